@@ -1,0 +1,33 @@
+# Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+
+help:            ## what there is to make
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 10
+
+env: .venv/.ready  ## the environment alone, in .venv
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,dev]'
+	@touch $@
+
+demo: env        ## four hospitals' slides → tile → ProxyFL on four MPI ranks → evaluate → report
+	$(BIN)/wsi-fl demo --out demo
+
+test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
+	$(BIN)/python -m pytest
+
+check: env       ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: env       ## measure; ratios within one run
+	for f in benchmarks/*.py; do $(BIN)/python $$f; done
+
+clean:           ## remove the environment and the demo
+	rm -rf .venv demo
+
+.PHONY: help env demo test check bench clean

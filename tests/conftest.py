@@ -1,0 +1,102 @@
+"""Small studies that tests share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from wsi_fl.config import Study
+from wsi_fl.stores.patches import ShardMeta, StoreMeta, write_columns, write_shard
+from wsi_fl.types import CLASSES, GridSpec, PatchTable
+
+SHARED = Path(__file__).parents[1].parent / "shared"
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def patches_of(rng, labels, size_px, tint):
+    """Patches whose texture tells the label and whose tint tells the site."""
+    pixels = rng.integers(90, 160, (len(labels), size_px, size_px, 3)).astype(np.int64)
+    stripes = (np.arange(size_px) // 2 % 2 * 60)[None, :, None, None]
+    pixels += np.where(np.asarray(labels)[:, None, None, None] == 1, stripes, 0) + np.asarray(tint)
+    return np.clip(pixels, 0, 255).astype(np.uint8)
+
+
+def write_store(study: Study, site: str, *, n_per_slide=12, n_patients=4, size_px=16, mpp=1.0, seed=0):
+    """A store of `n_patients` slides, the last patient's for testing."""
+    rng = np.random.default_rng(seed)
+    spec = GridSpec(size_px, mpp, size_px)
+    folder = study.store(site).parent
+    shards = []
+    for patient in range(n_patients):
+        split = "test" if patient == n_patients - 1 else "train"
+        label = np.arange(n_per_slide) % 2
+        name = f"{site}_slide_{patient}"
+        n = len(label)
+        table = PatchTable(
+            np.stack([np.arange(n) * size_px, np.zeros(n, np.int64)], 1).astype(np.int64),
+            label.astype(np.int64),
+            label.astype(np.float32),
+            np.full(n, name),
+            np.full(n, f"{site}_patient_{patient}"),
+            np.full(n, split),
+        )
+        shard = folder / "slides" / f"{name}.h5"
+        meta = ShardMeta(name, f"{site}_patient_{patient}", split, spec, "")
+        write_shard(shard, meta, table, [patches_of(rng, label, size_px, rng.integers(-20, 20, 3))])
+        shards.append(shard)
+    write_columns(study.store(site), StoreMeta(site, CLASSES, spec), shards)
+
+
+SMALL = """
+[tile]
+size_px = 16
+[model]
+private = "cnn1"
+proxy = "mlp"
+[train]
+rounds = 3
+batch_size = 8
+lr = 0.005
+augment = "none"
+[evaluate]
+bootstrap = 50
+"""
+
+
+def make_study(root: Path, n_sites=4, extra="", site_extra="real = false", **store) -> Study:
+    (root / "pipelines").mkdir(parents=True)
+    (root / "sites").mkdir()
+    (root / "pipelines" / "small.toml").write_text(SMALL + extra)
+    study = Study(root)
+    for k in range(n_sites):
+        (root / "sites" / f"S{k}.toml").write_text(
+            f'name = "S{k}"\nslides = "none/*.tif"\nlabels = "none.csv"\n{site_extra}\n'
+        )
+        write_store(study, f"S{k}", seed=k, **store)
+    return study
+
+
+@pytest.fixture
+def study(tmp_path):
+    return make_study(tmp_path / "study")
+
+
+@pytest.fixture
+def wsi_fl():
+    """Runs the command line in a folder; returns the finished process."""
+
+    def run(*arguments, cwd, timeout=240, env=None):
+        return subprocess.run(
+            [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, **(env or {})},
+        )
+
+    return run

@@ -1,0 +1,94 @@
+"""Architectures are what their papers say, and ready for per-example gradients."""
+
+import pytest
+import torch
+import torchvision
+from opacus import GradSampleModule
+from opacus.validators import ModuleValidator
+
+from wsi_fl.models import BUILDERS, build, schema
+from wsi_fl.types import UsageError
+
+SIZES = {"mlp": 28, "lenet5": 28, "cnn1": 32, "cnn2": 32}
+
+
+def make(name, size_px=None, seed=0, n_classes=2, in_channels=3):
+    size_px = size_px or SIZES.get(name, 64)
+    return build(name, n_classes=n_classes, in_channels=in_channels, size_px=size_px, seed=seed), size_px
+
+
+@pytest.mark.parametrize("name", [*BUILDERS, "timm:efficientnet_lite0", "timm:resnet10t"])
+def test_every_model_maps_images_to_logits_and_passes_the_privacy_validator(name):
+    model, size_px = make(name)
+    assert model(torch.randn(3, 3, size_px, size_px)).shape == (3, 2)
+    assert ModuleValidator.validate(model, strict=False) == []
+    assert not any(getattr(m, "inplace", False) for m in model.modules())
+
+
+def test_resnet18_has_torchvisions_parameters_name_by_name():
+    ours, _ = make("resnet18", n_classes=1000)
+    theirs = torchvision.models.resnet18(num_classes=1000)
+    assert {n: p.shape for n, p in ours.named_parameters()} == {
+        n: p.shape for n, p in theirs.named_parameters()
+    }
+    assert sum(p.numel() for p in ours.parameters()) == 11_689_512
+
+
+def test_resnet18_computes_what_torchvisions_in_place_version_computes():
+    ours, _ = make("resnet18")
+    theirs = torchvision.models.resnet18(num_classes=2, norm_layer=lambda c: torch.nn.GroupNorm(32, c))
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize(("name", "n_parameters"), [("mlp", 199_210), ("lenet5", 44_426)])
+def test_small_models_have_the_published_size_on_mnist(name, n_parameters):
+    model = build(name, n_classes=10, in_channels=1, size_px=28, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == n_parameters
+
+
+def test_per_example_gradients_of_the_resnet_equal_a_loop():
+    model, _ = make("resnet18", size_px=32)
+    x, y = torch.randn(3, 3, 32, 32), torch.tensor([0, 1, 1])
+    wrapped = GradSampleModule(model, loss_reduction="sum")
+    torch.nn.functional.cross_entropy(wrapped(x), y, reduction="sum").backward()
+    together = [p.grad_sample.clone() for p in model.parameters()]
+    for i in range(3):
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        alone = torch.autograd.grad(loss, list(model.parameters()))
+        for grad, both in zip(alone, together, strict=True):
+            torch.testing.assert_close(both[i], grad, rtol=1e-3, atol=1e-5)
+
+
+def test_initialisation_depends_on_the_seed_alone_and_leaves_the_global_generator_untouched():
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    first, _ = make("gn_cnn", seed=3)
+    torch.rand(7)
+    second, _ = make("gn_cnn", seed=3)
+    other, _ = make("gn_cnn", seed=4)
+    torch.manual_seed(5)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not torch.equal(next(first.parameters()), next(other.parameters()))
+
+
+def test_schema_tells_architectures_apart_and_ignores_values():
+    assert schema(make("cnn1", seed=0)[0]) == schema(make("cnn1", seed=1)[0])
+    assert schema(make("cnn1")[0]) != schema(make("cnn2")[0])
+    assert schema(make("cnn1", size_px=32)[0]) != schema(make("cnn1", size_px=28)[0])
+
+
+@pytest.mark.parametrize("name", ["resnet19", "timm:no_such_model"])
+def test_unknown_models_are_refused_in_one_line(name):
+    with pytest.raises(UsageError, match=r"know[ns]") as error:
+        make(name)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["lenet5", "cnn1", "gn_cnn"])
+def test_images_too_small_are_refused(name):
+    with pytest.raises(UsageError, match="at least"):
+        make(name, size_px=8)

@@ -1,0 +1,265 @@
+"""The imaginary hospitals: slides open like real ones, and their outlines tell the truth about what was painted."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openslide
+import pytest
+from numpy.typing import NDArray
+from skimage.draw import polygon2mask
+
+from wsi_fl.slides import phantom
+from wsi_fl.slides.phantom.anatomy import LABEL_PX
+from wsi_fl.slides.phantom.archive import outlines
+from wsi_fl.slides.phantom.paint import beer_lambert, hospital
+from wsi_fl.slides.phantom.tissues import Tissue, bank
+from wsi_fl.types import UsageError
+
+SIZE_PX = 1024
+SLIDES = phantom.plan_slides(2, 1, SIZE_PX, seed=3)
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("hospitals")
+    return phantom.paint_archive(out, n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3)
+
+
+def slide_path(archive: Path, slide: phantom.PhantomSlide) -> Path:
+    return archive / "training" / f"center_{slide.site}" / f"{slide.name}.tif"
+
+
+def level0(archive: Path, slide: phantom.PhantomSlide) -> NDArray[np.uint8]:
+    with openslide.OpenSlide(slide_path(archive, slide)) as opened:
+        return np.asarray(opened.read_region((0, 0), 0, opened.dimensions).convert("RGB"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def rasterized(xml: Path, size_px: int) -> NDArray[np.bool_]:
+    """The annotation as a reader would paint it: pixel centres inside islands, holes last."""
+    mask = np.zeros((size_px, size_px), np.bool_)
+    found = ET.parse(xml).getroot().findall("./Annotations/Annotation")
+    for group, value in (("metastases", True), ("normal", False)):
+        for annotation in (a for a in found if a.get("PartOfGroup") == group):
+            yx = [(float(c.attrib["Y"]), float(c.attrib["X"])) for c in annotation.iter("Coordinate")]
+            mask[polygon2mask(mask.shape, np.array(yx) - 0.5)] = value
+    return mask
+
+
+def test_the_archive_has_the_layout_of_camelyon17(archive: Path) -> None:
+    assert sorted(digests(archive)) == [
+        "annotations/patient_000_node_1.xml",
+        "annotations/patient_020_node_1.xml",
+        "stages.csv",
+        "training/center_0/patient_000_node_0.tif",
+        "training/center_0/patient_000_node_1.tif",
+        "training/center_1/patient_020_node_0.tif",
+        "training/center_1/patient_020_node_1.tif",
+    ]
+    rows = list(csv.DictReader((archive / "stages.csv").open()))
+    assert {r["patient"]: r["stage"] for r in rows} == {
+        "patient_000.zip": "pN1",
+        "patient_000_node_0.tif": "negative",
+        "patient_000_node_1.tif": "macro",
+        "patient_020.zip": "pN1",
+        "patient_020_node_0.tif": "negative",
+        "patient_020_node_1.tif": "macro",
+    }
+
+
+def test_openslide_sees_a_generic_pyramid_with_the_right_scale(archive: Path) -> None:
+    path = slide_path(archive, SLIDES[0])
+    assert openslide.OpenSlide.detect_format(path) == "generic-tiff"
+    with openslide.OpenSlide(path) as slide:
+        assert slide.level_dimensions == ((1024, 1024), (512, 512))
+        assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.5)
+        assert float(slide.properties["openslide.mpp-y"]) == pytest.approx(0.5)
+        assert slide.properties["openslide.level[0].tile-width"] == "512"
+        assert "openslide.objective-power" not in slide.properties
+
+
+@pytest.mark.parametrize("slide", SLIDES, ids=lambda s: s.name)
+def test_openslide_reads_the_painted_colours(archive: Path, slide: phantom.PhantomSlide) -> None:
+    error = level0(archive, slide).astype(int) - phantom.paint_slide(slide)
+    assert np.abs(error).mean() < 4
+    assert np.abs(error).max() < 90
+    assert np.abs(error.mean(axis=(0, 1))).max() < 1  # no shift of colour
+
+
+@pytest.mark.parametrize(("height", "width"), [(700, 1300), (512, 512), (40, 1025)])
+def test_a_pyramid_of_any_shape_keeps_its_pixels_at_the_edges(
+    tmp_path: Path, height: int, width: int
+) -> None:
+    y, x = np.mgrid[:height, :width]
+    image = np.stack([y % 256 // 2 + 60, x % 256 // 2 + 60, (x + y) % 256 // 2 + 60], -1).astype(np.uint8)
+    phantom.write_pyramid(tmp_path / "odd.tif", image, mpp=0.37)
+    with openslide.OpenSlide(tmp_path / "odd.tif") as slide:
+        assert slide.dimensions == (width, height)
+        assert float(slide.properties["openslide.mpp-x"]) == pytest.approx(0.37, rel=1e-5)
+        assert max(slide.level_dimensions[-1]) <= 512
+        read = np.asarray(slide.read_region((0, 0), 0, slide.dimensions))
+    assert (read[..., 3] == 255).all()
+    assert np.abs(read[..., :3].astype(int) - image).mean() < 6
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive: Path, tmp_path: Path) -> None:
+    again = phantom.paint_archive(tmp_path / "a", n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3)
+    assert digests(again) == digests(archive)
+    other = phantom.paint_archive(tmp_path / "b", n_sites=1, patients_per_site=1, size_px=SIZE_PX, seed=4)
+    same = {k for k, v in digests(other).items() if digests(archive)[k] == v}
+    assert same <= {"stages.csv"}
+
+
+def test_progress_names_every_slide(tmp_path: Path) -> None:
+    lines: list[str] = []
+    hear: Callable[[str], None] = lines.append
+    phantom.paint_archive(tmp_path, n_sites=1, patients_per_site=1, size_px=512, progress=hear)
+    assert lines == ["patient_000_node_0.tif (1 of 2)", "patient_000_node_1.tif (2 of 2)"]
+
+
+@pytest.mark.parametrize("slide", [s for s in SLIDES if s.positive], ids=lambda s: s.name)
+def test_outlines_are_the_truth_to_a_pixel(archive: Path, slide: phantom.PhantomSlide) -> None:
+    truth = phantom.truth_mask(slide)
+    drawn = rasterized(archive / "annotations" / f"{slide.name}.xml", SIZE_PX)
+    border = (
+        np.abs(np.diff(truth.astype(int), axis=0)).sum() + np.abs(np.diff(truth.astype(int), axis=1)).sum()
+    )
+    assert truth.mean() > 0.05
+    assert (drawn != truth).sum() < 0.5 * border
+
+
+def test_holes_are_outlined_in_the_group_normal() -> None:
+    """Over many slides some island has a hole; each hole is healthy inside, each island is tumour inside."""
+    groups = []
+    for slide in phantom.plan_slides(1, 8, SIZE_PX, seed=0)[1::2]:
+        truth = phantom.truth_mask(slide)
+        drawn = np.zeros_like(truth)
+        for group, xy in outlines(slide.anatomy()):
+            drawn[polygon2mask(truth.shape, xy[:, ::-1] - 0.5)] = group == "metastases"
+            groups.append(group)
+        assert (drawn != truth).mean() < 0.002
+    assert groups.count("normal") > 0
+    assert groups.count("metastases") >= 8
+
+
+@pytest.mark.parametrize("slide", [s for s in SLIDES if s.positive], ids=lambda s: s.name)
+def test_tumour_is_painted_where_the_truth_says(slide: phantom.PhantomSlide) -> None:
+    anatomy = slide.anatomy()
+    painted = np.isin(anatomy.label, [k for k in Tissue if k >= Tissue.TUMOUR_SOLID])
+    truth = phantom.truth_mask(slide)[LABEL_PX // 2 :: LABEL_PX, LABEL_PX // 2 :: LABEL_PX]
+    assert (painted & ~truth).sum() < 0.01 * truth.sum()  # a label covers 4 × 4 pixels
+    assert (painted & truth).sum() > 0.9 * truth.sum()
+
+
+def test_the_border_of_a_slide_is_glass_or_fat() -> None:
+    for slide in phantom.plan_slides(4, 3, SIZE_PX, seed=0):
+        label = slide.anatomy().label
+        border = np.concatenate([label[0], label[-1], label[:, 0], label[:, -1]])
+        assert np.isin(border, [Tissue.GLASS, Tissue.FAT]).all(), slide.name
+
+
+def test_a_negative_slide_holds_no_tumour_and_loses_a_stale_outline(tmp_path: Path) -> None:
+    stale = tmp_path / "annotations" / "patient_000_node_0.xml"
+    stale.parent.mkdir()
+    stale.write_text("old")
+    phantom.paint_archive(tmp_path, n_sites=1, patients_per_site=1, size_px=512)
+    negative = phantom.plan_slides(1, 1, 512, seed=0)[0]
+    assert not negative.positive
+    assert not phantom.truth_mask(negative).any()
+    assert not stale.exists()
+
+
+def test_hospitals_differ_in_colour(archive: Path) -> None:
+    """Of the same section, not only of different ones."""
+    section = SLIDES[1]
+    means = [phantom.paint_slide(replace(section, site=site)).reshape(-1, 3).mean(0) for site in (0, 2, 3)]
+    for i, one in enumerate(means):
+        for other in means[i + 1 :]:
+            assert np.abs(one - other).max() > 8
+
+
+def test_tumour_differs_from_germinal_centres_in_texture_more_than_in_colour() -> None:
+    """Its nuclei are larger: haematoxylin stays correlated over a longer way."""
+
+    def reach_px(h: NDArray[np.float32]) -> int:
+        centred = h - h.mean()
+        along = [float((centred * np.roll(centred, d, 1)).mean() / centred.var()) for d in range(1, 20)]
+        return int(np.argmax(np.array(along) < 0.4))
+
+    h = bank().haematoxylin
+    tumours = [k for k in Tissue if k >= Tissue.TUMOUR_SOLID]
+    assert min(reach_px(h[k]) for k in tumours) > reach_px(h[Tissue.LYMPHOID])
+    assert all(h[k].mean() < 0.7 * h[Tissue.LYMPHOID].mean() for k in tumours)
+    assert any(abs(h[k].mean() - h[Tissue.GERMINAL].mean()) < 0.12 for k in tumours)
+
+
+@pytest.mark.parametrize("site", [0, 1, 2])
+def test_only_the_second_hospital_pads_with_black(site: int) -> None:
+    slide = replace(SLIDES[0], site=site)
+    picture = phantom.paint_slide(slide)
+    edge = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
+    assert (edge.max() == 0) == (site == 1)
+    assert (picture.max(2) == 0).mean() < 0.2
+
+
+def test_the_third_hospital_marks_its_glass_with_a_green_pen() -> None:
+    picture = phantom.paint_slide(replace(SLIDES[0], site=2)).astype(int)
+    green = (picture[..., 1] > picture[..., 0] + 40) & (picture[..., 1] > picture[..., 2] + 15)
+    assert 0.002 < green.mean() < 0.05
+    unmarked = phantom.paint_slide(replace(SLIDES[0], site=0)).astype(int)
+    assert (unmarked[..., 1] > unmarked[..., 0] + 40).sum() == 0
+
+
+def test_stains_follow_beer_and_lambert() -> None:
+    at = hospital(0)
+    table = beer_lambert(at, np.ones(2))
+    density = -np.log(table / np.asarray(at.white, np.float32))
+    np.testing.assert_allclose(density[0], 0, atol=1e-6)
+    h, e = 90 << 8, 40
+    np.testing.assert_allclose(density[h | e], density[h] + density[e], rtol=1e-4)
+    np.testing.assert_allclose(density[h], 0.9 * np.array(at.haematoxylin), rtol=1e-4)
+
+
+def test_textures_wrap_around() -> None:
+    """The step across the seam is no larger than any other."""
+    for texture in bank().haematoxylin:
+        steps = np.abs(np.diff(texture, axis=1)).mean(0)
+        assert np.abs(texture[:, 0] - texture[:, -1]).mean() <= steps.max() * 1.2 + 1e-6
+
+
+def test_each_metastatic_slide_of_the_usual_size_has_enough_patches() -> None:
+    """Of 256 level-0 pixels, the usual 128 pixels of 1 µm."""
+    for slide in phantom.plan_slides(4, 5, 4096, seed=0)[1::8]:
+        anatomy = slide.anatomy()
+        blocks = phantom.truth_mask(slide).reshape(16, 256, 16, 256).mean((1, 3))
+        assert (blocks >= 0.9).sum() >= 15
+        tissue = (anatomy.label >= Tissue.STROMA).reshape(16, 64, 16, 64).mean((1, 3))
+        assert (tissue > 0.5).sum() >= 50
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"n_sites": 0}, "n_sites is 0"),
+        ({"patients_per_site": 21}, "patients_per_site is 21"),
+        ({"size_px": 1000}, "size_px is 1000: choose a multiple of 16"),
+    ],
+)
+def test_impossible_archives_are_refused_before_anything_is_written(
+    tmp_path: Path, wrong: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        phantom.paint_archive(tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,754 @@
+from __future__ import annotations
+
+import base64
+import io
+import math
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from wsi_fl.report import Page, figures, pictures, render, words
+from wsi_fl.types import WsiFlError
+
+CONFIG = """# wsi-fl train --pipeline camelyon17_small
+[train]
+rounds = 20
+batch_size = 32
+
+[privacy]
+enabled = true
+mode = "paper"
+sigma = 1.4
+clip = 0.7
+delta = 1e-5
+"""
+CLASSES = ("healthy", "tumor")
+MAIN = {"accuracy": 0.7123, "macro_accuracy": 0.7044, "auroc": 0.7811}
+
+
+def measured(rng: np.random.Generator, level: float, n: int, classes: tuple[str, ...]) -> dict[str, Any]:
+    """One evaluation of one model, shaped as `evaluate --json` writes it."""
+    values = {"accuracy": level, "macro_accuracy": level - 0.008, "auroc": min(0.995, level + 0.07)}
+    values = {k: float(np.clip(v + rng.normal(0, 0.004), 0, 1)) for k, v in values.items()}
+    k = len(classes)
+    rows = rng.multinomial(n, rng.dirichlet(np.full(k, 30.0)))
+    confusion = [
+        rng.multinomial(row, [level if i == j else (1 - level) / max(k - 1, 1) for j in range(k)]).tolist()
+        for i, row in enumerate(rows)
+    ]
+    confidences = np.linspace(1 / k + 0.05, 0.97, 8)
+    bins = [
+        {
+            "confidence": float(c),
+            "accuracy": float(np.clip(c - 0.12 * c + rng.normal(0, 0.03), 0, 1)),
+            "n": 70,
+        }
+        for c in confidences
+    ]
+    return {
+        "n": n,
+        **values,
+        "intervals": {m: [v - 0.06, min(1.0, v + 0.05)] for m, v in values.items()},
+        "confusion": confusion,
+        "calibration": {
+            "ece": 0.0931,
+            "brier": 0.2113,
+            "bins": [*bins, {"confidence": None, "accuracy": None, "n": 0}],
+        },
+        "slides": {"n": 24, "accuracy": 0.8333, "auroc": 0.8712},
+    }
+
+
+def history(rng: np.random.Generator, rounds: int, own: float, merged: float) -> list[dict[str, Any]]:
+    lines = []
+    for r in range(1, rounds + 1):
+        rise = 1 - math.exp(-r / (rounds / 4))
+        noise = rng.normal(0, 0.008, 3)
+        lines.append(
+            {
+                "round": r,
+                "seconds": 21.4,
+                "loss": {"private": 0.72 - 0.34 * rise + noise[0], "proxy": 0.74 - 0.16 * rise + noise[1]},
+                "epsilon": 0.62 * math.sqrt(r),
+                "own": {"accuracy": 0.5 + (own - 0.5) * rise + noise[0]},
+                "merged": None
+                if r % 2 and r != rounds
+                else {
+                    "accuracy": 0.5 + (merged - 0.5) * rise + noise[1],
+                    "macro_accuracy": 0.5 + (merged - 0.51) * rise + noise[1],
+                    "auroc": 0.5 + (merged - 0.43) * rise + noise[2],
+                },
+                "proxy": {"accuracy": 0.5 + (merged - 0.54) * rise + noise[2]},
+                "messages": 1,
+                "bytes": 403_000,
+                "communication_seconds": 0.031,
+            }
+        )
+    return lines
+
+
+def patch(rng: np.random.Generator, tumor: bool, tint: int) -> np.ndarray:
+    """Something pink with nuclei, 96 px."""
+    stains = [(236, 205, 220), (228, 190, 214), (240, 214, 208), (221, 198, 226)]
+    image = Image.new("RGB", (96, 96), stains[tint % 4])
+    draw = ImageDraw.Draw(image)
+    for _ in range(120 if tumor else 60):
+        x, y = rng.integers(0, 96, 2).tolist()
+        r = int(rng.integers(4, 8) if tumor else rng.integers(2, 5))
+        draw.ellipse((x - r, y - r, x + r, y + r - 1), fill=(118 + 12 * (tint % 4), 70, 150))
+    return np.asarray(image)
+
+
+def overview(rng: np.random.Generator, side: int = 900) -> bytes:
+    image = Image.new("RGB", (side, side * 3 // 4), (247, 246, 248))
+    draw = ImageDraw.Draw(image)
+    for _ in range(3):
+        x, y = rng.integers(side // 5, side * 3 // 5, 2).tolist()
+        r = int(rng.integers(side // 10, side // 5))
+        draw.ellipse((x - r, y - r, x + r, y + r // 2), fill=(224, 178, 205), outline=(40, 90, 60), width=4)
+        for _ in range(60):
+            px, py = x + int(rng.integers(-r, r)), y + int(rng.integers(-r // 2, r // 2))
+            draw.rectangle(
+                (px, py, px + 9, py + 9), outline=(200, 60, 30) if rng.random() < 0.5 else (0, 114, 178)
+            )
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    return out.getvalue()
+
+
+def make_page(
+    n_sites: int = 4,
+    *,
+    rounds: int = 20,
+    classes: tuple[str, ...] = CLASSES,
+    names: list[str] | None = None,
+    level: float = 0.71,
+    n_overviews: int = 3,
+) -> Page:
+    rng = np.random.default_rng(7)
+    names = names or [f"C{i + 1}" for i in range(n_sites)]
+    run = "00003-proxyfl-camelyon17_small"
+    sites = []
+    for i, name in enumerate(names):
+        own = measured(rng, min(0.97, level + 0.1), 150, classes)
+        parts = {
+            other: {
+                k: v
+                for k, v in measured(
+                    rng, level + (0.1 if other == name else 0.01 * (j % 7) - 0.04), 150, classes
+                ).items()
+                if k in ("n", "accuracy", "macro_accuracy", "auroc")
+            }
+            for j, other in enumerate(names)
+        }
+        sites.append(
+            {
+                "site": name,
+                **measured(rng, level + 0.01 * (i % 5 - 1.5), 600, classes),
+                "own": own,
+                "parts": parts,
+            }
+        )
+    baseline = {"dp": True, "epsilon": 2.8114, "guarantee": "guaranteed"}
+    off = {"dp": False, "epsilon": None, "guarantee": "none"}
+
+    def numbers(a: float, sd: float) -> dict[str, Any]:
+        return {
+            "accuracy": {"mean": a, "sd": sd},
+            "macro_accuracy": {"mean": a - 0.009, "sd": sd},
+            "auroc": {"mean": a + 0.068, "sd": sd},
+        }
+
+    return Page(
+        run=run,
+        method="proxyfl",
+        pipeline="camelyon17_small",
+        classes=classes,
+        config_toml=CONFIG,
+        manifest={
+            "created": "2025-03-07T10:12:44+00:00",
+            "argv": ["wsi-fl", "train", "--method", "proxyfl", "--pipeline", "camelyon17_small"],
+            "versions": {"wsi_fl": "0.1.0", "torch": "2.6.0", "python": "3.11.9"},
+            "git": "4f1c2ab",
+            "inputs": {name: f"sha256:{i:02d}9c1e77ab2f40c1" for i, name in enumerate(names)},
+        },
+        summary={
+            "run": run,
+            "method": "proxyfl",
+            "seconds": 431.2,
+            "sites": [
+                {
+                    "site": name,
+                    "epsilon": 2.7727 + 0.01 * (i % 5),
+                    "delta": 1e-5,
+                    "guarantee": "nominal",
+                    "unit": "patch",
+                    "rounds": rounds,
+                    "max_epsilon": 8.0,
+                }
+                for i, name in enumerate(names)
+            ],
+            "lost": [],
+            "communication": {
+                "messages": rounds * n_sites,
+                "bytes": rounds * n_sites * 403_000,
+                "seconds": 2.48,
+            },
+        },
+        evaluation={
+            "run": run,
+            "merged": {m: {"mean": v, "sd": 0.0213} for m, v in MAIN.items()},
+            "sites": sites,
+            "bootstrap": {"repeats": 1000, "cluster": "patient", "level": 0.95},
+        },
+        metrics={
+            name: history(rng, rounds, 0.82, level + 0.012 * (i % 5 - 1.5)) for i, name in enumerate(names)
+        },
+        baselines=[
+            {
+                "run": "00001-regular-camelyon17_small",
+                "method": "regular",
+                **baseline,
+                **numbers(0.5541, 0.0312),
+            },
+            {"run": "00002-regular-camelyon17_small", "method": "regular", **off, **numbers(0.6408, 0.0287)},
+            {"run": "00004-joint-camelyon17_small", "method": "joint", **off, **numbers(0.8269, 0.0)},
+            {"run": "00005-fedavg-camelyon17_small", "method": "fedavg", **baseline, **numbers(0.6012, 0.0)},
+        ],
+        stores=[
+            {
+                "site": name,
+                "healthy": 590 + i,
+                "tumor": 603,
+                "train": 943 + i,
+                "test": 250,
+                "patients": 10 + i,
+                "slides": 16,
+                "size_px": 96,
+                "mpp": 0.972,
+                "table": {"train": dict.fromkeys(classes, 470 + i), "test": dict.fromkeys(classes, 125)},
+            }
+            for i, name in enumerate(names)
+        ],
+        patches={
+            name: [(c, patch(rng, j > 0, i)) for j, c in enumerate(classes) for _ in range(6)]
+            for i, name in enumerate(names)
+        },
+        overviews={
+            name: [(f"patient_{i}{k:02d}_node_{k}", overview(rng)) for k in range(n_overviews)]
+            for i, name in enumerate(names)
+        },
+    )
+
+
+class Document(HTMLParser):
+    """The page as a reader's software sees it: balanced tags, attributes, texts and tables."""
+
+    VOID = frozenset(
+        ["meta", "link", "img", "br", "hr", "input", "path", "use", "image", "rect", "line", "circle"]
+    )
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.tables: list[list[list[str]]] = []
+        self.words: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {k: v or "" for k, v in attrs}))
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {k: v or "" for k, v in attrs}))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if "style" in self.open:
+            return
+        self.words.append(data)
+        if {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] = " ".join(f"{self.tables[-1][-1][-1]} {data}".split())
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def table(self, *headings: str) -> dict[str, list[str]]:
+        """Rows by their first cell of the table that has these headings."""
+        for rows in self.tables:
+            for i, row in enumerate(rows):
+                if set(headings) <= set(row):
+                    return {r[0]: r[1:] for r in rows[i + 1 :]}
+        raise AssertionError(f"no table with {headings}")
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    return make_page()
+
+
+@pytest.fixture(scope="module")
+def small() -> Page:
+    """The same study, quick to draw: no curves, no pictures."""
+    return replace(make_page(n_overviews=0), metrics={}, patches={})
+
+
+@pytest.fixture(scope="module")
+def document(page: Page) -> Document:
+    return Document(render(page))
+
+
+def walk(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a JSON value with every number changed; keys that count or order things are kept."""
+    if isinstance(value, dict):
+        return {k: v if k in ("round", "dp") else walk(v, change) for k, v in value.items()}
+    if isinstance(value, list):
+        return [walk(v, change) for v in value]
+    return change(value) if isinstance(value, int | float) else value
+
+
+def changed(page: Page, change: Callable[[Any], Any]) -> Page:
+    evaluation = walk(page.evaluation, change)
+    return replace(
+        page,
+        summary=walk(page.summary, change),
+        evaluation=evaluation,
+        metrics=walk(page.metrics, change),
+        baselines=walk(page.baselines, change),
+        stores=walk(page.stores, change),
+    )
+
+
+def without_confusion(page: Page) -> Page:
+    assert page.evaluation
+    sites = [{**s, "confusion": None} for s in page.evaluation["sites"]]
+    return replace(page, evaluation={**page.evaluation, "sites": sites})
+
+
+def test_the_page_needs_nothing_beside_it(page: Page, document: Document) -> None:
+    html = render(page)
+    for _, attributes in document.tags:
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            assert attributes.get(name, "#").startswith(("#", "data:image/jpeg;base64,")), attributes
+    assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in document.tags}
+    assert not re.search(r"url\(\s*['\"]?(?!#)", html)
+    assert "@import" not in html
+    assert "http://" not in html and "https://" not in html
+
+
+def test_the_page_is_accessible(document: Document) -> None:
+    tags = [tag for tag, _ in document.tags]
+    assert dict(document.tags)["html"]["lang"] == "en"
+    assert {"header", "nav", "main", "footer"} <= set(tags)
+    assert tags.count("h1") == 1
+    ids = [a["id"] for _, a in document.tags if "id" in a]
+    assert len(ids) == len(set(ids)), "an id is used twice"
+    for tag, attributes in document.tags:
+        link = attributes.get("href", attributes.get("xlink:href", ""))
+        if link.startswith("#"):
+            assert link[1:] in ids, f"{link} leads nowhere"
+        for reference in re.findall(r"url\(#([^)]+)\)", " ".join(attributes.values())):
+            assert reference in ids
+        if tag == "img":
+            assert attributes["alt"]
+        if tag == "th":
+            assert attributes["scope"] in ("row", "col", "colgroup")
+        if attributes.get("role") == "img":
+            assert len(attributes["aria-label"]) > 20
+    n_charts = sum("chart" in a.get("class", "").split() for _, a in document.tags)
+    assert n_charts == sum(a.get("role") == "img" for _, a in document.tags) == tags.count("svg") > 10
+
+
+def test_sections_come_in_the_order_of_a_reader(document: Document) -> None:
+    assert [a["id"] for tag, a in document.tags if tag == "section"] == [
+        "result",
+        "comparison",
+        "training",
+        "privacy",
+        "sites",
+        "errors",
+        "transfer",
+        "data",
+        "communication",
+        "slides",
+        "provenance",
+    ]
+
+
+def test_tables_hold_the_numbers_of_the_run(page: Page, document: Document) -> None:
+    assert page.evaluation
+    merged = document.table("Model of", "Macro-accuracy", "ECE")
+    for site in page.evaluation["sites"]:
+        cells = merged[site["site"]]
+        assert cells[0] == "600"
+        for cell, metric in zip(cells[1:4], MAIN, strict=True):
+            low, high = site["intervals"][metric]
+            assert cell == f"{site[metric]:.3f} [{low:.3f}, {high:.3f}]"
+        assert cells[4:] == ["0.093", "0.211", "24", "0.833", "0.871"]
+    assert merged["Mean ± sd"][1:4] == ["0.712 ± 0.021", "0.704 ± 0.021", "0.781 ± 0.021"]
+
+    compared = document.table("Method", "Run")
+    assert list(compared) == [
+        "Joint all data pooled",
+        "ProxyFL (this run) proxies averaged, no centre",
+        "Regular each site alone",
+        "FedAvg one averaged model, central",
+    ]
+    assert compared["Joint all data pooled"][:5] == ["0.827", "0.818", "0.895", "off", "–"]
+    ours = compared["ProxyFL (this run) proxies averaged, no centre"]
+    assert ours == ["0.712 ± 0.021", "0.704 ± 0.021", "0.781 ± 0.021", "on", "2.77–2.80 nominal", page.run]
+
+    data = document.table("Site", "Patients", "healthy", "sum")
+    assert data["C2"] == ["11", "16", "471", "471", "942", "125", "125", "250"]
+    assert data["Sum"] == ["46", "64", "1,886", "1,886", "3,772", "500", "500", "1,000"]
+    spent = document.table("Site", "Budget")
+    assert spent["C1"] == ["2.77", "nominal", "10⁻⁵", "8.00", "20"]
+    traffic = document.table("Site", "Messages sent")
+    assert traffic["C4"] == ["20", "20", "8.1 MB", "620 ms", "7 min 8 s"]
+
+
+def test_the_heatmap_holds_every_model_on_every_part(page: Page, document: Document) -> None:
+    assert page.evaluation
+    rows = document.table("model ↓ tested on →", "C1", "C4")
+    for site in page.evaluation["sites"]:
+        values = [site["parts"][other]["accuracy"] for other in ("C1", "C2", "C3", "C4")]
+        away = [v for other, v in zip(("C1", "C2", "C3", "C4"), values, strict=True) if other != site["site"]]
+        assert rows[site["site"]] == [f"{v:.3f}" for v in [*values, np.mean(away)]]
+
+
+def test_confusion_shows_counts_and_shares_of_the_true_class(page: Page, document: Document) -> None:
+    assert page.evaluation
+    (a, b), _ = page.evaluation["sites"][0]["confusion"]
+    row = document.table("true ↓ predicted →", "tumor")["healthy"]
+    assert row == [f"{a} {100 * a / (a + b):.0f} %", f"{b} {100 * b / (a + b):.0f} %"]
+
+
+def test_the_opening_is_composed_from_the_data(document: Document) -> None:
+    for words_ in (
+        "Four sites trained together with ProxyFL; no slide left its site.",
+        "On the merged test set of 600 patches from 24 slides their private models reach an accuracy of",
+        "a site alone without DP 0.64 ± 0.03 , a site alone with DP 0.55 ± 0.03 , all data pooled without DP 0.83",
+        "Federation helped: accuracy is 0.07 above that of a site alone without DP.",
+    ):
+        assert words_ in document.text
+
+
+def test_a_federation_that_did_not_help_is_called_so() -> None:
+    def tone(ours: float, sd: float | None = 0.02, **more: Any) -> words.Finding:
+        run = {"accuracy": {"mean": ours, "sd": sd}, **more}
+        return words.verdict(
+            run, {"accuracy": {"mean": 0.64, "sd": 0.03}, "auroc": {"mean": 0.7, "sd": 0.0}}, "X"
+        )
+
+    assert tone(0.70).tone == "good"
+    assert tone(0.66).tone == "unclear" and "does not show that federation helped" in tone(0.66).text
+    assert tone(0.70, sd=0.08).tone == "unclear"
+    assert tone(0.55) == words.Finding("bad", "Federation did not help: accuracy is 0.09 below that of X.")
+    by_auroc = tone(0.70, auroc={"mean": 0.6, "sd": None})
+    assert by_auroc.tone == "unclear" and "other way round (−0.10)" in by_auroc.text
+
+
+def test_the_comparison_is_with_the_best_run_of_its_kind(small: Page) -> None:
+    better = {**small.baselines[1], "run": "00009-regular", "accuracy": {"mean": 0.75, "sd": 0.01}}
+    text = Document(render(replace(small, baselines=[*small.baselines, better]))).text
+    assert "Federation did not help: accuracy is 0.04 below that of a site alone without DP." in text
+    assert "a site alone without DP 0.75 ± 0.01" in text
+
+
+def test_no_better_than_a_constant_answer_is_said(small: Page) -> None:
+    assert small.evaluation
+    poor = {**small.evaluation, "merged": {m: {"mean": 0.5, "sd": 0.01} for m in MAIN}}
+    assert "No better than a constant answer" in Document(render(replace(small, evaluation=poor))).text
+    assert "No better than a constant answer" not in Document(render(small)).text
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("joint", "were pooled: a reference, not a federation"),
+        ("regular", "each on its own; nothing was exchanged"),
+    ],
+)
+def test_methods_without_federation_claim_none(small: Page, method: str, said: str) -> None:
+    text = Document(render(replace(small, method=method))).text
+    assert said in text
+    assert "no slide left its site" not in text and "Federation" not in text
+
+
+def test_epsilon_is_never_without_its_kind(small: Page, document: Document) -> None:
+    assert "ε = 2.77–2.80 at δ = 10⁻⁵ , nominal ( what that means )" in document.text
+    assert "KL term against a private model that was itself trained without DP" in document.text
+    sites = [{**s, "guarantee": "guaranteed"} for s in small.summary["sites"]]
+    strict = Document(render(replace(small, baselines=(), summary={**small.summary, "sites": sites})))
+    assert "at δ = 10⁻⁵ , guaranteed ." in strict.text
+    assert strict.table("Site", "Budget")["C1"][1] == "guaranteed"
+    sites[2] = {**sites[2], "guarantee": "nominal"}
+    mixed = Document(render(replace(small, summary={**small.summary, "sites": sites})))
+    assert "at δ = 10⁻⁵ , nominal" in mixed.text, "the weakest guarantee of any site counts for all"
+
+
+def test_a_run_without_privacy_says_so(page: Page) -> None:
+    off = {"epsilon": None, "delta": None, "guarantee": "none"}
+    summary = {**page.summary, "sites": [{**s, **off} for s in page.summary["sites"]]}
+    metrics = {k: [{**line, "epsilon": None} for line in v] for k, v in page.metrics.items()}
+    document = Document(render(replace(page, summary=summary, metrics=metrics)))
+    assert "Differential privacy was off in this run. Whatever the sites sent" in document.text
+    assert document.table("Method", "Run")["ProxyFL (this run) proxies averaged, no centre"][3:5] == [
+        "off",
+        "–",
+    ]
+    silent = {**summary, "communication": {"messages": 0, "bytes": 0, "seconds": 0.0}}
+    text = Document(render(replace(page, method="regular", summary=silent, metrics=metrics))).text
+    assert "Nothing was sent between the sites" in text
+
+
+def test_a_lost_site_is_named(small: Page) -> None:
+    text = Document(render(replace(small, summary={**small.summary, "lost": ["C3"]}))).text
+    assert "Lost during training: C3." in text
+
+
+def test_before_evaluation_the_page_says_how_to_get_it(page: Page) -> None:
+    bare = replace(page, evaluation=None, metrics={}, baselines=(), stores=(), patches={}, overviews={})
+    document = Document(render(bare))
+    assert f"wsi-fl evaluate runs/{page.run}" in document.text
+    assert "trains each site alone" in document.text
+    assert "wsi-fl tile draws one per slide" in document.text
+    assert "accuracy of" not in document.text
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan")])
+def test_numbers_that_could_not_be_computed_are_dashes(nothing: float | None) -> None:
+    page = without_confusion(make_page(n_sites=2, rounds=3, n_overviews=0))
+    document = Document(render(changed(page, lambda _: nothing)))
+    assert not re.search(r"\b(None|nan|NaN|Undefined)\b", document.text)
+    assert document.table("Model of", "ECE")["C1"] == ["–"] * 9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_number_may_be_missing(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    page = without_confusion(make_page(n_sites=2, rounds=3, n_overviews=0))
+    document = Document(render(changed(page, lambda value: None if rng.random() < 0.4 else value)))
+    assert not re.search(r"\b(None|nan|Undefined)\b", document.text)
+
+
+@pytest.mark.parametrize("part", ["own", "parts", "intervals", "confusion", "calibration", "slides"])
+def test_any_part_of_an_evaluation_may_be_missing(part: str) -> None:
+    page = make_page(n_sites=2, rounds=3, n_overviews=0)
+    assert page.evaluation
+    for missing in ({}, {part: None}):
+        sites = [{k: v for k, v in s.items() if k != part} | missing for s in page.evaluation["sites"]]
+        Document(render(replace(page, evaluation={**page.evaluation, "sites": sites})))
+
+
+def test_names_cannot_break_the_page() -> None:
+    names = ['<b>bold</b>"', "$\\frac{1$ & 'x'", "</style><script>alert(1)</script>", "患者 🏥"]
+    page = make_page(names=names, rounds=3, classes=("<i>healthy", "tu\"mor'"))
+    page = replace(page, run="00001-<u>run</u>", pipeline="</title>", config_toml="</pre><script>x</script>")
+    document = Document(render(page))
+    assert not {"b", "i", "u", "script"} & {tag for tag, _ in document.tags}
+    for name in names:
+        assert " ".join(name.split()) in document.text
+    assert set(document.table("Model of", "ECE")) == {*names, "Mean ± sd"}
+
+
+def test_a_single_site_has_nobody_to_learn_with() -> None:
+    text = Document(render(make_page(n_sites=1))).text
+    assert "without a second site there is nobody to learn with" in text
+    assert "nobody else to generalise to" in text
+    assert "Federation" not in text
+
+
+def test_sixty_sites_stay_readable_and_quick() -> None:
+    page = make_page(n_sites=60, rounds=6, n_overviews=0)
+    start = time.perf_counter()
+    html = render(page)
+    assert time.perf_counter() - start < 10
+    document = Document(html)
+    assert "Faint lines are the 60 sites" in document.text
+    assert sum(tag == "svg" for tag, _ in document.tags) < 20
+    assert len(document.table("Model of", "ECE")) == 61
+    assert page.evaluation
+    pooled = np.sum([s["confusion"] for s in page.evaluation["sites"]], axis=0)
+    shown = document.table("true ↓ predicted →", "tumor")["tumor"][1]
+    assert shown.startswith(f"{pooled[1][1]:,} ")
+
+
+def test_other_classes_than_healthy_and_tumor() -> None:
+    digits = tuple(str(d) for d in range(10))
+    document = Document(render(make_page(classes=digits, rounds=3)))
+    assert len(document.table("true ↓ predicted →", *digits)) == 10
+    assert document.table("Site", "Patients", "9", "sum")["C1"][2:13] == ["470"] * 10 + ["4,700"]
+
+
+def test_a_usual_page_takes_under_four_seconds_and_two_runs_agree(page: Page) -> None:
+    start = time.perf_counter()
+    first = render(page)
+    assert time.perf_counter() - start < 4
+    assert render(page) == first
+
+
+def test_forty_large_overviews_stay_under_eight_megabytes() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(noise).save(out, "PNG", compress_level=1)
+    page = make_page(rounds=3, n_overviews=0)
+    many = {f"C{i + 1}": [(f"slide_{k}", out.getvalue()) for k in range(10)] for i in range(4)}
+    html = render(replace(page, overviews=many))
+    assert html.count("Overview of slide") == 40
+    assert len(html.encode()) < 8_000_000
+
+
+def test_pictures_keep_their_look() -> None:
+    pixels = np.full((48, 48, 3), (200, 90, 160), np.uint8)
+    back = np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures.patch_uri(pixels).split(",")[1]))))
+    assert back.shape == pixels.shape
+    assert np.abs(back.astype(int) - pixels).max() <= 4
+    out = io.BytesIO()
+    Image.new("RGBA", (300, 200), (0, 0, 0, 0)).save(out, "PNG")
+    ((_, uri),) = pictures.overview_uris({"A": [("s", out.getvalue())]})["A"]
+    seen = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))
+    assert seen.size == (300, 200) and seen.getpixel((5, 5)) == (255, 255, 255), (
+        "transparent is paper, not black"
+    )
+
+
+def test_a_broken_overview_is_named() -> None:
+    page = make_page(rounds=3, n_overviews=0)
+    with pytest.raises(WsiFlError, match=r"overview of slide s1 of site C2: not a readable picture") as error:
+        render(replace(page, overviews={"C2": [("s1", b"no picture")]}))
+    assert "\n" not in str(error.value)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIELAB of linear sRGB."""
+    xyz = rgb @ np.array([[0.4124, 0.2126, 0.0193], [0.3576, 0.7152, 0.1192], [0.1805, 0.0722, 0.9505]])
+    f = np.cbrt(xyz / (0.9505, 1.0, 1.089))
+    return np.stack(
+        [116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], axis=-1
+    )
+
+
+# Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
+DEFICIENCIES = {
+    "none": np.eye(3),
+    "protan": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "deutan": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
+
+
+@pytest.mark.parametrize("sight", DEFICIENCIES)
+@pytest.mark.parametrize("theme", [0, 1])
+def test_colours_of_sites_can_be_told_apart(theme: int, sight: str) -> None:
+    css = (Path(figures.__file__).parent / "style.css").read_text()
+    hexes = [re.findall(rf"--s{i}: #(\w{{6}})", css)[theme] for i in range(figures.N_COLORS)]
+    srgb = np.array([[int(h[i : i + 2], 16) for i in (0, 2, 4)] for h in hexes]) / 255
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    colors = lab(np.clip(linear @ DEFICIENCIES[sight].T, 0, 1))
+    distance = np.linalg.norm(colors[:, None] - colors[None], axis=-1) + 1e3 * np.eye(len(colors))
+    assert distance[:4, :4].min() > 20
+    assert distance.min() > 9
+
+
+def test_charts_carry_variables_not_colours() -> None:
+    colors = {"A": figures.site_color(0, 2), "B": figures.site_color(1, 2)}
+    chart = figures.curves({"A": [(1, 0.5), (2, 0.6)], "B": [(1, 0.4), (2, 0.7)]}, colors, "Accuracy")
+    assert {"var(--s0)", "var(--s1)", "var(--ink)"} <= set(re.findall(r"var\(--\w+\)", chart.svg))
+    assert not re.findall(r"(?:stroke|fill): #\w+", chart.svg)
+    assert (
+        chart.alt
+        == "Accuracy by round. A from 0.500 to 0.600; B from 0.400 to 0.700; mean from 0.450 to 0.650."
+    )
+
+
+def test_a_distant_budget_does_not_flatten_the_curve() -> None:
+    points = {"A": [(1, 0.5), (2, 1.0)]}
+    near = figures.budget_curves(points, {"A": figures.INK}, {"A": 3.0}, "ε spent")
+    far = figures.budget_curves(points, {"A": figures.INK}, {"A": 300.0}, "ε spent")
+    assert "budget 3<" in near.svg and "budget 300" not in far.svg
+    assert "budget of A 300" in far.alt
+
+
+CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
+MEASURE = """<script>addEventListener('load', () => {
+  const sizes = [...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].map(t =>
+    parseFloat(t.style.fontSize) * s.getBoundingClientRect().width / s.viewBox.baseVal.width));
+  parent.postMessage([document.documentElement.scrollWidth, innerWidth, Math.min(...sizes).toFixed(1)].join(' '), '*')
+})</script></body>"""
+WRAPPER = """<!doctype html><title>waiting</title><body style="margin:0">
+<script>addEventListener('message', e => document.title = 'measured ' + e.data)</script>
+<iframe src="page.html" style="width:{width}px;height:3000px;border:0"></iframe>"""
+
+
+def chromium(profile: Path, *arguments: str) -> str:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    flags += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags += ["--hide-scrollbars", f"--user-data-dir={profile}"]
+    done = subprocess.run(
+        [CHROMIUM, *flags, *arguments], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("n_sites", [4, 60])
+def test_nothing_overflows_and_chart_text_is_legible(tmp_path: Path, width: int, n_sites: int) -> None:
+    html = render(make_page(n_sites=n_sites, rounds=4, n_overviews=0))
+    (tmp_path / "page.html").write_text(html.replace("</body>", MEASURE))
+    (tmp_path / "wrapper.html").write_text(WRAPPER.format(width=width))
+    dom = chromium(
+        tmp_path / "profile", "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path}/wrapper.html"
+    )
+    found = re.search(r"<title>measured (\d+) (\d+) ([\d.]+)</title>", dom)
+    assert found, dom[:300]
+    assert int(found[2]) == width
+    assert int(found[1]) <= width, "the page scrolls sideways"
+    assert float(found[3]) >= 8
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
+def test_a_browser_paints_the_page(tmp_path: Path, page: Page) -> None:
+    (tmp_path / "page.html").write_text(render(page))
+    shot = tmp_path / "shot.png"
+    chromium(
+        tmp_path / "profile",
+        "--window-size=1280,1600",
+        f"--screenshot={shot}",
+        f"file://{tmp_path}/page.html",
+    )
+    pixels = np.asarray(Image.open(shot).convert("RGB")).astype(int)
+    assert pixels.shape == (1600, 1280, 3)
+    ink = np.abs(pixels - pixels[2, 2]).max(axis=-1) > 60
+    assert 0.01 < ink.mean() < 0.5
+    assert all(band.any() for band in np.array_split(ink[:1200], 6)), "part of the page is empty"

@@ -1,0 +1,262 @@
+"""The command line: thin, every command one call of a stage. Heavy imports happen inside commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import click
+import typer
+
+from wsi_fl import __version__
+from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.config import Study
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Hospitals learn together from whole-slide images they may not share.",
+    epilog="Start with: wsi-fl demo",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Pipeline = Annotated[
+    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."
+    ),
+]
+Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _study() -> Study:
+    from wsi_fl.config import Study
+
+    return Study.find()
+
+
+def _out(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the study.")] = Path("wsi-fl-demo"),
+    as_json: Json = False,
+) -> None:
+    """Paint four hospitals' slides, tile, train ProxyFL on four MPI ranks, evaluate, report."""
+    from wsi_fl.stages.demo import demo, print_demo
+
+    document = demo(out)
+    _out(document) if as_json else print_demo(document)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check Python, OpenSlide, MPI, GPUs and disk; say how to fix what is missing."""
+    from wsi_fl.stages.doctor import doctor, print_doctor
+
+    document = doctor()
+    _out(document) if as_json else print_doctor(document)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The study to make.")],
+    archive: Annotated[
+        Path | None, typer.Option("--from", help="Archive of slides to write site files for.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="camelyon17, camelyon16 or generic. Default: recognised.")
+    ] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="The sites are real hospitals: nobody reads their patches.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a study: pipelines/ and sites/ to edit."""
+    from wsi_fl.stages.init import init, print_init
+
+    document = init(folder, archive=archive, layout=layout, real=real)
+    _out(document) if as_json else print_init(document)
+
+
+@app.command()
+def tile(
+    site: Annotated[str | None, typer.Option(help="The site to tile.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Tile every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Cut a site's slides into labelled patches: its patch store."""
+    if (site is None) == (not every):
+        raise UsageError("tile needs either --site NAME or --all")
+    study = _study()
+    from wsi_fl.stages.console import Bars
+    from wsi_fl.stages.tile import print_tile, tile
+
+    with Bars("tile") as bars:
+        document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+    _out(document) if as_json else print_tile(document)
+
+
+@app.command()
+def pack(
+    store: Annotated[Path, typer.Argument(help="A linked store, stores/<site>/patches.h5.")],
+    out: Annotated[Path, typer.Argument(help="The self-contained file to write.")],
+) -> None:
+    """Copy a store with all its shards into one self-contained file."""
+    from wsi_fl.stores.patches import pack
+
+    pack(store, out)
+    print(out)
+
+
+@app.command()
+def train(
+    method: Annotated[str, typer.Option(help="proxyfl, or regular: every site alone.")] = "proxyfl",
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    backend: Annotated[
+        str, typer.Option(help="mpi: one rank per site. local: all sites in this process.")
+    ] = "mpi",
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Continue a run after its last round.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train: one MPI rank per site, started here or by mpiexec or srun."""
+    study = _study()
+    from wsi_fl.stages import plan
+    from wsi_fl.stages import train as stage
+    from wsi_fl.stages.console import Bars
+
+    if dry_run:
+        cost = plan.dry_run(study, method=method, pipeline_name=pipeline, overrides=overrides or [])
+        _out(cost) if as_json else plan.print_plan(cost)
+        return
+    with Bars("train") as bars:
+        if resume is not None:
+            summary = stage.resume(study, resume, backend=backend, watcher=bars)
+        else:
+            summary = stage.train(
+                study,
+                method=method,
+                pipeline_name=pipeline,
+                overrides=overrides or [],
+                backend=backend,
+                watcher=bars,
+            )
+    if summary:  # ranks other than the first have nothing to say
+        _out(summary) if as_json else stage.print_summary(summary)
+
+
+@app.command(hidden=True)
+def rank(run: Path) -> None:
+    """One MPI rank of a run that `train` started."""
+    from wsi_fl.stages.train import rank_main
+
+    rank_main(run)
+
+
+@app.command()
+def evaluate(run: Run, as_json: Json = False) -> None:
+    """Every site's private model on the merged multi-centric test set, and on each site's part."""
+    study = _study()
+    from wsi_fl.stages.console import Bars
+    from wsi_fl.stages.evaluate import evaluate, print_evaluation
+
+    with Bars("evaluate") as bars:
+        document = evaluate(study, run, watcher=bars)
+    _out(document) if as_json else print_evaluation(document)
+
+
+@app.command()
+def report(run: Run, as_json: Json = False) -> None:
+    """One self-contained HTML page with figures."""
+    study = _study()
+    from wsi_fl.stages.report import report
+
+    path = report(study, run)
+    _out({"report": study.relative(path)}) if as_json else print(path)
+
+
+@app.command()
+def privacy(
+    n: Annotated[int, typer.Option(help="Training rows (or patients) of the site.")],
+    batch_size: Annotated[int, typer.Option(help="Expected batch size B.")] = 32,
+    epochs: Annotated[float, typer.Option(help="Passes over the data: rounds × epochs per round.")] = 30,
+    sigma: Annotated[float | None, typer.Option(help="Noise multiplier.")] = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="Find the least σ that stays within this ε.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="δ.")] = 1e-5,
+    as_json: Json = False,
+) -> None:
+    """ε of a plan, or the σ that a target ε asks for."""
+    from wsi_fl.stages.privacy import print_privacy, privacy
+
+    document = privacy(
+        n=n, batch_size=batch_size, epochs=epochs, delta=delta, sigma=sigma, target_epsilon=target_epsilon
+    )
+    _out(document) if as_json else print_privacy(document)
+
+
+def main() -> None:
+    """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
+    try:
+        code = app(standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        code = 2
+    except click.ClickException as error:
+        code = _fail(error.format_message(), 2)
+    except UsageError as error:
+        code = _fail(str(error), 2)
+    except WsiFlError as error:
+        code = _fail(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        code = _fail("interrupted; what was finished is kept, start the same command again to go on", 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        code = _fail(f"{place}{error.strerror or error}", 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"wsi-fl: error: {' '.join(message.split())}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""Who talks to whom, what travels, and the one loop that runs every method."""

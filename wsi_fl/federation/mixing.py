@@ -1,0 +1,52 @@
+"""PushSum (Kempe et al., 2003) with training between rounds.
+
+Each site carries the biased numerator x and the weight w; what it trains and evaluates is z = x / w. Training
+moves z by Δz, which is added to x unscaled: the site sends P·(x + Δz) and P·w. Dividing x itself by w in
+every round, as Algorithm 1 is printed, averages wrongly unless P is a permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Vector = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class PushSum:
+    """The state of one site: numerator float32[d] and weight."""
+
+    x: Vector
+    w: float
+
+    @property
+    def z(self) -> Vector:
+        """The de-biased parameters x / w."""
+        return self.x if self.w == 1 else (self.x / np.float32(self.w))
+
+    def trained(self, z: Vector) -> PushSum:
+        """The state after training moved the parameters to `z`."""
+        if self.w == 1:
+            return PushSum(z, 1.0)
+        return PushSum(self.x + (z - self.z), self.w)
+
+
+def mix(own: PushSum, own_share: float, received: Sequence[PushSum]) -> PushSum:
+    """The sum of what a site kept of itself and what arrived, numerators and weights alike.
+
+    Args:
+        own_share: P[i, i], the share the site kept.
+        received: messages, already scaled by their senders' shares.
+    """
+    if own_share == 0 and len(received) == 1:
+        return received[0]
+    x = own.x * np.float32(own_share)
+    w = own.w * own_share
+    for part in received:
+        x = x + part.x
+        w += part.w
+    return PushSum(x, w)

@@ -1,0 +1,55 @@
+"""Before the first step: do all sites bring the same kind of thing?"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wsi_fl.types import WsiFlError
+
+MUST_AGREE = {
+    "method": "the method",
+    "classes": "the classes of its store",
+    "size_px": "the patch size",
+    "mpp": "the resolution (µm/px)",
+    "channels": "the number of channels",
+    "schema": "the architecture of the model that travels",
+    "schedule": "the schedule (rounds, batch size, topology)",
+    "versions": "the package versions",
+}
+
+
+def compare(brought: Sequence[Mapping[str, Any]]) -> None:
+    """Compares the documents of all sites and names the odd one.
+
+    Args:
+        brought: per site a JSON document with "site" and the keys of MUST_AGREE.
+
+    Raises:
+        WsiFlError: one line with every disagreement.
+
+    Example:
+        >>> same = {key: 1 for key in MUST_AGREE}
+        >>> compare([{"site": "C1", **same}, {"site": "C2", **same}, {"site": "C3", **same, "mpp": 2}])
+        Traceback (most recent call last):
+        wsi_fl.types.WsiFlError: sites disagree: C3 brings 2 as the resolution (µm/px), the others 1
+    """
+    problems = []
+    for key, words in MUST_AGREE.items():
+        values = {str(document["site"]): json.dumps(document[key], sort_keys=True) for document in brought}
+        usual, count = Counter(values.values()).most_common(1)[0]
+        odd = {site: value for site, value in values.items() if value != usual}
+        if not odd:
+            continue
+        majority = "the others" if count > 1 else next(s for s, v in values.items() if v == usual)
+        said = "; ".join(f"{site} brings {_short(value)}" for site, value in odd.items())
+        problems.append(f"{said} as {words}, {majority} {_short(usual)}")
+    if problems:
+        raise WsiFlError("sites disagree: " + " | ".join(problems))
+
+
+def _short(value: str, limit: int = 60) -> str:
+    text = value.strip('"')
+    return text if len(text) <= limit else text[: limit - 1] + "…"

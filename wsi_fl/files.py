@@ -1,0 +1,112 @@
+"""Files that are whole or absent: everything the toolkit writes goes through here."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.types import WsiFlError
+
+_TEMPORARY = ".partial"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path` that becomes `path` when the block ends well, and vanishes when not.
+
+    The content is on disk before the rename, so a reader sees the old file or the whole new one. The suffix
+    is kept. Raises WsiFlError in one line when the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{_TEMPORARY}{path.suffix}")
+    try:
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        raise_if_full(error, path)
+        raise
+
+
+def raise_if_full(error: BaseException, path: Path) -> None:
+    """Turns 'no space left' from any library, whatever it wraps it in, into one line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        full = isinstance(cause, OSError) and cause.errno in _NO_SPACE
+        words = str(cause).lower()
+        if full or "no space left" in words or "file too large" in words or "quota exceeded" in words:
+            raise WsiFlError(f"{path}: the disk is full; free some space and start again") from error
+        cause = cause.__cause__ or cause.__context__
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what a killed writer left in `folder`. Only call it while holding the folder's lock."""
+    for path in folder.glob(f".*{_TEMPORARY}*"):
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes text atomically."""
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Writes bytes atomically."""
+    with atomic(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Writes one JSON document atomically; NaN and infinities are refused, as JSON has none."""
+    write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """The JSON document in `path`; WsiFlError when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WsiFlError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise WsiFlError(f"{path}: not valid JSON ({error})") from None
+
+
+def append_line(path: Path, document: Any) -> None:
+    """Appends one JSON line and waits until it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        with path.open("a", encoding="utf-8") as handle:
+            handle.write(line)
+            handle.flush()
+            os.fsync(handle.fileno())
+    except OSError as error:
+        raise_if_full(error, path)
+        raise
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The JSON lines of `path`; a last line cut short by a crash is dropped, any other damage is an error."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    documents = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            documents.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number == len(lines):  # no newline after it: never finished
+                break
+            raise WsiFlError(f"{path}: line {number} is damaged") from None
+    return documents

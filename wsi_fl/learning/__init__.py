@@ -1,0 +1,1 @@
+"""Local training of one site: objectives, batches, learners, metrics."""

@@ -1,0 +1,173 @@
+"""Labelled images as training sees them, whether they lie in memory or in a store, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from queue import Queue
+from threading import Event, Thread
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from wsi_fl.privacy.dpsgd import poisson_rows
+
+Augment = Callable[[Tensor], Tensor]
+"""Maps one image float32[channels, h, w] in [0, 1] to another."""
+
+_IN_MEMORY_BYTES = 1 << 30
+_PREFETCHED = 2
+
+
+@dataclass(frozen=True)
+class Examples:
+    """n labelled images.
+
+    Attributes:
+        read: rows int64[b] → pixels uint8[b, h, w, channels].
+        label: int64[n].
+        slide, patient: str[n].
+    """
+
+    read: Callable[[NDArray[np.int64]], NDArray[np.uint8]]
+    label: NDArray[np.int64]
+    slide: NDArray[np.str_]
+    patient: NDArray[np.str_]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+def resized(examples: Examples, size_px: int) -> Examples:
+    """The same images at size_px × size_px by area averaging."""
+
+    def read(rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        pixels = examples.read(rows)
+        if pixels.shape[1:3] == (size_px, size_px) or not len(rows):
+            return pixels
+        planes = torch.from_numpy(pixels).permute(0, 3, 1, 2).float()
+        smaller = functional.interpolate(planes, size=(size_px, size_px), mode="area")
+        return smaller.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+    return replace(examples, read=read)
+
+
+def in_memory(examples: Examples, limit_bytes: int = _IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
+    """The same images held in memory when they fit in `limit_bytes`, else unchanged."""
+    if not len(examples):
+        return examples
+    first = examples.read(np.zeros(1, np.int64))
+    if first.nbytes * len(examples) > limit_bytes:
+        return examples
+    pixels = np.empty((len(examples), *first.shape[1:]), np.uint8)
+    for start in range(0, len(examples), chunk):
+        rows = np.arange(start, min(start + chunk, len(examples)))
+        pixels[rows] = examples.read(rows)
+    return replace(examples, read=lambda rows: pixels[rows])
+
+
+def joined(parts: list[Examples]) -> Examples:
+    """Several sets of examples as one, in order."""
+    starts = np.cumsum([0, *(len(part) for part in parts)])
+
+    def read(rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        owner = np.searchsorted(starts, rows, side="right") - 1
+        out: NDArray[np.uint8] | None = None
+        for k in np.unique(owner):
+            pixels = parts[k].read(rows[owner == k] - starts[k])
+            if out is None:
+                out = np.empty((len(rows), *pixels.shape[1:]), np.uint8)
+            out[owner == k] = pixels
+        return parts[0].read(rows) if out is None else out
+
+    return Examples(
+        read,
+        np.concatenate([part.label for part in parts]),
+        np.concatenate([part.slide for part in parts]),
+        np.concatenate([part.patient for part in parts]),
+    )
+
+
+def to_unit(pixels: NDArray[np.uint8]) -> Tensor:
+    """uint8[b, h, w, c] → float32[b, c, h, w] in [0, 1]."""
+    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2).float().div_(255)
+
+
+def normalised(unit: Tensor) -> Tensor:
+    """[0, 1] → [−1, 1]: fixed constants, since statistics of the data set would be fitted on other records."""
+    return unit.sub(0.5).div(0.5)
+
+
+def epoch_rows(
+    n: int, batch_size: int, epochs: int, *, sampler: torch.Generator, poisson: bool
+) -> Iterator[NDArray[np.int64]]:
+    """Rows of the batches of `epochs` epochs, ceil(n / batch_size) batches each.
+
+    With `poisson` every row enters every batch independently with probability 1 / ceil(n / batch_size), as the
+    accountant assumes; otherwise each epoch is one shuffled pass.
+    """
+    steps = -(-n // batch_size)
+    for _ in range(epochs):
+        if poisson:
+            for _ in range(steps):
+                yield poisson_rows(n, 1 / steps, sampler).numpy()
+        else:
+            order = torch.randperm(n, generator=sampler).numpy()
+            yield from np.array_split(order, range(batch_size, n, batch_size))
+
+
+def batches(
+    examples: Examples,
+    rows: Iterator[NDArray[np.int64]],
+    *,
+    augment: Augment | None,
+    device: torch.device,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(images float32[b, c, h, w] in [−1, 1], labels int64[b]) on `device`; b may be 0."""
+
+    def load() -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in rows:
+            images = to_unit(examples.read(chosen))
+            if augment is not None and len(images):
+                images = torch.stack([augment(image) for image in images])
+            labels = torch.from_numpy(examples.label[chosen])
+            if device.type == "cuda":
+                images, labels = images.pin_memory(), labels.pin_memory()
+            yield normalised(images), labels
+
+    loaded = _prefetched(load()) if device.type == "cuda" else load()
+    for images, labels in loaded:
+        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def _prefetched(items: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Draws the items in a thread, a few ahead of the consumer, so that the GPU need not wait for the disk."""
+    queue: Queue[tuple[Tensor, Tensor] | BaseException | None] = Queue(_PREFETCHED)
+    stopped = Event()
+
+    def produce() -> None:
+        try:
+            for item in items:
+                queue.put(item)
+                if stopped.is_set():
+                    return
+            queue.put(None)
+        except BaseException as error:  # handed to the consumer, who raises it
+            queue.put(error)
+
+    thread = Thread(target=produce, daemon=True)
+    thread.start()
+    try:
+        while (item := queue.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        while thread.is_alive():
+            while not queue.empty():
+                queue.get_nowait()
+            thread.join(0.05)

@@ -1,0 +1,157 @@
+"""Learners, and what one of them does in one round at its own site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from wsi_fl.learning.examples import Examples, batches
+from wsi_fl.learning.objectives import mutual
+from wsi_fl.privacy.dpsgd import DPTrainer
+
+Learners = Mapping[str, "Learner"]
+"""The models of one site by role: "private", "proxy"."""
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class DPSettings:
+    """How a learner trains with differential privacy: σ, C and the divisor B."""
+
+    sigma: float
+    clip: float
+    batch_size: int
+
+
+class Learner:
+    """One model with its optimizer (Adam), trained with or without differential privacy."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        weight_decay: float,
+        device: torch.device,
+        dp: DPSettings | None,
+    ) -> None:
+        self.model = model.to(device)
+        self.device = device
+        self.optimizer = torch.optim.Adam(self._parameters(), lr=lr, weight_decay=weight_decay)
+        self._dp: DPTrainer | None = None
+        if dp is not None:
+            self._dp = DPTrainer(
+                self.model, self.optimizer, sigma=dp.sigma, clip=dp.clip, batch_size=dp.batch_size
+            )
+
+    @property
+    def private(self) -> bool:
+        """Whether it trains with differential privacy."""
+        return self._dp is not None
+
+    def step(self, x: Tensor, loss_of: Callable[[Tensor], Tensor], noise: torch.Generator) -> float:
+        """One optimizer step on the mean loss of the batch; an empty batch moves only a DP learner."""
+        self.model.train()
+        if self._dp is not None:
+            return self._dp.step(x, loss_of, noise)
+        if not len(x):
+            return float("nan")
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(self.model(x))
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def logits(self, x: Tensor) -> Tensor:
+        """Logits [b, classes] in evaluation mode, without gradients."""
+        self.model.eval()
+        out: Tensor = self.model(x)
+        return out
+
+    def vector(self) -> NDArray[np.float32]:
+        """All trained parameters as one float32[d]."""
+        return nn.utils.parameters_to_vector(self._parameters()).detach().cpu().numpy().astype(np.float32)
+
+    def load_vector(self, vector: NDArray[np.float32]) -> None:
+        """Overwrites the trained parameters in place; the optimizer's state stays."""
+        values = torch.from_numpy(np.array(vector, np.float32)).to(self.device)
+        with torch.no_grad():
+            start = 0
+            for parameter in self._parameters():
+                part = values[start : start + parameter.numel()]
+                parameter.copy_(part.view_as(parameter))
+                start += parameter.numel()
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and optimizer state as named tensors, for a checkpoint."""
+        tensors = {f"model/{name}": value.detach().cpu() for name, value in self.model.state_dict().items()}
+        for index, slots in self.optimizer.state_dict()["state"].items():
+            for key, value in slots.items():
+                tensors[f"optimizer/{index}/{key}"] = torch.as_tensor(value).detach().cpu().clone()
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restores what `state` returned."""
+        self.model.load_state_dict(
+            {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
+        )
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, value in tensors.items():
+            if key.startswith("optimizer/"):
+                _, index, name = key.split("/", 2)
+                slots.setdefault(int(index), {})[name] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+
+def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:
+    """One step on cross-entropy (eq. 2)."""
+    x, y = batch
+    return learner.step(x, lambda logits: mutual(logits, y, None, 0.0), noise)
+
+
+def mutual_step(
+    student: Learner, teacher: Learner, weight: float, batch: Batch, noise: torch.Generator
+) -> float:
+    """One step of the student on eq. 4 or 5, the teacher fixed. With weight 0 the teacher is not even asked."""
+    x, y = batch
+    answers = teacher.logits(x) if weight and len(x) else None
+    return student.step(x, lambda logits: mutual(logits, y, answers, weight), noise)
+
+
+def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
+    """Mean of each loss over the steps of a round; None where every batch was empty."""
+    seen: dict[str, list[float]] = {}
+    for losses in steps:
+        for role, value in losses.items():
+            seen.setdefault(role, []).append(value)
+    return {
+        role: float(np.nanmean(values)) if not np.isnan(values).all() else None
+        for role, values in seen.items()
+    }
+
+
+def probabilities(
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
+) -> NDArray[np.float64]:
+    """Class probabilities float64[n, classes] of all examples, in order.
+
+    Args:
+        predict: images float32[b, c, h, w] in [−1, 1] → logits [b, classes].
+    """
+    rows = iter(np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size)))
+    parts = [
+        torch.softmax(predict(x), dim=1).double().cpu().numpy()
+        for x, _ in batches(examples, rows, augment=None, device=device)
+    ]
+    return np.concatenate(parts)

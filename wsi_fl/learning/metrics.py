@@ -1,0 +1,160 @@
+"""How good predictions are: accuracy, macro-accuracy, AUROC, calibration, and intervals clustered by patient.
+
+Everything takes probabilities float64[n, classes] and labels int64[n]. A metric that cannot be computed (no
+examples, a class missing) is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import rankdata
+
+Probabilities = NDArray[np.float64]
+Labels = NDArray[np.int64]
+
+SCORES = ("accuracy", "macro_accuracy", "auroc")
+
+
+def accuracy(probabilities: Probabilities, labels: Labels) -> float | None:
+    """Share of examples whose most probable class is right."""
+    return float((probabilities.argmax(1) == labels).mean()) if len(labels) else None
+
+
+def macro_accuracy(probabilities: Probabilities, labels: Labels) -> float | None:
+    """Accuracy per class, averaged over the classes that occur (ProxyFL, appendix B.1)."""
+    if not len(labels):
+        return None
+    right = probabilities.argmax(1) == labels
+    return float(np.mean([right[labels == c].mean() for c in np.unique(labels)]))
+
+
+def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
+    """Area under the ROC curve; for more than two classes the mean of one against the rest.
+
+    Example:
+        >>> p = np.array([[0.9, 0.1], [0.6, 0.4], [0.65, 0.35], [0.2, 0.8]])
+        >>> auroc(p, np.array([0, 0, 1, 1]))
+        0.75
+    """
+    present = np.unique(labels)
+    if len(present) < 2:
+        return None
+    classes = [1] if probabilities.shape[1] == 2 else [int(c) for c in present]
+    return float(np.mean([_auroc_binary(probabilities[:, c], labels == c) for c in classes]))
+
+
+def _auroc_binary(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
+    """The Mann–Whitney statistic; ties count half."""
+    n_positive = int(positive.sum())
+    n_negative = len(positive) - n_positive
+    ranks = rankdata(score)
+    above = ranks[positive].sum() - n_positive * (n_positive + 1) / 2
+    return float(above / (n_positive * n_negative))
+
+
+def scores(probabilities: Probabilities, labels: Labels) -> dict[str, Any]:
+    """n and the three scores."""
+    return {
+        "n": len(labels),
+        "accuracy": accuracy(probabilities, labels),
+        "macro_accuracy": macro_accuracy(probabilities, labels),
+        "auroc": auroc(probabilities, labels),
+    }
+
+
+def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
+    """Counts [true class][predicted class]."""
+    k = probabilities.shape[1]
+    flat = np.bincount(labels * k + probabilities.argmax(1), minlength=k * k)
+    return [[int(value) for value in row] for row in flat.reshape(k, k)]
+
+
+def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
+    """Expected calibration error over equal-width confidence bins (Guo et al., 2017), and the Brier score."""
+    if not len(labels):
+        return {"ece": None, "brier": None, "bins": []}
+    confidence = probabilities.max(1)
+    right = probabilities.argmax(1) == labels
+    which = np.minimum((confidence * n_bins).astype(int), n_bins - 1)
+    bins = [
+        {
+            "confidence": float(confidence[which == b].mean()),
+            "accuracy": float(right[which == b].mean()),
+            "n": int((which == b).sum()),
+        }
+        for b in np.unique(which)
+    ]
+    ece = sum(b["n"] * abs(b["confidence"] - b["accuracy"]) for b in bins) / len(labels)
+    one_hot = np.eye(probabilities.shape[1])[labels]
+    brier = ((probabilities - one_hot) ** 2).sum(1).mean()
+    return {"ece": float(ece), "brier": float(brier), "bins": bins}
+
+
+def bootstrap_intervals(
+    probabilities: Probabilities,
+    labels: Labels,
+    cluster: NDArray[np.str_],
+    *,
+    repeats: int,
+    seed: int = 0,
+    level: float = 0.95,
+) -> dict[str, list[float] | None]:
+    """Percentile intervals of the three scores when whole clusters (patients) are drawn with replacement.
+
+    None where there are fewer than two clusters, or where most resamples lack a class.
+    """
+    names = np.unique(cluster)
+    members = [np.flatnonzero(cluster == name) for name in names]
+    metrics: dict[str, Callable[[Probabilities, Labels], float | None]] = {
+        "accuracy": accuracy,
+        "macro_accuracy": macro_accuracy,
+        "auroc": auroc,
+    }
+    if len(names) < 2:
+        return dict.fromkeys(metrics)
+    rng = np.random.default_rng(seed)
+    drawn: dict[str, list[float]] = {name: [] for name in metrics}
+    for _ in range(repeats):
+        rows = np.concatenate([members[k] for k in rng.integers(len(names), size=len(names))])
+        for name, metric in metrics.items():
+            value = metric(probabilities[rows], labels[rows])
+            if value is not None:
+                drawn[name].append(value)
+    tails = [(1 - level) / 2, (1 + level) / 2]
+    return {
+        name: [float(q) for q in np.quantile(values, tails)] if len(values) > repeats / 2 else None
+        for name, values in drawn.items()
+    }
+
+
+def slide_level(
+    probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], top: float = 0.1
+) -> dict[str, Any] | None:
+    """Scores of slides in a two-class task; None otherwise, or when no slide has two patches.
+
+    A slide is positive when any of its patches is; its probability is the mean of its most probable patches
+    (a share of `top`, at least one).
+    """
+    names = np.unique(slide)
+    if probabilities.shape[1] != 2 or len(names) == len(slide):
+        return None
+    positive = probabilities[:, 1]
+    truth, score = np.empty(len(names), np.int64), np.empty(len(names))
+    for k, name in enumerate(names):
+        mine = slide == name
+        truth[k] = labels[mine].max()
+        best = np.sort(positive[mine])[::-1]
+        score[k] = best[: max(1, round(top * len(best)))].mean()
+    return scores(np.stack([1 - score, score], axis=1), truth)
+
+
+def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:
+    """Mean and population standard deviation over sites, as the paper reports; None when any is missing."""
+    if not values or any(value is None for value in values):
+        return {"mean": None, "sd": None}
+    numbers = np.array(values, float)
+    return {"mean": float(numbers.mean()), "sd": float(numbers.std())}

@@ -1,0 +1,62 @@
+"""Augmentation of one image with MONAI; parameters are constants, never statistics of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from monai.data.meta_obj import set_track_meta
+from monai.transforms import (
+    Compose,
+    RandFlip,
+    RandRotate90,
+    RandScaleIntensity,
+    RandShiftIntensity,
+    Transform,
+)
+from torch import Tensor
+
+from wsi_fl.learning.examples import Augment
+from wsi_fl.types import UsageError
+
+
+def _flips() -> list[Transform]:
+    """The eight symmetries of the square: a patch has no up."""
+    return [RandFlip(0.5, spatial_axis=0), RandFlip(0.5, spatial_axis=1), RandRotate90(0.5, max_k=3)]
+
+
+def _stain() -> list[Transform]:
+    """Symmetries, and a gain and an offset for each colour channel: other laboratories' stains and scanners."""
+    return [
+        *_flips(),
+        RandScaleIntensity(factors=0.3, prob=1.0, channel_wise=True),
+        RandShiftIntensity(offsets=0.2, prob=1.0, channel_wise=True),
+    ]
+
+
+AUGMENTATIONS: dict[str, Callable[[], list[Transform]]] = {
+    "none": list,
+    "flips": _flips,
+    "stain": _stain,
+}
+
+
+def augmentation(name: str, seed: int) -> Augment | None:
+    """The named augmentation of images float32[c, h, w] in [0, 1], the same sequence for the same seed.
+
+    Raises:
+        UsageError: for an unknown name.
+    """
+    if name not in AUGMENTATIONS:
+        raise UsageError(f"unknown augmentation {name!r}; known: {', '.join(AUGMENTATIONS)}")
+    transforms = AUGMENTATIONS[name]()
+    if not transforms:
+        return None
+    set_track_meta(False)
+    chain = Compose(transforms).set_random_state(seed % 2**32)
+
+    def augment(image: Tensor) -> Tensor:
+        out: Tensor = torch.as_tensor(chain(image))
+        return out.clamp(0, 1)
+
+    return augment

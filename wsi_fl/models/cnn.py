@@ -1,0 +1,68 @@
+"""Small convolutional networks: CNN1 and CNN2 of ProxyFL's appendix A.1, and a GroupNorm CNN for CPUs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import nn
+
+from wsi_fl.models.norm import group_norm
+from wsi_fl.types import UsageError
+
+
+def _pooled_side(name: str, size_px: int) -> int:
+    """Side left after two rounds of 3×3 convolution without padding and 2×2 pooling."""
+    side = ((size_px - 2) // 2 - 2) // 2
+    if side < 1:
+        raise UsageError(f"{name} needs images of at least 10 px, not {size_px}")
+    return side
+
+
+def cnn1(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """conv(3×3, 6), ReLU, pool, conv(3×3, 16), ReLU, pool, fc(64), ReLU, fc(n_classes)."""
+    side = _pooled_side("cnn1", size_px)
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 6, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * side**2, 64),
+        nn.ReLU(),
+        nn.Linear(64, n_classes),
+    )
+
+
+def cnn2(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """conv(3×3, 128), ReLU, pool, conv(3×3, 128), ReLU, pool, fc(n_classes)."""
+    side = _pooled_side("cnn2", size_px)
+    return nn.Sequential(
+        nn.Conv2d(in_channels, 128, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(128, 128, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128 * side**2, n_classes),
+    )
+
+
+def gn_cnn(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """Four GroupNorm convolutions of 32, 64, 128 and 128 channels, each halving the image, then the mean.
+
+    For small patches and CPUs: 0.24 million parameters, any size from 16 px.
+    """
+    if size_px < 16:
+        raise UsageError(f"gn_cnn needs images of at least 16 px, not {size_px}")
+    layers: list[nn.Module] = []
+    for channels_in, channels_out in pairwise((in_channels, 32, 64, 128, 128)):
+        layers += [
+            nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+            group_norm(channels_out),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, n_classes))

@@ -1,0 +1,100 @@
+"""ε of the subsampled Gaussian mechanism by Rényi differential privacy (Mironov et al., 2019).
+
+The unit of privacy is one row of a store unless told otherwise; the number of rows is public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, inf
+
+import numpy as np
+from numpy.typing import NDArray
+from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
+
+from wsi_fl.types import UsageError
+
+_ORDERS = tuple(RDPAccountant.DEFAULT_ALPHAS)
+ACCOUNTANT = "rdp"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """`steps` applications of the Gaussian mechanism to Poisson samples.
+
+    Attributes:
+        sigma: noise multiplier; the noise's standard deviation is sigma * clip.
+        clip: bound C on the L2 norm of one unit's gradient.
+        sample_rate: probability q with which each unit enters a batch.
+        steps: number of applications.
+    """
+
+    sigma: float
+    clip: float
+    sample_rate: float
+    steps: int
+
+
+def steps_per_epoch(n: int, batch_size: int) -> int:
+    """ceil(n / B) steps; the sample rate is its inverse, so that an epoch sees each row once on average."""
+    if n < 1 or batch_size < 1:
+        raise UsageError(
+            f"an epoch needs at least one row and batches of at least one, not n={n}, B={batch_size}"
+        )
+    return ceil(n / batch_size)
+
+
+def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> Mechanism:
+    """The mechanism of `epochs` epochs over n rows in batches of `batch_size` on average."""
+    per_epoch = steps_per_epoch(n, batch_size)
+    return Mechanism(sigma, clip, 1 / per_epoch, round(epochs * per_epoch))
+
+
+@lru_cache(maxsize=1024)
+def _rdp_of_one_step(sigma: float, sample_rate: float) -> NDArray[np.float64]:
+    rdp = compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(_ORDERS))
+    return np.asarray(rdp, np.float64)
+
+
+def epsilon(mechanisms: Iterable[Mechanism], delta: float) -> float:
+    """ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
+
+    Example (ProxyFL, Table 2, site C1):
+        >>> round(epsilon([plan(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
+        2.36
+    """
+    if not 0 < delta < 1:
+        raise UsageError(f"delta must lie between 0 and 1, not {delta}")
+    total = np.zeros(len(_ORDERS))
+    for mechanism in mechanisms:
+        if mechanism.steps == 0:
+            continue
+        if mechanism.sigma <= 0:
+            return inf
+        total = total + mechanism.steps * _rdp_of_one_step(mechanism.sigma, mechanism.sample_rate)
+    if not total.any():
+        return 0.0
+    value, _ = get_privacy_spent(orders=list(_ORDERS), rdp=total, delta=delta)
+    return float(value)
+
+
+def sigma_for(target_epsilon: float, sample_rate: float, steps: int, delta: float) -> float:
+    """The smallest noise multiplier, rounded up to three decimals, that stays within the target.
+
+    Raises:
+        UsageError: when no noise multiplier up to 1000 suffices.
+    """
+
+    def spent(sigma: float) -> float:
+        return epsilon([Mechanism(sigma, 1.0, sample_rate, steps)], delta)
+
+    low, high = 0.0, 1000.0
+    if target_epsilon <= 0 or spent(high) > target_epsilon:
+        raise UsageError(f"no noise level reaches epsilon {target_epsilon} at delta {delta}")
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (low, middle) if spent(middle) <= target_epsilon else (middle, high)
+    return ceil(high * 1000) / 1000

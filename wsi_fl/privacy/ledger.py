@@ -1,0 +1,198 @@
+"""The ledger of a site, and the only door through which anything leaves it.
+
+A `Release` is what `Comm` accepts, and only `PrivacyLedger.release` makes one, after writing down what it
+costs. Ledgers are append-only JSON lines, one file per site and study; each run composes its own ε, and for a
+real site `max_epsilon` is a budget for its lifetime, over all runs and seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.files import append_line, read_lines
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
+from wsi_fl.types import WsiFlError
+
+Guarantee = Literal["guaranteed", "nominal", "none"]
+"""What an ε is worth.
+
+``guaranteed``  the per-example gradient depends on nothing fitted on other records
+``nominal``     the arithmetic of Algorithm 1, whose gradient contains a teacher trained without DP
+``none``        no differential privacy, or noise from a seed that others may know
+"""
+
+_SEAL = object()
+
+
+class BudgetSpent(WsiFlError):
+    """The next step would cross the site's max_epsilon."""
+
+
+class Release:
+    """What a site lets go: a flat vector of numbers with its PushSum weight, recorded in a ledger."""
+
+    __slots__ = ("round", "schema", "site", "vector", "weight")
+
+    def __init__(
+        self, *, site: str, round_: int, schema: str, vector: NDArray[np.float32], weight: float, seal: object
+    ) -> None:
+        if seal is not _SEAL:
+            raise TypeError("only PrivacyLedger.release makes a Release")
+        frozen = np.array(vector, np.float32)
+        frozen.flags.writeable = False
+        self.site, self.round, self.schema = site, round_, schema
+        self.vector, self.weight = frozen, float(weight)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Under which a site takes part in a run.
+
+    Attributes:
+        delta: δ of the site's guarantee.
+        max_epsilon: the most it will spend, or None.
+        lifetime: whether max_epsilon covers every run in the ledger (real sites) or this run alone.
+        allow: kinds of content that may leave without differential privacy.
+        guarantee: what ε is worth in this run.
+        unit: what one record is: "row" or "patient".
+        insecure: whether noise comes from a fixed seed (tests).
+    """
+
+    delta: float
+    max_epsilon: float | None = None
+    lifetime: bool = False
+    allow: Collection[str] = ()
+    guarantee: Guarantee = "none"
+    unit: str = "row"
+    insecure: bool = False
+
+
+class PrivacyLedger:
+    """The privacy account of one site in one run.
+
+    Raises:
+        WsiFlError: when the file is damaged. A line cut short by a crash was never followed by a release.
+    """
+
+    def __init__(self, path: Path, *, site: str, run: str, terms: Terms) -> None:
+        self.path, self.site, self.run, self.terms = path, site, run, terms
+        self._entries: list[dict[str, Any]] = read_lines(path)
+
+    def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
+        """What was applied, in this run or in all; a round redone before its release counts once."""
+        latest: dict[tuple[str, int], Mechanism] = {}
+        for entry in self._entries:
+            if entry["mechanism"] is not None and (lifetime or entry["run"] == self.run):
+                latest[entry["run"], entry["round"]] = Mechanism(**entry["mechanism"])
+        return list(latest.values())
+
+    def epsilon(self, *, lifetime: bool = False) -> float | None:
+        """ε spent so far; None when something left without privacy or nothing is accounted."""
+        spent = self.mechanisms(lifetime=lifetime)
+        value = epsilon(spent, self.terms.delta)
+        return value if spent and isfinite(value) else None
+
+    def check_budget(self, mechanism: Mechanism) -> None:
+        """Raises BudgetSpent when this mechanism on top of the past would cross max_epsilon."""
+        limit = self.terms.max_epsilon
+        if limit is None:
+            return
+        past = self.mechanisms(lifetime=self.terms.lifetime)
+        after = epsilon([*past, mechanism], self.terms.delta)
+        if after > limit:
+            raise BudgetSpent(
+                f"site {self.site}: the next round would raise epsilon to {after:.3f}, above its {limit}"
+            )
+
+    def record(self, round_: int, mechanism: Mechanism | None, content: str = "") -> None:
+        """Writes down one round of training under `mechanism`, and `content` if that leaves the site."""
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "run": self.run,
+            "site": self.site,
+            "round": round_,
+            "released": content or None,
+            "mechanism": asdict(mechanism) if mechanism else None,
+            "delta": self.terms.delta,
+            "unit": self.terms.unit,
+            "guarantee": self.terms.guarantee if mechanism else "none",
+            "accountant": ACCOUNTANT,
+            "insecure": self.terms.insecure,
+        }
+        append_line(self.path, entry)
+        self._entries.append(entry)
+
+    def release(
+        self,
+        round_: int,
+        vector: NDArray[np.float32],
+        *,
+        schema: str,
+        weight: float = 1.0,
+        mechanism: Mechanism | None,
+        content: str,
+    ) -> Release:
+        """Records and makes a release of `content` ("proxy", "model", …).
+
+        Args:
+            vector: float32[d], copied.
+            weight: PushSum weight that travels along.
+            mechanism: what protected it, or None: then the site must allow `content` by name.
+
+        Raises:
+            WsiFlError: when the content may not leave without differential privacy, or is not finite.
+        """
+        if mechanism is None and content not in self.terms.allow:
+            raise WsiFlError(
+                f"sites/{self.site}.toml: a {content} without differential privacy may not leave this site; "
+                f'add allow = ["{content}"] there, or switch privacy on'
+            )
+        if not np.isfinite(vector).all():
+            raise WsiFlError(
+                f"site {self.site}: its {content} is not finite in round {round_}; lower train.lr"
+            )
+        self.record(round_, mechanism, f"{content} {digest(vector)}")
+        return self._sealed(round_, vector, schema, weight)
+
+    def reissue(
+        self, round_: int, vector: NDArray[np.float32], *, schema: str, weight: float = 1.0
+    ) -> Release:
+        """The same bytes once more after a restart, at no cost; refused unless the ledger knows them."""
+        known = digest(vector)
+        for entry in self._entries:
+            if entry["run"] == self.run and entry["round"] == round_ and known in (entry["released"] or ""):
+                return self._sealed(round_, vector, schema, weight)
+        raise WsiFlError(f"{self.path}: round {round_} of run {self.run} did not release these bytes")
+
+    def _sealed(self, round_: int, vector: NDArray[np.float32], schema: str, weight: float) -> Release:
+        return Release(site=self.site, round_=round_, schema=schema, vector=vector, weight=weight, seal=_SEAL)
+
+    def summary(self) -> dict[str, Any]:
+        """The state of the account as plain JSON values."""
+        return {
+            "site": self.site,
+            "run": self.run,
+            "epsilon": self.epsilon(),
+            "lifetime_epsilon": self.epsilon(lifetime=True),
+            "delta": self.terms.delta,
+            "max_epsilon": self.terms.max_epsilon,
+            "guarantee": self.terms.guarantee,
+            "unit": self.terms.unit,
+            "accountant": ACCOUNTANT,
+            "insecure": self.terms.insecure,
+            "steps": sum(mechanism.steps for mechanism in self.mechanisms()),
+        }
+
+
+def digest(vector: NDArray[np.float32]) -> str:
+    """SHA-256 of the bytes that travel."""
+    return hashlib.sha256(np.ascontiguousarray(vector, "<f4").tobytes()).hexdigest()

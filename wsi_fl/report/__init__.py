@@ -1,0 +1,7 @@
+"""One self-contained HTML page about a federated run: ``render(Page(...))`` returns it as text."""
+
+from __future__ import annotations
+
+from wsi_fl.report.page import Page, render
+
+__all__ = ["Page", "render"]

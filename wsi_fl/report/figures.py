@@ -1,0 +1,318 @@
+"""Charts as inline SVG: text stays text in the page's font, colours are the page's CSS variables."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
+from wsi_fl.report.words import number
+
+# Matplotlib wants real colours; these stand for CSS variables and are exchanged in the finished SVG, so that
+# one chart serves light, dark and print.
+INK, MUTED, LINE, PAPER, ACCENT = "#010101", "#010102", "#010103", "#010104", "#010105"
+N_COLORS = 8
+"""With more sites than this, single colours cannot be told apart: sites become faint, their mean stands out."""
+_SITES = tuple(f"#0202{i:02x}" for i in range(N_COLORS))
+_VARIABLES = {
+    INK: "var(--ink)",
+    MUTED: "var(--muted)",
+    LINE: "var(--line)",
+    PAPER: "var(--paper)",
+    ACCENT: "var(--accent)",
+    **{color: f"var(--s{i})" for i, color in enumerate(_SITES)},
+}
+_STYLE: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "wsi-fl",
+    "text.parse_math": False,  # a site may be called $C_1$
+    "font.size": 9.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.linewidth": 0.7,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": LINE,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+
+Points = Sequence[tuple[float, float]]
+"""(x, y) of a curve, in order of x."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """An SVG element and what it shows, in words."""
+
+    svg: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row of a comparison: mean ± sd; ``sites`` are (colour, value) of single sites."""
+
+    label: str
+    mean: float
+    sd: float | None
+    dp: bool
+    this: bool
+    sites: tuple[tuple[str, float], ...] = ()
+
+
+def site_color(position: int, n_sites: int) -> str:
+    """The colour of a site in a figure; all alike when there are more than N_COLORS."""
+    return _SITES[position] if n_sites <= N_COLORS else _SITES[0]
+
+
+def mean_curve(series: Mapping[str, Points]) -> list[tuple[float, float]]:
+    """Mean over sites at every x where each site has a value.
+
+    >>> mean_curve({"a": [(1, 0.5), (2, 0.6)], "b": [(1, 0.7)]})
+    [(1, 0.6)]
+    """
+    columns = [dict(points) for points in series.values()]
+    shared = sorted(set.intersection(*(set(c) for c in columns))) if columns else []
+    return [(x, float(np.mean([c[x] for c in columns]))) for x in shared]
+
+
+def curves(
+    series: Mapping[str, Points],
+    colors: Mapping[str, str],
+    what: str,
+    *,
+    ylim: tuple[float, float] | None = None,
+    reference: tuple[str, float] | None = None,
+) -> Chart:
+    """One line per site over rounds; their mean on top when there are at least two; a labelled dashed reference."""
+    many = len(series) > N_COLORS
+    mean = mean_curve(series) if len(series) > 1 else []
+    with _figure() as (figure, axes):
+        for site, points in series.items():
+            axes.plot(
+                *_columns(points),
+                color=colors[site],
+                alpha=0.3 if many else 0.95,
+                lw=0.9 if many else 1.5,
+                **_marker(points),
+            )
+        if mean:
+            axes.plot(*_columns(mean), color=INK, lw=2.4, **_marker(mean))
+        if reference:
+            _dashed(axes, reference[1], reference[0])
+        if ylim:
+            axes.set_ylim(*ylim)
+        _rounds(axes, series)
+        svg = _svg(figure, what)
+    return Chart(
+        svg, f"{what} by round. " + _ends({**({} if many else series), **({"mean": mean} if mean else {})})
+    )
+
+
+def budget_curves(
+    series: Mapping[str, Points], colors: Mapping[str, str], budgets: Mapping[str, float], what: str
+) -> Chart:
+    """Privacy spent over rounds, from zero, with the budget of each site as a dashed line.
+
+    A budget beyond four times the largest value would flatten the curves: it is named, not drawn.
+    """
+    top = max(y for points in series.values() for _, y in points)
+    near = {site: b for site, b in budgets.items() if b <= 4 * top}
+    shared = len(set(budgets.values())) == 1 and len(budgets) == len(series)
+    with _figure() as (figure, axes):
+        for site, points in series.items():
+            axes.plot(
+                *_columns(points),
+                color=colors[site],
+                alpha=0.35 if len(series) > N_COLORS else 0.95,
+                **_marker(points),
+            )
+        for budget in sorted(set(near.values())):
+            owners = [s for s, b in near.items() if b == budget]
+            words = "budget" if shared or len(series) > N_COLORS else f"budget {', '.join(owners)}"
+            _dashed(
+                axes,
+                budget,
+                f"{words} {budget:g}",
+                colors[owners[0]] if len(owners) == 1 < len(series) else INK,
+            )
+        axes.set_ylim(0, 1.12 * max([top, *near.values()]))
+        _rounds(axes, series)
+        svg = _svg(figure, what)
+    limits = "; ".join(f"budget of {site} {b:g}" for site, b in budgets.items()) or "no budget set"
+    return Chart(svg, f"{what} by round. {_ends(series)} {limits}.")
+
+
+def comparison(rows: Sequence[Bar], what: str) -> Chart:
+    """Mean ± sd of runs below each other; hollow without DP; the single sites of this run as small dots."""
+    left_in = min(1.75, 0.2 + 0.07 * max(len(_short(row.label)) for row in rows))
+    with _figure(height_in=0.42 + 0.34 * len(rows), left_in=left_in, bottom_in=0.25) as (figure, axes):
+        for y, row in enumerate(rows):
+            color = ACCENT if row.this else MUTED
+            if row.this:
+                axes.axhspan(y - 0.5, y + 0.5, color=ACCENT, alpha=0.09, lw=0)
+            axes.errorbar(
+                row.mean,
+                y,
+                xerr=row.sd or 0,
+                color=color,
+                marker="o",
+                ms=6.5,
+                mec=color,
+                mew=1.6,
+                mfc=color if row.dp else PAPER,
+                elinewidth=1.6,
+            )
+            for site_color_, value in row.sites:
+                axes.plot(value, y + 0.3, ".", color=site_color_, ms=4, alpha=0.9)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
+        axes.grid(axis="y", visible=False)
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.margins(x=0.08)
+        for label, row in zip(axes.get_yticklabels(), rows, strict=True):
+            label.set_color(ACCENT if row.this else INK)
+            label.set_fontweight("bold" if row.this else "normal")
+        svg = _svg(figure, what)
+    said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
+    return Chart(svg, f"{what}, mean ± standard deviation over sites: {said}.")
+
+
+def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: str) -> Chart:
+    """Accuracy against stated confidence; on the dashed diagonal confidence can be taken at its word."""
+    many = len(series) > N_COLORS
+    lowest = min((x for points in series.values() for x, _ in points), default=0.0)
+    start = 0.5 if lowest >= 0.5 else 0.0
+    with _figure(width_in=4.4 if many else 3.3) as (figure, axes):
+        axes.plot([start, 1], [start, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
+        for site, points in series.items():
+            axes.plot(
+                *_columns(points),
+                color=colors[site],
+                alpha=0.35 if many else 1.0,
+                lw=0.9 if many else 1.8,
+                marker=None if many else "o",
+                ms=4,
+            )
+        axes.set(xlim=(start, 1.01), ylim=(0, 1.03), xlabel="confidence", ylabel="accuracy")
+        axes.set_xticks(np.linspace(start, 1, 6))
+        svg = _svg(figure, what)
+    pairs = "; ".join(f"{number(x, 2)} → {number(y, 2)}" for p in list(series.values())[:1] for x, y in p)
+    return Chart(svg, f"{what}: confidence against accuracy. {'' if many else pairs}".strip())
+
+
+def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float], what: str) -> Chart:
+    """A heatmap without numbers, for more sites than a table can show; rows are models, columns test parts."""
+    grid = np.array([[np.nan if v is None else v for v in row] for row in values], dtype=float)
+    with _figure(height_in=4.0, width_in=4.4) as (figure, axes):
+        drawn = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], interpolation="nearest")
+        axes.set(xlabel="test part of site (in order of the table)", ylabel="model of site")
+        axes.grid(visible=False)
+        bar = figure.colorbar(drawn, ax=axes, fraction=0.045)
+        bar.outline.set_visible(False)
+        svg = _svg(figure, what)
+    return Chart(
+        svg, f"{what}: {len(grid)} models by {grid.shape[1]} test parts, mean {number(np.nanmean(grid))}."
+    )
+
+
+@contextmanager
+def _figure(
+    width_in: float = 4.4, height_in: float = 2.5, left_in: float = 0.55, bottom_in: float = 0.45
+) -> Iterator[tuple[Figure, Axes]]:
+    """A figure with margins fixed in inches, so that plots in a row line up (and layout costs nothing)."""
+    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+        # The browser's fonts draw the text; what matplotlib's own font lacks does not matter.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure = Figure(figsize=(width_in, height_in))
+        bottom, right = bottom_in / height_in, 0.12 / width_in
+        left = left_in / width_in
+        axes = figure.add_axes((left, bottom, 1 - left - right, 1 - bottom - 0.12 / height_in))
+        yield figure, axes
+
+
+def _svg(figure: Figure, what: str) -> str:
+    """The figure as an ``<svg>`` element: no header, no styles of its own, ids that no other figure has."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    svg = re.sub(r"^.*?(?=<svg )", "", out.getvalue(), count=1, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" focusable="false">', svg, count=1)
+    svg = re.sub(r"font: (?:bold |\d+ )?([\d.]+)px [^;\"]*", _font, svg)
+    for color, variable in _VARIABLES.items():
+        svg = svg.replace(color, variable)
+    used = set(re.findall(r"#([\w-]+)[\")]", svg))
+    prefix = re.sub(r"\W+", "-", what.lower())
+
+    def rename(found: re.Match[str]) -> str:
+        return f' id="{prefix}-{found[1]}"' if found[1] in used else ""
+
+    svg = re.sub(r' id="([^"]*)"', rename, svg)
+    svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{prefix}-", svg)
+    return re.sub(r">\s+<", "><", svg).strip()
+
+
+def _font(found: re.Match[str]) -> str:
+    weight = "font-weight: 600; " if re.match(r"font: (bold|[6-9]00) ", found[0]) else ""
+    return f"{weight}font-size: {found[1]}px"
+
+
+def _columns(points: Points) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _marker(points: Points) -> dict[str, Any]:
+    return {"marker": "o", "ms": 3.5} if len(points) < 4 else {}
+
+
+def _dashed(axes: Axes, y: float, words: str, color: str = MUTED) -> None:
+    axes.axhline(y, color=color, lw=1.1, ls=(0, (4, 3)))
+    axes.annotate(
+        words,
+        (0.995, y),
+        (0, 3),
+        xycoords=("axes fraction", "data"),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=8.5,
+        color=color,
+    )
+
+
+def _rounds(axes: Axes, series: Mapping[str, Points]) -> None:
+    last = max((x for points in series.values() for x, _ in points), default=1)
+    first = min((x for points in series.values() for x, _ in points), default=1)
+    pad = max(0.02 * (last - first), 0.3 if last == first else 0)
+    axes.set_xlim(first - pad, last + pad)
+    axes.set_xlabel("round", loc="right", labelpad=1)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True) if last > first else FixedLocator([last]))
+    axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def _ends(series: Mapping[str, Points]) -> str:
+    parts = [f"{name} from {number(p[0][1])} to {number(p[-1][1])}" for name, p in series.items() if p]
+    return "; ".join(parts) + "."
+
+
+def _short(label: str, limit: int = 22) -> str:
+    return label if len(label) <= limit else label[: limit - 1] + "…"

@@ -1,0 +1,118 @@
+"""The page of a run: plain values in, one self-contained HTML document out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from jinja2 import ChainableUndefined, Environment, PackageLoader
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+from wsi_fl.report import figures, pictures, sections, words
+
+Json = Mapping[str, Any]
+"""A JSON object as the run's files hold it."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything the page shows. Any number may be None; what has not been done yet is None or empty."""
+
+    run: str
+    """Name of the run's folder, ``00001-proxyfl-camelyon17``."""
+    method: str
+    pipeline: str
+    classes: tuple[str, ...]
+    config_toml: str
+    manifest: Json
+    """``created`` (ISO time), ``argv``, ``versions`` by package, ``git``, ``inputs`` (hash by site)."""
+    summary: Json
+    """The document of ``train --json``; each site may carry ``max_epsilon``, its budget."""
+    evaluation: Json | None = None
+    """The document of ``evaluate --json``. ``confusion`` rows are true classes, columns predicted ones."""
+    metrics: Mapping[str, Sequence[Json]] = field(default_factory=dict)
+    """Lines of ``metrics.jsonl`` by site; ``messages``, ``bytes`` and seconds are those of the round."""
+    baselines: Sequence[Json] = ()
+    """Other evaluated runs of the study."""
+    stores: Sequence[Json] = ()
+    patches: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
+    """Sample patches by site: (label, uint8[h, w, 3])."""
+    overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
+    """Overview pictures by site: (slide, PNG bytes)."""
+
+
+def render(page: Page) -> str:
+    """One HTML document that needs nothing beside it.
+
+    Raises WsiFlError where an overview is no picture.
+    """
+    environment = Environment(
+        loader=PackageLoader("wsi_fl", "report"),
+        autoescape=True,
+        undefined=ChainableUndefined,  # a missing part of a document reads like None
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        number=words.number,
+        count=words.count,
+        signed=words.signed,
+        spread=words.spread,
+        size=words.size,
+        interval=words.interval,
+        duration=words.duration,
+        scientific=words.scientific,
+        known=words.known,
+        percent=words.percent,
+    )
+    html = environment.get_template("template.html.j2").render(_context(page))
+    return re.sub(r"\n\s*\n+", "\n", html)
+
+
+def _context(page: Page) -> dict[str, Any]:
+    names = _site_names(page)
+    evaluated = list((page.evaluation or {}).get("sites", ()))
+    colors = {name: figures.site_color(i, len(names)) for i, name in enumerate(names)}
+    rows = sections.rows(page)
+    return {
+        "page": page,
+        "names": names,
+        "many": len(names) > sections.MANY_SITES,
+        "slots": {name: i if len(names) <= sections.MANY_SITES else 0 for i, name in enumerate(names)},
+        "title": f"{words.method_name(page.method)} on {page.pipeline}",
+        "method": words.method_name(page.method),
+        "metric_names": sections.METRICS,
+        "evaluated": evaluated,
+        "headline": sections.headline(page, len(names)),
+        "privacy": sections.privacy(page),
+        "rows": rows,
+        "comparison": sections.comparison(page, rows, colors),
+        "curves": sections.curves(page, colors),
+        "has_accuracy": any(
+            line.get("own") or line.get("merged") for m in page.metrics.values() for line in m
+        ),
+        "spent": sections.spent(page, colors),
+        "reliability": sections.reliability(evaluated, colors),
+        "pooled": sections.pooled(evaluated),
+        "heats": sections.heats(evaluated),
+        "data": sections.data(page),
+        "traffic": sections.traffic(page),
+        "patches": sections.patches(page, names),
+        "overviews": pictures.overview_uris(page.overviews),
+        "svg": lambda chart: Markup(chart.svg),
+    }
+
+
+def _site_names(page: Page) -> list[str]:
+    """Every site that any part of the page mentions, in the order of the run."""
+    everywhere = [
+        *(s["site"] for s in page.summary.get("sites", ())),
+        *(s["site"] for s in (page.evaluation or {}).get("sites", ())),
+        *page.metrics,
+        *(s["site"] for s in page.stores),
+    ]
+    return list(dict.fromkeys(everywhere))

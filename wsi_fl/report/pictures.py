@@ -1,0 +1,80 @@
+"""Pictures small enough to live inside a page: JPEG in data URIs."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from wsi_fl.types import WsiFlError
+
+PATCH_SIDE_PX = 144
+"""Patches larger than this are scaled down: twice the size at which a page shows them."""
+OVERVIEWS_BYTES = 4_000_000
+"""JPEG bytes that all overview pictures of a page may take together (a third more in base64)."""
+_SIDES_PX = (1200, 900, 640, 480, 360, 260, 180, 120)
+
+
+def patch_uri(pixels: NDArray[np.uint8]) -> str:
+    """A patch, uint8[h, w, 3], as a data URI."""
+    image = Image.fromarray(pixels)
+    image.thumbnail((PATCH_SIDE_PX, PATCH_SIDE_PX), Image.Resampling.LANCZOS)
+    return _uri(_jpeg(image, quality=88))
+
+
+def overview_uris(
+    overviews: Mapping[str, Sequence[tuple[str, bytes]]], total_bytes: int = OVERVIEWS_BYTES
+) -> dict[str, list[tuple[str, str]]]:
+    """(slide, data URI) per site; pictures share ``total_bytes`` and shrink until they fit.
+
+    Raises WsiFlError for bytes that are no picture.
+    """
+    n_pictures = sum(len(pictures) for pictures in overviews.values())
+    each = total_bytes // max(n_pictures, 1)
+    return {
+        site: [(slide, _uri(_fit(_open(data, slide, site), each))) for slide, data in pictures]
+        for site, pictures in overviews.items()
+    }
+
+
+def _open(data: bytes, slide: str, site: str) -> Image.Image:
+    try:
+        image: Image.Image = Image.open(io.BytesIO(data))
+        image.load()
+    except (UnidentifiedImageError, OSError) as error:
+        raise WsiFlError(
+            f"overview of slide {slide} of site {site}: not a readable picture ({error}); "
+            "delete it and tile the site again"
+        ) from error
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        flat = Image.new("RGBA", image.size, "white")
+        flat.alpha_composite(image.convert("RGBA"))
+        image = flat
+    return image.convert("RGB")
+
+
+def _fit(image: Image.Image, n_bytes: int) -> bytes:
+    """JPEG of at most ``n_bytes``, as large as that allows; the smallest side is always accepted."""
+    encoded = b""
+    for side in _SIDES_PX:
+        if encoded and side >= max(image.size):
+            continue
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        encoded = _jpeg(image, quality=80)
+        if len(encoded) <= n_bytes:
+            break
+    return encoded
+
+
+def _jpeg(image: Image.Image, quality: int) -> bytes:
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=quality)
+    return out.getvalue()
+
+
+def _uri(jpeg: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode("ascii")

@@ -1,0 +1,319 @@
+"""What each section of the page shows, worked out from its plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from wsi_fl.report import figures, pictures, words
+from wsi_fl.report.figures import Chart, Points
+
+if TYPE_CHECKING:
+    from wsi_fl.report.page import Json, Page
+
+METRICS = {"accuracy": "Accuracy", "macro_accuracy": "Macro-accuracy", "auroc": "AUROC"}
+MANY_SITES = figures.N_COLORS
+PATCHES_SHOWN = 6
+"""Sample patches per site and label; half as many when there are many sites."""
+CELLS_IN_TABLE = 12
+"""A heatmap of more sites than this is drawn, not written."""
+
+
+def headline(page: Page, n_sites: int) -> dict[str, Any]:
+    """The opening: what was done, what came out, and whether federation helped."""
+    merged = (page.evaluation or {}).get("merged", {})
+    evaluated = (page.evaluation or {}).get("sites", ())
+    reached = words.known((merged.get("accuracy") or {}).get("mean"))
+    references = words.references(_others(page))
+    compared = reached and n_sites > 1 and page.method not in words.NOT_FEDERATED
+    alone = {k: v for k, v in references.items() if v["method"] == "regular"} if compared else {}
+    gain_over = next(iter(alone), None)
+    return {
+        "setting": words.setting(page.method, n_sites),
+        "n": evaluated[0].get("n") if evaluated else None,
+        "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
+        "merged": merged,
+        "reached": reached,
+        "whose": "private models" if page.method in ("proxyfl", "fml") else "models",
+        "references": references,
+        "verdicts": [words.verdict(merged, run, name) for name, run in alone.items()],
+        "gain_over": gain_over,
+        "gain": merged["accuracy"]["mean"] - alone[gain_over]["accuracy"]["mean"] if gain_over else None,
+        "majority": words.majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
+        "rounds": max(
+            (s["rounds"] for s in page.summary.get("sites", ()) if words.known(s.get("rounds"))), default=None
+        ),
+        "lost": list(page.summary.get("lost", ())),
+    }
+
+
+def privacy(page: Page) -> dict[str, Any]:
+    """ε of all sites as one statement; ``guarantee`` is the weakest any site has."""
+    sites = page.summary.get("sites", ())
+    spent = [s for s in sites if words.known(s.get("epsilon"))]
+    guarantees = {s.get("guarantee") or "none" for s in spent}
+    weakest = next((g for g in ("none", "nominal", "guaranteed") if g in guarantees), "none")
+    return {
+        "on": bool(spent),
+        "epsilon": words.span([s["epsilon"] for s in spent]),
+        "deltas": sorted({words.scientific(s.get("delta")) for s in spent}),
+        "units": sorted({s["unit"] for s in spent if s.get("unit")}),
+        "guarantee": weakest,
+        "without": [s["site"] for s in sites if not words.known(s.get("epsilon"))],
+    }
+
+
+def rows(page: Page) -> list[dict[str, Any]]:
+    """This run and its baselines, best merged accuracy first; runs without a number last."""
+    spent_by_all = privacy(page)
+    this = {
+        "run": page.run,
+        "method": page.method,
+        "dp": spent_by_all["on"],
+        "epsilon": spent_by_all["epsilon"],
+        "guarantee": spent_by_all["guarantee"],
+        "this": True,
+        **{metric: (page.evaluation or {}).get("merged", {}).get(metric) for metric in METRICS},
+    }
+    others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in _others(page)]
+    runs = [this, *others] if page.evaluation else others
+    for row in runs:
+        row["name"], row["does"] = words.METHODS.get(row["method"], (row["method"], ""))
+    return sorted(runs, key=lambda r: -(_mean(r, "accuracy") if _mean(r, "accuracy") is not None else -1.0))
+
+
+def _others(page: Page) -> list[Json]:
+    return [b for b in page.baselines if b["run"] != page.run]
+
+
+def _mean(row: Json, metric: str) -> Any:
+    value = (row.get(metric) or {}).get("mean")
+    return value if words.known(value) else None
+
+
+def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
+    """A chart per metric over all runs; nothing to draw for a single run."""
+    charts = []
+    for metric, title in METRICS.items():
+        bars = [
+            figures.Bar(
+                label=_label(row, rows),
+                mean=_mean(row, metric),
+                sd=row[metric].get("sd"),
+                dp=bool(row["dp"]),
+                this=row["this"],
+                sites=_dots(page, metric, colors) if row["this"] else (),
+            )
+            for row in rows
+            if _mean(row, metric) is not None
+        ]
+        if len(bars) > 1:
+            charts.append((title, figures.comparison(bars, f"{title} on the merged test set")))
+    return charts
+
+
+def _label(row: Json, rows: Sequence[Json]) -> str:
+    label = f"{row['name']}{', DP' if row['dp'] else ''}"
+    alike = [r for r in rows if r["method"] == row["method"] and bool(r["dp"]) == bool(row["dp"])]
+    return label if len(alike) == 1 else f"{label} ({row['run'].split('-')[0]})"
+
+
+def _dots(page: Page, metric: str, colors: Mapping[str, str]) -> tuple[tuple[str, float], ...]:
+    sites = (page.evaluation or {}).get("sites", ())
+    return tuple((colors[s["site"]], s[metric]) for s in sites if words.known(s.get(metric)))
+
+
+def _series(page: Page, *keys: str) -> dict[str, Points]:
+    """(round, value) by site of one entry of the metrics, rounds without it left out."""
+    series: dict[str, Points] = {}
+    for site, lines in page.metrics.items():
+        points = []
+        for line in lines:
+            value: Any = line
+            for key in keys:
+                value = value.get(key) if isinstance(value, Mapping) else None
+            if words.known(value):
+                points.append((line["round"], value))
+        if points:
+            series[site] = points
+    return series
+
+
+_ACCURACIES = {
+    ("merged", "accuracy"): (
+        "Merged test set, accuracy",
+        "Each site's model on the test parts of all sites.",
+    ),
+    ("own", "accuracy"): ("Own test part, accuracy", "Each site's model on the test part of that site."),
+    ("proxy", "accuracy"): ("Proxy model, accuracy", "The model that leaves the site."),
+    ("merged", "auroc"): ("Merged test set, AUROC", "Ranking quality, whatever the threshold."),
+}
+
+
+def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]]:
+    """(title, explanation, chart) over rounds, losses last; the accuracies share their axis."""
+    series = {keys: _series(page, *keys) for keys in _ACCURACIES}
+    ylim = _limits(v for keys, s in series.items() if keys[1] == "accuracy" for p in s.values() for _, v in p)
+    references = words.references(_others(page))
+    alone = references.get("a site alone without DP", {}) if page.method not in words.NOT_FEDERATED else {}
+    charts = []
+    for keys, (title, text) in _ACCURACIES.items():
+        if series[keys]:
+            level = _mean(alone, keys[1]) if keys[0] == "merged" else None
+            chart = figures.curves(
+                series[keys],
+                colors,
+                title,
+                ylim=ylim if keys[1] == "accuracy" else None,
+                reference=None if level is None else ("alone, no DP", level),
+            )
+            charts.append((title, text, chart))
+    kinds = dict.fromkeys(
+        k for lines in page.metrics.values() for line in lines for k in line.get("loss") or {}
+    )
+    for kind in kinds:
+        title = f"Training loss, {kind}"
+        if losses := _series(page, "loss", kind):
+            charts.append((title, "", figures.curves(losses, colors, title)))
+    return charts
+
+
+def _limits(values: Iterable[float]) -> tuple[float, float] | None:
+    found = list(values)
+    if not found:
+        return None
+    pad = max(0.02, 0.06 * (max(found) - min(found)))
+    return max(0.0, min(found) - pad), min(1.01, max(found) + pad)
+
+
+def spent(page: Page, colors: Mapping[str, str]) -> Chart | None:
+    series = _series(page, "epsilon")
+    if not series:
+        return None
+    budgets = {
+        s["site"]: float(s["max_epsilon"])
+        for s in page.summary.get("sites", ())
+        if words.known(s.get("max_epsilon"))
+    }
+    return figures.budget_curves(series, colors, budgets, f"ε spent ({privacy(page)['guarantee']})")
+
+
+def reliability(evaluated: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
+    """A diagram per site, or one for all when there are many."""
+    series: dict[str, Points] = {}
+    for site in evaluated:
+        bins = (site.get("calibration") or {}).get("bins", ())
+        points = [
+            (b["confidence"], b["accuracy"])
+            for b in bins
+            if words.known(b.get("confidence")) and words.known(b.get("accuracy"))
+        ]
+        if points:
+            series[site["site"]] = points
+    if len(series) > MANY_SITES:
+        return [("", figures.reliability(series, colors, "Reliability of all sites"))]
+    return [
+        (site, figures.reliability({site: points}, colors, f"Reliability {position}"))
+        for position, (site, points) in enumerate(series.items(), start=1)
+    ]
+
+
+def pooled(evaluated: Sequence[Json]) -> list[list[int]] | None:
+    """The confusion matrices of all sites' models, added up."""
+    found = [np.asarray(s["confusion"]) for s in evaluated if s.get("confusion")]
+    return np.sum(found, axis=0).tolist() if found else None
+
+
+def heats(evaluated: Sequence[Json]) -> list[dict[str, Any]]:
+    """Who generalises to whom: models × test parts, for accuracy and AUROC."""
+    names = [s["site"] for s in evaluated if s.get("parts")]
+    found = []
+    for metric in ("accuracy", "auroc"):
+        grid = [
+            [(s["parts"].get(part) or {}).get(metric) for part in names] for s in evaluated if s.get("parts")
+        ]
+        values = [v for row in grid for v in row if words.known(v)]
+        if len(names) > 1 and values:
+            low, high = min(values), max(values)
+            elsewhere = [_average(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
+            reached = [_average(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
+            title = f"{METRICS[metric]} of models on test parts"
+            found.append({
+                "metric": METRICS[metric], "names": names, "grid": grid, "low": low, "high": high,
+                "elsewhere": elsewhere, "reached": reached,
+                "best": _named(max, names, elsewhere), "hardest": _named(min, names, reached),
+                "chart": figures.matrix(grid, (low, high), title) if len(names) > CELLS_IN_TABLE else None,
+            })  # fmt: skip
+    return found
+
+
+def _average(values: Iterable[Any]) -> float | None:
+    found = [v for v in values if words.known(v)]
+    return sum(found) / len(found) if found else None
+
+
+def _named(
+    choose: Callable[..., tuple[str, float]], names: Sequence[str], values: Sequence[float | None]
+) -> tuple[str, float] | None:
+    found = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
+    return choose(found, key=lambda pair: pair[1]) if found else None
+
+
+def data(page: Page) -> dict[str, Any]:
+    """Patches per site, split and class, with sums; the splits any store has, in their usual order."""
+    tables = {s["site"]: s.get("table") or {} for s in page.stores}
+    splits = [x for x in ("train", "val", "test") if any(x in t for t in tables.values())]
+    sums = {
+        (split, label): sum(t.get(split, {}).get(label) or 0 for t in tables.values())
+        for split in splits
+        for label in page.classes
+    }
+    row_sums = {
+        (site, split): sum(table[split].get(label) or 0 for label in page.classes)
+        for site, table in tables.items()
+        for split in splits
+        if split in table
+    }
+    geometries = {(s.get("size_px"), s.get("mpp")) for s in page.stores}
+    return {
+        "splits": splits,
+        "sums": sums,
+        "row_sums": row_sums,
+        "patients": sum(s.get("patients") or 0 for s in page.stores),
+        "slides": sum(s.get("slides") or 0 for s in page.stores),
+        "geometry": geometries.pop() if len(geometries) == 1 else None,
+    }
+
+
+def _total(values: Iterable[Any]) -> float | None:
+    found = [v for v in values if words.known(v)]
+    return sum(found) if found else None
+
+
+def traffic(page: Page) -> list[dict[str, Any]]:
+    """What each site sent over the whole run."""
+    return [
+        {
+            "site": site,
+            **{
+                key: _total(line.get(key) for line in lines)
+                for key in ("messages", "bytes", "communication_seconds", "seconds")
+            },
+            "rounds": len(lines),
+        }
+        for site, lines in page.metrics.items()
+        if lines
+    ]
+
+
+def patches(page: Page, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """Data URIs by site and label; labels in the order of the classes."""
+    limit = PATCHES_SHOWN if len(names) <= MANY_SITES else PATCHES_SHOWN // 2
+    shown: dict[str, dict[str, list[str]]] = {}
+    for site, samples in page.patches.items():
+        labels = dict.fromkeys([*page.classes, *(label for label, _ in samples)])
+        chosen = {label: [p for own, p in samples if own == label][:limit] for label in labels}
+        shown[site] = {label: [pictures.patch_uri(p) for p in some] for label, some in chosen.items() if some}
+    return {site: by_label for site, by_label in shown.items() if by_label}

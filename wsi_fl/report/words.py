@@ -1,0 +1,271 @@
+"""Numbers and findings as a reader sees them; every sentence is composed from the run's data alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+DASH = "–"
+METHODS = {
+    "regular": ("Regular", "each site alone"),
+    "joint": ("Joint", "all data pooled"),
+    "fedavg": ("FedAvg", "one averaged model, central"),
+    "avgpush": ("AvgPush", "one averaged model, no centre"),
+    "cwt": ("CWT", "one model, passed round"),
+    "fml": ("FML", "proxies averaged, central"),
+    "proxyfl": ("ProxyFL", "proxies averaged, no centre"),
+    "replay": ("Replay", "synthetic data shared"),
+    "mpcpa": ("MPCPA", "synthetic data shared"),
+}
+"""What a method is called and, in a few words, what it does."""
+NOT_FEDERATED = ("regular", "joint")
+SMALLEST_DIFFERENCE = 0.01
+"""A difference in mean accuracy below this is never called a gain or a loss."""
+_NUMBER_WORDS = "No,One,Two,Three,Four,Five,Six,Seven,Eight,Nine,Ten,Eleven,Twelve"
+
+
+def known(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is a number one can print (not None, not NaN).
+
+    >>> known(0.5), known(None), known(float("nan"))
+    (True, False, False)
+    """
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A number with fixed decimals, a dash when there is none.
+
+    >>> number(0.70649), number(None), number(2.3567, 2)
+    ('0.706', '–', '2.36')
+    """
+    if not known(value):
+        return DASH
+    return "∞" if value == math.inf else f"{value:,.{digits}f}".replace("-", "−")
+
+
+def count(value: Any) -> str:
+    """A whole number with thousands separated.
+
+    >>> count(2984), count(None)
+    ('2,984', '–')
+    """
+    return number(value, 0)
+
+
+def signed(value: Any, digits: int = 2) -> str:
+    """A difference, its sign always written.
+
+    >>> signed(0.071), signed(-0.05), signed(-0.001)
+    ('+0.07', '−0.05', '±0.00')
+    """
+    if not known(value):
+        return DASH
+    rounded = round(value, digits)
+    sign = "±" if rounded == 0 else "+" if rounded > 0 else "−"
+    return f"{sign}{abs(rounded):.{digits}f}"
+
+
+def percent(share: Any) -> str:
+    """A share of one in whole percent.
+
+    >>> percent(0.6649), percent(None)
+    ('66 %', '–')
+    """
+    return f"{number(100 * share, 0)} %" if known(share) else DASH
+
+
+def spread(metric: Mapping[str, Any] | None, digits: int = 3) -> str:
+    """Mean ± standard deviation of ``{"mean", "sd"}``; the mean alone where nothing varies.
+
+    >>> spread({"mean": 0.7123, "sd": 0.0211}), spread({"mean": 0.5, "sd": None}), spread(None)
+    ('0.712 ± 0.021', '0.500', '–')
+    """
+    if not metric or not known(metric.get("mean")):
+        return DASH
+    mean = number(metric["mean"], digits)
+    return f"{mean} ± {number(metric['sd'], digits)}" if known(metric.get("sd")) and metric["sd"] else mean
+
+
+def interval(bounds: Sequence[float | None] | None, digits: int = 3) -> str:
+    """An interval in brackets, empty when there is none.
+
+    >>> interval([0.6712, 0.75]), interval(None), interval([None, None])
+    ('[0.671, 0.750]', '', '')
+    """
+    if not bounds or not all(known(b) for b in bounds):
+        return ""
+    return f"[{number(bounds[0], digits)}, {number(bounds[1], digits)}]"
+
+
+def span(values: Sequence[Any], digits: int = 2) -> str:
+    """Smallest to largest known value, one number when they print alike.
+
+    >>> span([2.81, None, 2.36]), span([1.5]), span([])
+    ('2.36–2.81', '1.50', '–')
+    """
+    shown = [number(v, digits) for v in sorted(v for v in values if known(v))]
+    if not shown:
+        return DASH
+    return shown[0] if shown[0] == shown[-1] else f"{shown[0]}–{shown[-1]}"
+
+
+def size(n_bytes: Any) -> str:
+    """Bytes in decimal units.
+
+    >>> size(512), size(48_300_000), size(999_960)
+    ('512 B', '48.3 MB', '1.0 MB')
+    """
+    if not known(n_bytes):
+        return DASH
+    value = float(n_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 999.95 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def duration(seconds: Any) -> str:
+    """A time span to the precision a reader needs.
+
+    >>> duration(0.0123), duration(3.21), duration(252), duration(7260), duration(None)
+    ('12 ms', '3.2 s', '4 min 12 s', '2 h 1 min', '–')
+    """
+    if not known(seconds):
+        return DASH
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def scientific(value: Any) -> str:
+    """A small number such as δ as a power of ten.
+
+    >>> scientific(1e-5), scientific(2.5e-6), scientific(None)
+    ('10⁻⁵', '2.5 × 10⁻⁶', '–')
+    """
+    if not known(value) or value <= 0:
+        return DASH
+    mantissa, exponent = f"{value:.1e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    mantissa = mantissa.removesuffix(".0")
+    return power if mantissa == "1" else f"{mantissa} × {power}"
+
+
+def method_name(method: str) -> str:
+    """The name of a method as its paper writes it; an unknown one as it is."""
+    return METHODS.get(method, (method, ""))[0]
+
+
+def sites_word(n_sites: int) -> str:
+    """How many sites, as a sentence begins.
+
+    >>> sites_word(1), sites_word(4), sites_word(60)
+    ('One site', 'Four sites', '60 sites')
+    """
+    word = dict(enumerate(_NUMBER_WORDS.split(","))).get(n_sites, str(n_sites))
+    return f"{word} site{'' if n_sites == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence and its tone: ``good``, ``unclear`` or ``bad``."""
+
+    tone: str
+    text: str
+
+
+def setting(method: str, n_sites: int, spoken: str = "") -> str:
+    """What was done, in one sentence."""
+    spoken = spoken or method_name(method)
+    if method == "joint":
+        return (
+            f"The training data of {sites_word(n_sites).lower()} were pooled: a reference, not a federation."
+        )
+    if method == "regular":
+        return (
+            f"{sites_word(n_sites)} trained {'alone' if n_sites == 1 else 'each on its own'}; "
+            "nothing was exchanged."
+        )
+    if n_sites == 1:
+        return f"One site trained with {spoken}; without a second site there is nobody to learn with."
+    return f"{sites_word(n_sites)} trained together with {spoken}; no slide left its site."
+
+
+def references(baselines: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The runs a federation is measured against, the best run of each kind.
+
+    The best one, so that the comparison is never easier than the study allows.
+    """
+    kinds = {
+        "a site alone without DP": ("regular", False),
+        "a site alone with DP": ("regular", True),
+        "all data pooled without DP": ("joint", False),
+        "all data pooled with DP": ("joint", True),
+    }
+    found = {}
+    for words, (method, dp) in kinds.items():
+        runs = [
+            b
+            for b in baselines
+            if b["method"] == method and bool(b["dp"]) == dp and known((b.get("accuracy") or {}).get("mean"))
+        ]
+        if runs:
+            found[words] = max(runs, key=lambda b: b["accuracy"]["mean"])
+    return found
+
+
+def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str) -> Finding:
+    """Whether federation helped against one reference run, judged by mean accuracy on the merged test set.
+
+    A difference counts when it is larger than the spread between sites of both runs (the larger standard
+    deviation) and than SMALLEST_DIFFERENCE.
+
+    >>> verdict({"accuracy": {"mean": 0.71, "sd": 0.02}}, {"accuracy": {"mean": 0.64, "sd": 0.03}}, "X").text
+    'Federation helped: accuracy is 0.07 above that of X.'
+    """
+    difference, noise = _difference(merged, reference, "accuracy")
+    if abs(difference) <= noise:
+        return Finding(
+            "unclear",
+            f"Compared with {words} the difference ({signed(difference)}) is within the spread between sites: "
+            "this run does not show that federation helped.",
+        )
+    tone, opening, side = (
+        ("good", "Federation helped", "above")
+        if difference > 0
+        else ("bad", "Federation did not help", "below")
+    )
+    text = f"{opening}: accuracy is {number(abs(difference), 2)} {side} that of {words}."
+    if known((merged.get("auroc") or {}).get("mean")) and known((reference.get("auroc") or {}).get("mean")):
+        by_auroc, auroc_noise = _difference(merged, reference, "auroc")
+        if by_auroc * difference < 0 and abs(by_auroc) > auroc_noise:
+            return Finding("unclear", f"{text} By AUROC it is the other way round ({signed(by_auroc)}).")
+    return Finding(tone, text)
+
+
+def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], metric: str) -> tuple[float, float]:
+    spreads = [m[metric].get("sd") for m in (ours, theirs)]
+    noise = max([SMALLEST_DIFFERENCE, *(s for s in spreads if known(s))])
+    return ours[metric]["mean"] - theirs[metric]["mean"], noise
+
+
+def majority(confusion: Sequence[Sequence[int]] | None, classes: Sequence[str]) -> tuple[str, float] | None:
+    """The commonest true class and its share: what answering always the same would score.
+
+    >>> majority([[30, 10], [20, 40]], ("healthy", "tumor"))
+    ('tumor', 0.6)
+    """
+    if not confusion or not (total := sum(map(sum, confusion))):
+        return None
+    sums = [sum(row) for row in confusion]
+    top = sums.index(max(sums))
+    return classes[top], sums[top] / total

@@ -1,0 +1,125 @@
+"""Run directories: manifest, metrics, models and checkpoints, all written atomically and without pickle."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from wsi_fl.files import append_line, atomic, read_lines, write_text
+from wsi_fl.types import WsiFlError
+
+_KEPT_CHECKPOINTS = 2
+"""The last round, and the one before for peers that had not finished theirs."""
+
+
+class RunFolder:
+    """`runs/00007-proxyfl-camelyon17`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+
+    @staticmethod
+    def create(runs: Path, method: str, pipeline: str) -> RunFolder:
+        """The next free number, claimed by making the directory; safe against a neighbour doing the same."""
+        runs.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for p in runs.iterdir() if (m := re.match(r"(\d{5,})-", p.name))]
+        number = max(taken, default=0)
+        while True:
+            number += 1
+            path = runs / f"{number:05d}-{method}-{pipeline}"
+            if any(runs.glob(f"{number:05d}-*")):
+                continue
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue
+            return RunFolder(path)
+
+    def site(self, name: str) -> SiteFolder:
+        return SiteFolder(self.path / "sites" / name)
+
+
+class SiteFolder:
+    """What one site keeps of a run: `sites/<name>/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def log_round(self, document: Mapping[str, Any]) -> None:
+        """Appends the line of one round."""
+        append_line(self.metrics_path, document)
+
+    def log(self, text: str) -> None:
+        """Appends a dated line to log.txt, for people."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / "log.txt").open("a", encoding="utf-8") as handle:
+            handle.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of all finished rounds."""
+        return read_lines(self.metrics_path)
+
+    def forget_rounds_from(self, round_: int) -> None:
+        """Drops the lines of rounds that will be run again."""
+        kept = [line for line in self.metrics() if line["round"] < round_]
+        write_text(self.metrics_path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+
+    def save_model(self, role: str, tensors: Mapping[str, Tensor]) -> Path:
+        """Writes `<role>.safetensors`."""
+        path = self.path / f"{role}.safetensors"
+        _save(path, tensors, {})
+        return path
+
+    def load_model(self, role: str) -> dict[str, Tensor]:
+        """The tensors of `<role>.safetensors`."""
+        path = self.path / f"{role}.safetensors"
+        if not path.exists():
+            raise WsiFlError(f"{path}: no such model; the run has not finished a round")
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise WsiFlError(f"{path}: damaged ({error})") from None
+
+    def checkpoint_path(self, round_: int) -> Path:
+        return self.path / "state" / f"round_{round_:05d}.safetensors"
+
+    def save_checkpoint(
+        self, round_: int, tensors: Mapping[str, Tensor], document: Mapping[str, Any]
+    ) -> None:
+        """Writes the state after local training of a round, then forgets all but the last two."""
+        _save(self.checkpoint_path(round_), tensors, document)
+        for old in self.checkpoints()[:-_KEPT_CHECKPOINTS]:
+            self.checkpoint_path(old).unlink()
+
+    def load_checkpoint(self, round_: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(tensors, document) of a round's checkpoint."""
+        path = self.checkpoint_path(round_)
+        try:
+            with safe_open(path, "pt") as file:
+                document = json.loads((file.metadata() or {})["document"])
+                return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
+        except (SafetensorError, KeyError, OSError) as error:
+            raise WsiFlError(f"{path}: damaged checkpoint ({error})") from None
+
+    def checkpoints(self) -> list[int]:
+        """Rounds with a checkpoint, oldest first."""
+        return sorted(int(p.stem.split("_")[1]) for p in (self.path / "state").glob("round_*.safetensors"))
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    with atomic(path) as temporary:
+        save_file(contiguous, temporary, metadata={"document": json.dumps(document)})

@@ -1,0 +1,1 @@
+"""From gigapixel files to arrays: reading, tissue, annotations, grid, labels, layouts."""

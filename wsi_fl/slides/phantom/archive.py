@@ -1,0 +1,193 @@
+"""The archive: which slides it holds, their files, the outlines of their metastases, their labels."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+from skimage.measure import find_contours
+
+from wsi_fl.slides.phantom.anatomy import COARSE_PX, MPP, Anatomy, lay_out, tumour_mask
+from wsi_fl.slides.phantom.paint import hospital, paint
+from wsi_fl.slides.phantom.tiff import write_pyramid
+from wsi_fl.slides.phantom.tissues import bank
+from wsi_fl.types import UsageError
+
+PATIENTS_PER_CENTRE = 20
+"""Camelyon17's rule: centre = patient number // 20."""
+_MIN_PX = 512
+_MAX_WORKERS = 4  # about 300 MB each at the default size
+
+Outline = tuple[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True)
+class PhantomSlide:
+    """One slide of the archive before it is painted."""
+
+    site: int
+    patient: int
+    """Number over all sites: 20 · site + number within the site."""
+    node: int
+    """0 is healthy, 1 holds metastases."""
+    size_px: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """File name without suffix, as in Camelyon17."""
+        return f"patient_{self.patient:03d}_node_{self.node}"
+
+    @property
+    def positive(self) -> bool:
+        """Whether it holds tumour."""
+        return self.node == 1
+
+    def rng(self, purpose: int) -> Generator:
+        """Random numbers of this slide alone: 0 for its anatomy, 1 for its paint."""
+        return np.random.default_rng([self.seed, self.patient, self.node, purpose])
+
+    def anatomy(self) -> Anatomy:
+        """Where its tissues lie."""
+        return lay_out(self.rng(0), self.size_px, self.positive)
+
+
+def plan_slides(n_sites: int, patients_per_site: int, size_px: int, seed: int) -> list[PhantomSlide]:
+    """Every slide of an archive, two per patient.
+
+    Raises:
+        UsageError: a number out of range.
+
+    Example:
+        >>> [s.name for s in plan_slides(2, 1, 1024, seed=0)][1:3]
+        ['patient_000_node_1', 'patient_020_node_0']
+    """
+    if n_sites < 1:
+        raise UsageError(f"n_sites is {n_sites}: an archive needs at least one site")
+    if not 1 <= patients_per_site <= PATIENTS_PER_CENTRE:
+        raise UsageError(f"patients_per_site is {patients_per_site}: choose 1 to {PATIENTS_PER_CENTRE}")
+    if size_px < _MIN_PX or size_px % COARSE_PX:
+        raise UsageError(f"size_px is {size_px}: choose a multiple of {COARSE_PX}, at least {_MIN_PX}")
+    return [
+        PhantomSlide(site, PATIENTS_PER_CENTRE * site + p, node, size_px, seed)
+        for site in range(n_sites)
+        for p in range(patients_per_site)
+        for node in (0, 1)
+    ]
+
+
+def paint_slide(slide: PhantomSlide) -> NDArray[np.uint8]:
+    """[size_px, size_px, 3] the level-0 pixels of a slide, before JPEG."""
+    return paint(slide.rng(1), slide.anatomy(), hospital(slide.site))
+
+
+def truth_mask(slide: PhantomSlide) -> NDArray[np.bool_]:
+    """[size_px, size_px] which level-0 pixels are tumour; painted cells at the border stray a few pixels from it."""
+    return tumour_mask(slide.anatomy())
+
+
+def outlines(anatomy: Anatomy) -> list[Outline]:
+    """The tumour's edge as (group, [n, 2] level-0 (x, y)): islands in `metastases`, holes (last) in `normal`."""
+    if anatomy.tumour is None:
+        return []
+    found = []
+    for contour in find_contours(anatomy.tumour, 0.0):
+        # A node lies at the middle of its square, hence the half.
+        xy = (contour[:-1, ::-1] + 0.5) * COARSE_PX
+        x, y = xy.T
+        area = 0.5 * float(np.sum(x * np.roll(y, -1) - np.roll(x, -1) * y))
+        # find_contours goes around the tumour one way and around its holes the other.
+        found.append(("metastases" if area > 0 else "normal", xy))
+    return sorted(found, key=lambda outline: outline[0])
+
+
+def asap_xml(rings: list[Outline]) -> str:
+    """Outlines in the XML of ASAP, the annotation tool of the Camelyon challenges."""
+    lines = ['<?xml version="1.0"?>', "<ASAP_Annotations>", "\t<Annotations>"]
+    for i, (group, xy) in enumerate(rings):
+        lines.append(
+            f'\t\t<Annotation Name="Annotation {i}" Type="Polygon" PartOfGroup="{group}" Color="#F4FA58">'
+        )
+        lines.append("\t\t\t<Coordinates>")
+        lines += [
+            f'\t\t\t\t<Coordinate Order="{k}" X="{x:.3f}" Y="{y:.3f}" />' for k, (x, y) in enumerate(xy)
+        ]
+        lines += ["\t\t\t</Coordinates>", "\t\t</Annotation>"]
+    lines += ["\t</Annotations>", "\t<AnnotationGroups>"]
+    for group, colour in (("metastases", "#ff0000"), ("normal", "#00ff00")):
+        lines.append(f'\t\t<Group Name="{group}" PartOfGroup="None" Color="{colour}"><Attributes /></Group>')
+    return "\n".join([*lines, "\t</AnnotationGroups>", "</ASAP_Annotations>", ""])
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8", newline="")
+    partial.replace(path)
+
+
+def _write_slide(out: Path, slide: PhantomSlide) -> None:
+    """One slide and, where it holds tumour, its outlines, which come first: no positive slide is ever without."""
+    anatomy = slide.anatomy()
+    outline_path = out / "annotations" / f"{slide.name}.xml"
+    if slide.positive:
+        _write_text(outline_path, asap_xml(outlines(anatomy)))
+    else:
+        outline_path.unlink(missing_ok=True)
+    picture = paint(slide.rng(1), anatomy, hospital(slide.site))
+    write_pyramid(out / "training" / f"center_{slide.site}" / f"{slide.name}.tif", picture, MPP)
+
+
+def stages_csv(slides: list[PhantomSlide]) -> str:
+    """Camelyon17's table: a row per patient, then one per slide."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(("patient", "stage"))
+    for slide in slides:
+        if slide.node == 0:
+            rows.writerow((f"patient_{slide.patient:03d}.zip", "pN1"))
+        rows.writerow((f"{slide.name}.tif", "macro" if slide.positive else "negative"))
+    return text.getvalue()
+
+
+def paint_archive(
+    out: Path,
+    *,
+    n_sites: int = 4,
+    patients_per_site: int = 5,
+    size_px: int = 4096,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
+
+    Writes `training/center_K/patient_PPP_node_N.tif`, `annotations/patient_PPP_node_N.xml` (positive slides) and, last,
+    `stages.csv`. The same arguments give the same bytes.
+
+    Args:
+        size_px: side of a slide in level-0 pixels of 0.5 µm.
+        progress: called with one line per finished slide, always from the calling thread.
+
+    Raises:
+        UsageError: a number out of range.
+    """
+    slides = plan_slides(n_sites, patients_per_site, size_px, seed)
+    (out / "annotations").mkdir(parents=True, exist_ok=True)
+    for site in range(n_sites):
+        (out / "training" / f"center_{site}").mkdir(parents=True, exist_ok=True)
+    bank()
+    # Threads suffice: numpy, scipy and the JPEG library work outside the interpreter lock.
+    with ThreadPoolExecutor(min(_MAX_WORKERS, os.cpu_count() or 1)) as pool:
+        jobs = pool.map(lambda slide: _write_slide(out, slide), slides)
+        for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
+            if progress:
+                progress(f"{slide.name}.tif ({i} of {len(slides)})")
+    _write_text(out / "stages.csv", stages_csv(slides))
+    return out

@@ -1,0 +1,81 @@
+"""Patient-disjoint splits and balanced samples, both seeded and independent of file order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.types import SlideRecord, UsageError
+
+
+def assign_splits(records: Sequence[SlideRecord], *, test_fraction: float, seed: int) -> list[SlideRecord]:
+    """The records with a split each; all slides of a patient share it.
+
+    Where the archive prescribes splits it must do so for every slide. Otherwise about `test_fraction` of the
+    patients, stratified by whether they have a positive slide, are held out: at least one when there are two.
+
+    Raises:
+        UsageError: for a patient in two splits, or a slide without one while others have it.
+    """
+    prescribed: dict[str, str] = {}
+    for record in records:
+        if record.split and prescribed.setdefault(record.patient, record.split) != record.split:
+            raise UsageError(
+                f"site {record.site}: patient {record.patient} is in two splits "
+                f"({prescribed[record.patient]} and {record.split}); a patient belongs to one"
+            )
+    if prescribed:
+        for record in records:
+            if record.patient not in prescribed:
+                raise UsageError(
+                    f"site {record.site}: patient {record.patient} has no split, others have one"
+                )
+        return [replace(record, split=prescribed[record.patient]) for record in records]
+    positive = {r.patient: False for r in records} | {r.patient: True for r in records if r.positive}
+    test = _held_out(positive, test_fraction, np.random.default_rng(seed))
+    return [replace(r, split="test" if r.patient in test else "train") for r in records]
+
+
+def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
+    """Patients of the test split: each stratum's share, the rounding carried on to the next."""
+    n_test = round(fraction * len(positive))
+    if fraction > 0 and len(positive) > 1:
+        n_test = min(max(n_test, 1), len(positive) - 1)
+    chosen: set[str] = set()
+    passed = 0
+    for stratum in (True, False):
+        patients = sorted(patient for patient, value in positive.items() if value is stratum)
+        passed += len(patients)
+        share = round(n_test * passed / len(positive)) - len(chosen)
+        chosen |= {patients[k] for k in rng.permutation(len(patients))[:share]}
+    return chosen
+
+
+def sample_rows(
+    label: NDArray[np.int64],
+    slide: NDArray[np.str_],
+    *,
+    balance: bool,
+    max_per_slide: int | None,
+    seed: int,
+) -> NDArray[np.bool_]:
+    """Mask [n] of the patches to keep: at most `max_per_slide` of each slide, then equally many of each label.
+
+    Balancing draws from the labels with too many, evenly at random over the site. With a label missing
+    altogether there is nothing to balance and all are kept.
+    """
+    rng = np.random.default_rng(seed)
+    keep = np.ones(len(label), bool)
+    if max_per_slide is not None:
+        for name in np.unique(slide):
+            rows = np.flatnonzero(slide == name)
+            keep[rng.permutation(rows)[max_per_slide:]] = False
+    counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label)}
+    if balance and len(counts) > 1:
+        fewest = min(counts.values())
+        for c in counts:
+            keep[rng.permutation(np.flatnonzero(keep & (label == c)))[fewest:]] = False
+    return keep

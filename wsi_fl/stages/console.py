@@ -1,0 +1,104 @@
+"""Progress of long work: bars on a terminal, a line every few seconds elsewhere, always on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_LINE_EVERY_S = 5.0
+_EVENT_EVERY_S = 0.3
+
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class Watcher(Protocol):
+    """Told how far each part of a long job is."""
+
+    def update(self, part: str, done: float, total: float, note: str = "") -> None: ...
+
+
+class Silent:
+    """Tells nobody."""
+
+    def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        pass
+
+
+class Bars:
+    """One bar per part on a terminal; otherwise one line over all parts every five seconds."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._live = stderr.is_terminal
+        self._bars = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=28),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=stderr,
+        )
+        self._tasks: dict[str, TaskID] = {}
+        self._state: dict[str, tuple[float, float, str]] = {}
+        self._began = self._said = time.monotonic()
+
+    def __enter__(self) -> Bars:
+        if self._live:
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._bars.stop()
+
+    def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        self._state[part] = (done, total, note)
+        if self._live:
+            if part not in self._tasks:
+                self._tasks[part] = self._bars.add_task(part, total=total, note=note)
+            self._bars.update(self._tasks[part], completed=done, total=total, note=note)
+        elif time.monotonic() - self._said >= _LINE_EVERY_S:
+            self._said = time.monotonic()
+            stderr.print(self._line())
+
+    def _line(self) -> str:
+        done = sum(min(d, t) for d, t, _ in self._state.values())
+        total = sum(t for _, t, _ in self._state.values())
+        share = done / total if total else 0.0
+        elapsed = time.monotonic() - self._began
+        left = f", about {elapsed / share - elapsed:.0f} s left" if share > 0.02 else ""
+        notes = ", ".join(f"{part} {note}" for part, (_, _, note) in self._state.items() if note)
+        return f"{self.title}: {share:.0%}{left}" + (f" ({notes})" if notes else "")
+
+
+class Events:
+    """JSON lines on stdout, for the process that started this one and draws the bars."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, float] = {}
+
+    def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        now = time.monotonic()
+        if done < total and now - self._said.get(part, 0.0) < _EVENT_EVERY_S:
+            return
+        self._said[part] = now
+        emit({"part": part, "done": done, "total": total, "note": note})
+
+
+def emit(document: dict[str, Any]) -> None:
+    """One event line."""
+    sys.stdout.write(json.dumps(document) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str, style: str = "") -> None:
+    """A line for people, on stderr."""
+    stderr.print(text, style=style or None, markup=False)

@@ -1,0 +1,104 @@
+"""`doctor`: what works on this machine, what is missing, and how to fix it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.stages import launch
+from wsi_fl.stages.console import say
+from wsi_fl.types import WsiFlError
+
+_MIN_FREE = 5 << 30
+_MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
+
+
+def doctor() -> dict[str, Any]:
+    """Checks one thing after the other; each row has name, ok, said, and fix where it is needed."""
+    checks: dict[str, Callable[[], str]] = {
+        "Python": _python,
+        "OpenSlide": _openslide,
+        "PyTorch": _torch,
+        "MPI": _mpi,
+        "GPU": _gpu,
+        "disk": _disk,
+    }
+    rows = []
+    for name, check in checks.items():
+        try:
+            rows.append({"name": name, "ok": True, "said": check()})
+        except WsiFlError as problem:
+            rows.append({"name": name, "ok": False, "said": str(problem)})
+    return {"ok": all(row["ok"] for row in rows), "checks": rows}
+
+
+def _python() -> str:
+    return platform.python_version()
+
+
+def _openslide() -> str:
+    """Writes a tiny slide and reads it back, so that the library is tried, not merely found."""
+    import numpy as np
+    from PIL import Image
+
+    from wsi_fl.slides.reader import Slide
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "slide.tif"
+        Image.fromarray(np.full((64, 64, 3), 200, np.uint8)).save(path, tile=(16, 16), compression="tiff_lzw")
+        try:
+            with Slide(path, mpp_override=1.0) as slide:
+                slide.read((0, 0), 16, 1.0)
+        except WsiFlError:
+            pass  # a TIFF without tiles is refused by OpenSlide itself: the library answered
+    return "answers"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__}, {torch.get_num_threads()} threads"
+
+
+def _mpi() -> str:
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", sys.executable, "-c", _MPI_TEST]
+    try:
+        answer = subprocess.run(
+            command, env=launch.rank_environment(2), capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise WsiFlError("mpiexec started, but two ranks did not find each other within a minute") from None
+    if answer.returncode:
+        words = answer.stderr.strip().splitlines()
+        reason = words[-1] if words else "no message"
+        raise WsiFlError(f"two ranks do not work together: {reason}; mpi4py and mpiexec must be of one MPI")
+    return f"two ranks talk to each other ({command[0]})"
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none; training will use the CPU"
+    names = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
+    return f"{len(names)}: {', '.join(names)}"
+
+
+def _disk() -> str:
+    free = shutil.disk_usage(Path.cwd()).free
+    if free < _MIN_FREE:
+        raise WsiFlError(f"{free / 1e9:.1f} GB free here; stores of patches need more")
+    return f"{free / 1e9:.0f} GB free here, {os.cpu_count()} cores"
+
+
+def print_doctor(document: dict[str, Any]) -> None:
+    for row in document["checks"]:
+        mark, style = ("ok  ", "green") if row["ok"] else ("FAIL", "bold red")
+        say(f"{mark} {row['name']}: {row['said']}", style=style)

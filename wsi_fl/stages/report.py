@@ -1,0 +1,112 @@
+"""`report`: gathers what a run left behind and renders it as one page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.config import Study
+from wsi_fl.files import read_json, write_text
+from wsi_fl.learning.metrics import SCORES
+from wsi_fl.report.page import Page, render
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.workshop import open_store
+from wsi_fl.stores.patches import PatchStore
+
+_SAMPLES_PER_CLASS = 6
+
+
+def report(study: Study, run_name: str) -> Path:
+    """Writes `report/index.html` of a run and returns its path."""
+    run = RunFolder(study.run(run_name))
+    path = run.path / "report" / "index.html"
+    write_text(path, render(_page(study, run)))
+    return path
+
+
+def _page(study: Study, run: RunFolder) -> Page:
+    manifest = read_json(run.path / "manifest.json")
+    names = list(manifest["inputs"])
+    stores = {name: open_store(study, name) for name in names}
+    return Page(
+        run=run.name,
+        method=manifest["method"],
+        pipeline=manifest["pipeline"],
+        classes=stores[names[0]].meta.classes,
+        config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
+        manifest=manifest,
+        summary=read_json(run.path / "summary.json"),
+        evaluation=_optional(run.path / "evaluation.json"),
+        metrics={name: run.site(name).metrics() for name in names},
+        baselines=list(_baselines(study, run, manifest)),
+        stores=[_store_row(name, store) for name, store in stores.items()],
+        patches={name: _samples(store) for name, store in stores.items()},
+        overviews={name: _overviews(study, name, store) for name, store in stores.items()},
+    )
+
+
+def _optional(path: Path) -> Any:
+    return read_json(path) if path.exists() else None
+
+
+def _baselines(study: Study, run: RunFolder, manifest: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """Other evaluated runs on the very same patches and splits, the last of each method and privacy setting."""
+    latest: dict[tuple[str, bool], dict[str, Any]] = {}
+    for path in sorted(study.runs.glob("[0-9]*-*")):
+        evaluation, summary = _optional(path / "evaluation.json"), _optional(path / "summary.json")
+        if path.name == run.name or not evaluation or not summary or evaluation["merged"] is None:
+            continue
+        other = read_json(path / "manifest.json")
+        if other["inputs"] != manifest["inputs"] or other["pipeline"] != manifest["pipeline"]:
+            continue
+        epsilons = [row["epsilon"] for row in summary["sites"]]
+        dp = summary["sites"][0]["guarantee"] != "none"
+        latest[other["method"], dp] = {
+            "run": path.name,
+            "method": other["method"],
+            "dp": dp,
+            "epsilon": max(epsilons) if dp and None not in epsilons else None,
+            "guarantee": summary["sites"][0]["guarantee"],
+            **{name: evaluation["merged"][name] for name in SCORES},
+        }
+    return latest.values()
+
+
+def _store_row(name: str, store: PatchStore) -> dict[str, Any]:
+    table, classes = store.table, store.meta.classes
+    counts = {
+        split: {c: int(((table.label == k) & (table.split == split)).sum()) for k, c in enumerate(classes)}
+        for split in ("train", "val", "test")
+    }
+    return {
+        "site": name,
+        **{c: sum(counts[split][c] for split in counts) for c in classes},
+        "train": sum(counts["train"].values()),
+        "test": sum(counts["test"].values()),
+        "patients": len(np.unique(table.patient)),
+        "slides": len(store.slides),
+        "size_px": store.meta.spec.size_px,
+        "mpp": store.meta.spec.mpp,
+        "table": {split: values for split, values in counts.items() if sum(values.values())},
+    }
+
+
+def _samples(store: PatchStore) -> list[tuple[str, NDArray[np.uint8]]]:
+    """A few patches of each class, the same ones at every call."""
+    rng = np.random.default_rng(0)
+    out = []
+    for k, name in enumerate(store.meta.classes):
+        rows = np.flatnonzero(store.table.label == k)
+        chosen = np.sort(rng.permutation(rows)[:_SAMPLES_PER_CLASS])
+        out += [(name, pixels) for pixels in store.read(chosen)]
+    return out
+
+
+def _overviews(study: Study, site: str, store: PatchStore) -> list[tuple[str, bytes]]:
+    folder = study.store(site).parent / "overview"
+    found = [(slide, folder / f"{slide}.png") for slide in store.slides]
+    return [(slide, path.read_bytes()) for slide, path in found if path.exists()]

@@ -1,0 +1,267 @@
+"""`train`: plan, preflight, one rank per site, and the document at the end."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wsi_fl.config import Pipeline, Study, dump_toml, load_pipeline
+from wsi_fl.federation import loop, preflight
+from wsi_fl.federation.comm import Comm, LocalComm, MpiComm, Traffic
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.files import raise_if_full, read_json, write_json, write_text
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages import launch, plan
+from wsi_fl.stages.console import Events, Silent, Watcher, emit, say
+from wsi_fl.stages.workshop import (
+    assemble,
+    brought,
+    guarantee_of,
+    open_store,
+    schedule_of,
+    versions,
+)
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def train(
+    study: Study,
+    *,
+    method: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Trains one run and returns its summary.
+
+    Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all
+    sites in this process with backend "local".
+    """
+    watcher = watcher or Silent()
+    name = study.pipeline_name(pipeline_name)
+    pipeline = study.pipeline(name, overrides)
+    plan.check(study, pipeline, method, backend)
+    n_sites = len(study.sites(pipeline))
+    ranks = launch.launched_ranks()
+    if ranks is not None:
+        return _join(study, pipeline, method, name, ranks)
+    if backend == "mpi":
+        launch.find_mpiexec()
+    run = _create(study, pipeline, method, name)
+    return _start(study, run, n_sites, backend, watcher)
+
+
+def resume(
+    study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
+) -> dict[str, Any]:
+    """Continues a run from the last round that all its sites had finished."""
+    run = RunFolder(study.run(run_name))
+    pipeline = load_pipeline(run.path / "config.toml")
+    plan.check(study, pipeline, read_json(run.path / "manifest.json")["method"], backend)
+    return _start(study, run, len(study.sites(pipeline)), backend, watcher or Silent())
+
+
+def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
+    """Does the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
+    began = time.perf_counter()
+    pipeline = load_pipeline(run.path / "config.toml")
+    method = read_json(run.path / "manifest.json")["method"]
+    n_sites = len(study.sites(pipeline))
+    if comm.n_sites != n_sites:
+        raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {comm.n_sites} were started")
+    sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
+    preflight.compare(comm.gather([brought(site, study, pipeline, method) for site in sites]))
+    for site in sites:
+        plan.check_budget(site, pipeline)
+    loop.run(sites, METHODS[method], schedule_of(pipeline), comm, _reporter(sites, pipeline, watcher))
+    rows = comm.gather([_row(site, pipeline, method, comm.traffic[site.index]) for site in sites])
+    for site in sites:
+        write_json(site.folder.path / "ledger.json", site.ledger.summary())
+    summary = _summary(study, run, method, rows, time.perf_counter() - began)
+    if 0 in comm.sites or not (run.path / "summary.json").exists():
+        write_json(run.path / "summary.json", summary)
+    return summary
+
+
+def rank_main(run_path: Path) -> int:
+    """The process of one rank: errors become one event, and end all ranks."""
+    run = RunFolder(run_path)
+    study = Study(run_path.parent.parent)
+    comm = MpiComm(load_pipeline(run_path / "config.toml").comm.timeout_s)
+    return _guarded(comm, run, lambda: work_as_rank(study, run, comm, Events())) and 0
+
+
+def _guarded(comm: MpiComm, run: RunFolder, work: Any) -> Any:
+    try:
+        return work()
+    except BaseException as error:
+        text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
+        try:
+            raise_if_full(error, run.path)
+        except WsiFlError as full:
+            text = str(full)
+        emit(
+            {
+                "error": text.splitlines()[0] if text else "unknown error",
+                "usage": isinstance(error, UsageError),
+            }
+        )
+        traceback.print_exc()
+        sys.stderr.flush()
+        comm.abort()
+        raise
+
+
+def _create(study: Study, pipeline: Pipeline, method: str, name: str) -> RunFolder:
+    run = RunFolder.create(study.runs, method, name)
+    _describe(study, run, pipeline, method, name)
+    return run
+
+
+def _describe(study: Study, run: RunFolder, pipeline: Pipeline, method: str, name: str) -> None:
+    """config.toml and manifest.json: with them alone the run can be repeated."""
+    complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
+    first = f"# wsi-fl train --method {method} --pipeline {name}"
+    write_text(run.path / "config.toml", dump_toml(complete, first))
+    write_json(
+        run.path / "manifest.json",
+        {
+            "run": run.name,
+            "method": method,
+            "pipeline": name,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": ["wsi-fl", *sys.argv[1:]],
+            "versions": versions() | {"python": sys.version.split()[0]},
+            "git": _git_commit(study.root),
+            "inputs": {site.name: _store_digest(study, site.name) for site in study.sites(pipeline)},
+        },
+    )
+
+
+def _store_digest(study: Study, site: str) -> str:
+    """SHA-256 over the columns of a store: which patches, labels and splits a run used."""
+    import hashlib
+
+    with open_store(study, site) as store:
+        table = store.table
+    digest = hashlib.sha256()
+    for column in (table.xy_l0, table.label, table.slide, table.patient, table.split):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()
+
+
+def _git_commit(folder: Path) -> str | None:
+    """The commit of the study's repository, if it is one."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _start(study: Study, run: RunFolder, n_sites: int, backend: str, watcher: Watcher) -> dict[str, Any]:
+    if backend == "local":
+        return work_as_rank(study, run, LocalComm(n_sites), watcher)
+    again = f"wsi-fl train --resume {study.relative(run.path)}"
+    arguments = ["rank", str(run.path)]
+    launch.run_ranks(n_sites, arguments, log=run.path / "mpi.log", watcher=watcher, resume=again)
+    summary: dict[str, Any] = read_json(run.path / "summary.json")
+    return summary
+
+
+def _join(study: Study, pipeline: Pipeline, method: str, name: str, ranks: int) -> dict[str, Any]:
+    """This process is one of the ranks that mpiexec or srun started; rank 0 names the run."""
+    n_sites = len(study.sites(pipeline))
+    if ranks != n_sites:
+        raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {ranks} were started")
+    comm = MpiComm(pipeline.comm.timeout_s)
+    first = 0 in comm.sites
+    run = _create(study, pipeline, method, name) if first else None
+    chosen = comm.gather([run.name if run else None])[0]
+    run = RunFolder(study.runs / chosen)
+    if not (run.path / "config.toml").exists():  # a hospital's own disk
+        _describe(study, run, pipeline, method, name)
+    summary: dict[str, Any] = _guarded(comm, run, lambda: work_as_rank(study, run, comm, Silent()))
+    return summary if first else {}
+
+
+def _reporter(sites: Sequence[loop.Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
+    folders = {site.name: site.folder for site in sites}
+    rounds = pipeline.train.rounds
+
+    def report(event: dict[str, Any]) -> None:
+        done = event.get("done")
+        if done is None:
+            part = event["step"] / max(1, event["steps"])
+            watcher.update(event["site"], event["round"] - 1 + part, rounds, f"round {event['round']}")
+            return
+        scores = done.get("merged") or done.get("own") or {}
+        accuracy = scores.get("accuracy")
+        note = "" if accuracy is None else f"accuracy {accuracy:.3f}"
+        if done["epsilon"] is not None:
+            note += f" ε {done['epsilon']:.2f}"
+        watcher.update(event["site"], event["round"], rounds, note.strip())
+        losses = ", ".join(f"{role} {value:.4f}" for role, value in done["loss"].items() if value is not None)
+        folders[event["site"]].log(f"round {event['round']}/{rounds}: loss {losses}; {note}")
+
+    return report
+
+
+def _row(site: loop.Site, pipeline: Pipeline, method: str, traffic: Traffic) -> dict[str, Any]:
+    terms = site.ledger.terms
+    return {
+        "site": site.name,
+        "epsilon": site.ledger.epsilon(),
+        "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
+        "max_epsilon": terms.max_epsilon,
+        "delta": terms.delta,
+        "guarantee": guarantee_of(METHODS[method], pipeline),
+        "unit": terms.unit,
+        "rounds": pipeline.train.rounds,
+        "n_train": len(site.train),
+        "messages": traffic.messages,
+        "bytes": traffic.bytes,
+        "communication_seconds": traffic.seconds,
+    }
+
+
+def _summary(
+    study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    communication = {
+        "messages": sum(row.pop("messages") for row in rows),
+        "bytes": sum(row.pop("bytes") for row in rows),
+        "seconds": max(row.pop("communication_seconds") for row in rows),
+    }
+    return {
+        "run": study.relative(run.path),
+        "method": method,
+        "seconds": seconds,
+        "sites": rows,
+        "lost": [],
+        "communication": communication,
+    }
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The summary for people."""
+    for row in summary["sites"]:
+        spent = (
+            "no differential privacy"
+            if row["epsilon"] is None
+            else (f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}")
+        )
+        say(f"  {row['site']}: {row['rounds']} rounds, {spent}")
+    c = summary["communication"]
+    say(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
+    say(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")

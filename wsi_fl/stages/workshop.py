@@ -1,0 +1,228 @@
+"""From configuration and stores to what the rooms need: examples, learners, terms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from wsi_fl import config
+from wsi_fl.config import Pipeline, Study
+from wsi_fl.federation.loop import Schedule, Site
+from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
+from wsi_fl.learning.examples import Examples, in_memory, joined, resized
+from wsi_fl.learning.local import DPSettings, Learner
+from wsi_fl.learning.transforms import augmentation
+from wsi_fl.models import build
+from wsi_fl.privacy.accounting import Mechanism, plan
+from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
+from wsi_fl.runs import RunFolder
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.types import UsageError, WsiFlError
+
+_PRIVATE_SEED_STEP = 1000
+"""Keeps the private models' initialisation apart from the proxies', which all sites share."""
+
+
+def method_named(name: str) -> Method:
+    """A row of METHODS."""
+    if name not in METHODS:
+        raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+def open_store(study: Study, site: str) -> PatchStore:
+    """The patch store of a site; says which command makes a missing one."""
+    path = study.store(site)
+    if not path.exists():
+        raise WsiFlError(
+            f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl tile --site {site}`"
+        )
+    return PatchStore(path)
+
+
+def examples_of(store: PatchStore, split: str, input_px: int | None) -> Examples:
+    """The patches of one split, reduced to input_px, in memory where they fit."""
+    rows = np.flatnonzero(store.table.split == split)
+    table = store.table.take(rows)
+    found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
+    return in_memory(resized(found, input_px) if input_px else found)
+
+
+def may_merge(sites: Sequence[config.Site]) -> bool:
+    """Whether one place may read all sites' test patches."""
+    return all(site.allows("patches") for site in sites)
+
+
+def weights_of(pipeline: Pipeline) -> Weights:
+    """α and β; strict mode trains the proxy on cross-entropy alone."""
+    beta = 0.0 if pipeline.privacy.enabled and pipeline.privacy.mode == "strict" else pipeline.train.beta
+    return Weights(pipeline.train.alpha, beta)
+
+
+def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
+    """What ε is worth: see `Guarantee`."""
+    privacy = pipeline.privacy
+    if not privacy.enabled or privacy.insecure_seed is not None:
+        return "none"
+    return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
+
+
+def schedule_of(pipeline: Pipeline) -> Schedule:
+    train = pipeline.train
+    return Schedule(
+        rounds=train.rounds,
+        epochs_per_round=train.epochs_per_round,
+        batch_size=train.batch_size,
+        eval_every=train.eval_every,
+        seed=train.seed,
+        weights=weights_of(pipeline),
+        self_weight=pipeline.topology.self_weight,
+        make_augment=partial(augmentation, train.augment),
+        insecure_seed=pipeline.privacy.insecure_seed,
+    )
+
+
+def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
+    """What one round costs a site with n training rows."""
+    if not pipeline.privacy.enabled:
+        return None
+    return plan(
+        n,
+        pipeline.train.batch_size,
+        pipeline.train.epochs_per_round,
+        pipeline.privacy.sigma,
+        pipeline.privacy.clip,
+    )
+
+
+def input_px(pipeline: Pipeline, store: PatchStore) -> int:
+    return pipeline.train.input_px or store.meta.spec.size_px
+
+
+def device_of_rank() -> torch.device:
+    """cuda:(local rank) where there are GPUs, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def build_model(
+    site: config.Site, pipeline: Pipeline, store: PatchStore, role: str, index: int
+) -> torch.nn.Module:
+    """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy"."""
+    private = role == "private"
+    name = (site.private_model or pipeline.model.private) if private else pipeline.model.proxy
+    return build(
+        name,
+        n_classes=len(store.meta.classes),
+        in_channels=3,
+        size_px=input_px(pipeline, store),
+        seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
+    )
+
+
+def make_learners(
+    site: config.Site, pipeline: Pipeline, store: PatchStore, index: int, device: torch.device
+) -> MakeLearner:
+    """Builds the learners a method asks for."""
+    privacy = pipeline.privacy
+
+    def make(role: str, *, dp: bool) -> Learner:
+        settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size)
+        return Learner(
+            build_model(site, pipeline, store, role, index),
+            lr=pipeline.train.lr,
+            weight_decay=pipeline.train.weight_decay,
+            device=device,
+            dp=settings if dp and privacy.enabled else None,
+        )
+
+    return make
+
+
+def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder, index: int) -> Site:
+    """One site ready for the loop; opens its own store, and others' test patches only where all allow it."""
+    sites = study.sites(pipeline)
+    site, method = sites[index], method_named(method_name)
+    store = open_store(study, site.name)
+    device = device_of_rank()
+    size = input_px(pipeline, store)
+    train = examples_of(store, "train", size)
+    if not len(train):
+        raise WsiFlError(f"site {site.name}: its store has no training patches; look at tile's table")
+    tests = {"own": examples_of(store, "test", size)}
+    if len(sites) > 1 and may_merge(sites):
+        parts = [
+            tests["own"]
+            if other.name == site.name
+            else examples_of(open_store(study, other.name), "test", size)
+            for other in sites
+        ]
+        tests["merged"] = joined(parts)
+    mechanism = round_mechanism(pipeline, len(train))
+    guarantee = guarantee_of(method, pipeline)
+    terms = Terms(
+        delta=site.delta or pipeline.privacy.delta,
+        max_epsilon=site.max_epsilon,
+        lifetime=site.real,
+        allow=site.allowed,
+        guarantee=guarantee,
+        unit=pipeline.privacy.unit,
+        insecure=pipeline.privacy.insecure_seed is not None,
+    )
+    return Site(
+        index=index,
+        name=site.name,
+        learners=method.prepare(make_learners(site, pipeline, store, index, device)),
+        train=train,
+        tests={name: examples for name, examples in tests.items() if len(examples)},
+        ledger=PrivacyLedger(study.ledger(site.name), site=site.name, run=run.name, terms=terms),
+        folder=run.site(site.name),
+        device=device,
+        mechanism=mechanism,
+    )
+
+
+def planned(site: Site, rounds: int) -> Mechanism | None:
+    """What all rounds cost a site together."""
+    return replace(site.mechanism, steps=site.mechanism.steps * rounds) if site.mechanism else None
+
+
+def versions() -> dict[str, str]:
+    """What must be the same everywhere for numbers to agree."""
+    from importlib.metadata import version
+
+    import wsi_fl
+
+    names = ("torch", "torchvision", "opacus", "monai", "numpy")
+    return {"wsi_fl": wsi_fl.__version__} | {name: version(name) for name in names}
+
+
+def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> dict[str, Any]:
+    """What a site brings, for the preflight: nothing but plans and shapes."""
+    from wsi_fl.models import schema
+
+    with open_store(study, site.name) as store:
+        meta = store.meta
+    travels = METHODS[method_name].travels
+    train = pipeline.train
+    return {
+        "site": site.name,
+        "method": method_name,
+        "classes": list(meta.classes),
+        "size_px": meta.spec.size_px,
+        "mpp": meta.spec.mpp,
+        "channels": 3,
+        "schema": schema(site.learners[travels].model) if travels else "",
+        "schedule": [train.rounds, train.batch_size, train.epochs_per_round, pipeline.topology.self_weight],
+        "versions": versions(),
+        "n_train": len(site.train),
+    }

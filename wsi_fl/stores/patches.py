@@ -1,0 +1,288 @@
+"""Patch stores: the columns of every patch of a site, and per slide a shard with its pixels.
+
+`patches.h5` links to `slides/<slide>.h5`; see FORMAT.md. Shards are written to a temporary name and renamed,
+so a crash loses at most the slide in hand, and a missing shard raises instead of reading as black.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import __version__
+from wsi_fl.files import atomic
+from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
+
+STORE_FORMAT = "wsi-fl patch store"
+SHARD_FORMAT = "wsi-fl patch shard"
+VERSION = 1
+_OPEN_SHARDS = 128
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """What holds for a whole store."""
+
+    site: str
+    classes: tuple[str, ...]
+    spec: GridSpec
+
+
+@dataclass(frozen=True)
+class ShardMeta:
+    """What holds for one slide of a store."""
+
+    slide: str
+    patient: str
+    split: str
+    spec: GridSpec
+    quickhash: str
+    """OpenSlide's quickhash of the slide, or "" where the format has none."""
+
+
+def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
+    """SHA-256 over all that decides a shard's content: format, slide, grid, split, positions and labels."""
+    said = [VERSION, meta.slide, meta.patient, meta.split, meta.quickhash]
+    said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px]
+    digest = hashlib.sha256(json.dumps(said).encode())
+    for column in (table.xy_l0, table.label, table.tumor_fraction):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()
+
+
+def shard_is_current(path: Path, wanted: str) -> bool | None:
+    """Whether the shard has this fingerprint; None when there is no shard."""
+    if not path.exists():
+        return None
+    try:
+        with h5py.File(path, "r") as file:
+            return bool(file.attrs.get("fingerprint") == wanted)
+    except OSError:
+        return False
+
+
+def write_shard(path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable[NDArray[np.uint8]]) -> None:
+    """Writes one slide's patches atomically.
+
+    Args:
+        pixels: batches uint8[b, size_px, size_px, 3] in the table's order, n rows in all.
+
+    Raises:
+        WsiFlError: when the pixels are not n patches of the right shape, or the disk is full.
+    """
+    n, size = len(table), meta.spec.size_px
+    with atomic(path) as temporary, h5py.File(temporary, "w") as file:
+        file.attrs.update(
+            _spec_attrs(meta.spec)
+            | {
+                "format": SHARD_FORMAT,
+                "version": VERSION,
+                "tool_version": __version__,
+                "slide": meta.slide,
+                "patient": meta.patient,
+                "split": meta.split,
+                "quickhash": meta.quickhash,
+                "fingerprint": fingerprint(meta, table),
+            }
+        )
+        for name in ("xy_l0", "label", "tumor_fraction"):
+            file[name] = getattr(table, name)
+        dataset = file.create_dataset(
+            "pixels", (n, size, size, 3), np.uint8, chunks=(1, size, size, 3), fillvalue=0
+        )
+        row = 0
+        for batch in pixels:
+            if batch.shape[1:] != (size, size, 3) or batch.dtype != np.uint8:
+                raise WsiFlError(
+                    f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
+                )
+            for patch in batch:
+                dataset.id.write_direct_chunk((row, 0, 0, 0), np.ascontiguousarray(patch).tobytes())
+                row += 1
+        if row != n:
+            raise WsiFlError(f"{path}: got {row} patches, expected {n}")
+
+
+def write_columns(path: Path, meta: StoreMeta, shards: list[Path]) -> PatchTable:
+    """Writes `patches.h5`: the columns of all shards, in the order given, and a link to each of them.
+
+    Shards lie below the folder of `path`. Returns the columns written.
+    """
+    tables = [_shard_table(shard, meta.spec) for shard in shards]
+    table = PatchTable.concat(tables) if tables else _empty_table()
+    with atomic(path) as temporary, h5py.File(temporary, "w") as file:
+        _write_root(file, meta, table)
+        links = file.create_group("slides", track_order=True)
+        for shard, part in zip(shards, tables, strict=True):
+            links[str(part.slide[0])] = h5py.ExternalLink(shard.relative_to(path.parent).as_posix(), "/")
+    return table
+
+
+def pack(source: Path, target: Path) -> None:
+    """Copies a linked store into one self-contained file that reads the same."""
+    with PatchStore(source) as store, atomic(target) as temporary, h5py.File(temporary, "w") as file:
+        _write_root(file, store.meta, store.table)
+        slides = file.create_group("slides", track_order=True)
+        for name in store.slides:
+            group = slides.create_group(name)
+            shard = store.shard(name)
+            group.attrs.update(shard.attrs)
+            for key in shard:
+                shard.copy(key, group)
+
+
+class PatchStore:
+    """A patch store, read-only; linked and packed stores read the same.
+
+    Attributes:
+        meta: site, classes and grid.
+        table: the columns of all n patches.
+        slides: slide names in row order.
+
+    Raises:
+        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl tile`")
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as error:
+            raise WsiFlError(f"{path}: not a readable HDF5 file ({_first_line(error)})") from None
+        try:
+            _check_format(self._file, STORE_FORMAT, path)
+            self.meta = _read_meta(self._file)
+            self.table = _read_table(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+        names, first = np.unique(self.table.slide, return_index=True)
+        order = np.argsort(first)
+        self.slides = [str(name) for name in names[order]]
+        self._start = dict(zip(self.slides, (int(row) for row in first[order]), strict=True))
+        self._shards: OrderedDict[str, h5py.Group] = OrderedDict()
+
+    def __enter__(self) -> PatchStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def close(self) -> None:
+        self._shards.clear()
+        self._file.close()
+
+    def shard(self, slide: str) -> Any:
+        """The HDF5 group of one slide; a missing or damaged shard raises WsiFlError."""
+        if slide not in self._shards:
+            try:
+                group = self._file["slides"][slide]
+                _check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5", packed=True)
+            except (KeyError, OSError):
+                raise WsiFlError(
+                    f"{self.path}: the shard of slide {slide} is missing or damaged; run `wsi-fl tile` again"
+                ) from None
+            self._shards[slide] = group
+            if len(self._shards) > _OPEN_SHARDS:
+                self._shards.popitem(last=False)
+        self._shards.move_to_end(slide)
+        return self._shards[slide]
+
+    def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Pixels uint8[b, size_px, size_px, 3] of the rows, in the order asked for."""
+        size = self.meta.spec.size_px
+        out = np.empty((len(rows), size, size, 3), np.uint8)
+        for position, row in enumerate(rows):
+            slide = str(self.table.slide[row])
+            pixels = self.shard(slide)["pixels"]
+            _, chunk = pixels.id.read_direct_chunk((int(row) - self._start[slide], 0, 0, 0))
+            out[position] = np.frombuffer(chunk, np.uint8).reshape(size, size, 3)
+        return out
+
+
+def _spec_attrs(spec: GridSpec) -> dict[str, Any]:
+    return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
+
+
+def _write_root(file: h5py.File, meta: StoreMeta, table: PatchTable) -> None:
+    file.attrs.update(
+        _spec_attrs(meta.spec)
+        | {
+            "format": STORE_FORMAT,
+            "version": VERSION,
+            "tool_version": __version__,
+            "site": meta.site,
+            "classes": json.dumps(meta.classes),
+        }
+    )
+    for name in ("xy_l0", "label", "tumor_fraction"):
+        file[name] = getattr(table, name)
+    for name in ("slide", "patient", "split"):
+        encoded = [str(value).encode() for value in getattr(table, name)]
+        width = max((len(value) for value in encoded), default=1)
+        file[name] = np.array(encoded, h5py.string_dtype("utf-8", width))
+
+
+def _check_format(node: Any, expected: str, path: Path, *, packed: bool = False) -> None:
+    found, version = node.attrs.get("format"), node.attrs.get("version")
+    if found != expected:
+        raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
+    if version is None or int(version) > VERSION:
+        advice = "update wsi-fl or tile again" if not packed else "tile again"
+        raise WsiFlError(f"{path}: {expected} version {version}, this wsi-fl reads up to {VERSION}; {advice}")
+
+
+def _read_meta(file: h5py.File) -> StoreMeta:
+    attrs = file.attrs
+    spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec)
+
+
+def _read_table(file: h5py.File) -> PatchTable:
+    text = {name: np.asarray(file[name].asstr()[:], dtype=np.str_) for name in ("slide", "patient", "split")}
+    unknown = set(text["split"].tolist()) - set(SPLITS)
+    if unknown:
+        raise WsiFlError(
+            f"{file.filename}: unknown split {sorted(unknown)[0]!r}; allowed: {', '.join(SPLITS)}"
+        )
+    return PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
+
+
+def _shard_table(path: Path, spec: GridSpec) -> PatchTable:
+    with h5py.File(path, "r") as file:
+        _check_format(file, SHARD_FORMAT, path)
+        if _spec_attrs(spec) != {key: file.attrs[key] for key in _spec_attrs(spec)}:
+            raise WsiFlError(f"{path}: tiled on another grid than its store; run `wsi-fl tile` again")
+        n = len(file["label"])
+        slide, patient, split = (np.full(n, str(file.attrs[key])) for key in ("slide", "patient", "split"))
+        return PatchTable(
+            file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], slide, patient, split
+        )
+
+
+def _empty_table() -> PatchTable:
+    text = np.empty(0, np.str_)
+    return PatchTable(
+        np.empty((0, 2), np.int64), np.empty(0, np.int64), np.empty(0, np.float32), text, text, text
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

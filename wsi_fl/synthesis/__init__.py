@@ -1,0 +1,1 @@
+"""Generators of shareable synthetic images. Empty in this release; `synthesize` will fill it."""

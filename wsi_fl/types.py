@@ -1,0 +1,106 @@
+"""What passes between rooms: frozen dataclasses of numpy arrays and plain values, and the two errors.
+
+Frames and units are in the names: ``xy_l0`` are (x, y) pixels of level 0, ``size_px`` pixels of a patch,
+``mpp`` micrometres per pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+CLASSES = ("healthy", "tumor")
+"""Labels of a histology patch store; ``label`` columns hold positions in such a tuple."""
+
+SPLITS = ("train", "val", "test")
+
+Supervision = Literal["negative", "annotated", "partial", "weak"]
+"""How the patches of a slide get their labels.
+
+``negative``   the whole slide is healthy
+``annotated``  tumour is outlined exhaustively: inside is tumour, outside is healthy
+``partial``    tumour is outlined, but tissue outside is not safely healthy (isolated tumour cells)
+``weak``       no outline: every patch takes the label of its slide
+"""
+
+
+class WsiFlError(Exception):
+    """A failure whose message is one line that says what is wrong, where, and what to do (exit code 1)."""
+
+
+class UsageError(WsiFlError):
+    """Wrong usage or configuration (exit code 2)."""
+
+
+@dataclass(frozen=True)
+class SlideRecord:
+    """One slide of a site, as its archive describes it."""
+
+    path: Path
+    slide: str
+    """File name without its suffix; unique within a site."""
+    patient: str
+    site: str
+    supervision: Supervision
+    positive: bool
+    """Whether the slide holds tumour according to its label."""
+    annotation: Path | None = None
+    split: str | None = None
+    """One of SPLITS when the archive prescribes it."""
+    mpp_override: float | None = None
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A slide that could not be used, with its one-line reason."""
+
+    slide: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class GridSpec:
+    """The regular grid of patches over a slide; its origin is (0, 0) of level 0."""
+
+    size_px: int
+    mpp: float
+    stride_px: int
+
+
+@dataclass(frozen=True)
+class PatchTable:
+    """The columns of n patches; every array has length n."""
+
+    xy_l0: NDArray[np.int64]
+    """[n, 2] top-left corner (x, y) in level-0 pixels."""
+    label: NDArray[np.int64]
+    """[n] position in the store's classes."""
+    tumor_fraction: NDArray[np.float32]
+    """[n] share of the patch's area inside tumour outlines; NaN where nothing is outlined (weak labels)."""
+    slide: NDArray[np.str_]
+    patient: NDArray[np.str_]
+    split: NDArray[np.str_]
+
+    def __post_init__(self) -> None:
+        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"columns of unequal length: {lengths}")
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> PatchTable:
+        """The chosen rows, by position or mask."""
+        return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    @staticmethod
+    def concat(tables: Sequence[PatchTable]) -> PatchTable:
+        """All rows of one or more tables, in order."""
+        return PatchTable(
+            **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(PatchTable)}
+        )
