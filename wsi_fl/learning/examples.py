@@ -16,7 +16,7 @@ from torch.nn import functional
 from wsi_fl.privacy.dpsgd import poisson_rows
 
 Augment = Callable[[Tensor], Tensor]
-"""Maps one image float32[channels, h, w] in [0, 1] to another."""
+"""Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
 _IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
@@ -126,17 +126,17 @@ def batches(
     augment: Augment | None,
     device: torch.device,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images float32[b, c, h, w] in [−1, 1], labels int64[b]) on `device`; b may be 0."""
+    """(images float32[b, c, h, w], normalised and augmented, labels int64[b]) on `device`; b may be 0."""
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
-            images = to_unit(examples.read(chosen))
+            images = normalised(to_unit(examples.read(chosen)))
             if augment is not None and len(images):
                 images = torch.stack([augment(image) for image in images])
             labels = torch.from_numpy(examples.label[chosen])
             if device.type == "cuda":
                 images, labels = images.pin_memory(), labels.pin_memory()
-            yield normalised(images), labels
+            yield images, labels
 
     loaded = _prefetched(load()) if device.type == "cuda" else load()
     for images, labels in loaded:

@@ -26,11 +26,11 @@ def _flips() -> list[Transform]:
 
 
 def _stain() -> list[Transform]:
-    """Symmetries, and a gain and an offset for each colour channel: other laboratories' stains and scanners."""
+    """Symmetries, and per colour channel a gain about mid-grey and an offset: other laboratories' stains."""
     return [
         *_flips(),
-        RandScaleIntensity(factors=0.3, prob=1.0, channel_wise=True),
-        RandShiftIntensity(offsets=0.2, prob=1.0, channel_wise=True),
+        RandScaleIntensity(factors=0.4, prob=0.8, channel_wise=True),
+        RandShiftIntensity(offsets=0.5, prob=0.8, channel_wise=True),
     ]
 
 
@@ -42,7 +42,7 @@ AUGMENTATIONS: dict[str, Callable[[], list[Transform]]] = {
 
 
 def augmentation(name: str, seed: int) -> Augment | None:
-    """The named augmentation of images float32[c, h, w] in [0, 1], the same sequence for the same seed.
+    """The named augmentation of images float32[c, h, w] in [−1, 1], the same sequence for the same seed.
 
     Raises:
         UsageError: for an unknown name.
@@ -57,6 +57,6 @@ def augmentation(name: str, seed: int) -> Augment | None:
 
     def augment(image: Tensor) -> Tensor:
         out: Tensor = torch.as_tensor(chain(image))
-        return out.clamp(0, 1)
+        return out
 
     return augment

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn
+from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
 from wsi_fl.models.resnet import resnet18
@@ -25,6 +25,7 @@ Builder = Callable[[int, int, int], nn.Module]
 BUILDERS: dict[str, Builder] = {
     "resnet18": resnet18,
     "gn_cnn": gn_cnn,
+    "gn_cnn_small": gn_cnn_small,
     "lenet5": lenet5,
     "mlp": mlp,
     "cnn1": cnn1,

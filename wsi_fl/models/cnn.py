@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
 
-from wsi_fl.models.norm import group_norm
 from wsi_fl.types import UsageError
 
 
@@ -51,18 +51,26 @@ def cnn2(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
 
 
 def gn_cnn(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
-    """Four GroupNorm convolutions of 32, 64, 128 and 128 channels, each halving the image, then the mean.
+    """Four GroupNorm convolutions of 16, 32, 32 and 64 channels, then the mean: for small patches and CPUs."""
+    return _gn_cnn("gn_cnn", (16, 32, 32, 64), n_classes, in_channels, size_px)
 
-    For small patches and CPUs: 0.24 million parameters, any size from 16 px.
-    """
+
+def gn_cnn_small(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """The same with 8, 8, 16 and 16 channels: a proxy of 5 000 parameters, which DP noise drowns less."""
+    return _gn_cnn("gn_cnn_small", (8, 8, 16, 16), n_classes, in_channels, size_px)
+
+
+def _gn_cnn(name: str, widths: Sequence[int], n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    """conv(3×3), GroupNorm(1 group), ReLU and, but for the last, pooling; mean; fc(n_classes)."""
     if size_px < 16:
-        raise UsageError(f"gn_cnn needs images of at least 16 px, not {size_px}")
+        raise UsageError(f"{name} needs images of at least 16 px, not {size_px}")
     layers: list[nn.Module] = []
-    for channels_in, channels_out in pairwise((in_channels, 32, 64, 128, 128)):
+    for channels_in, channels_out in pairwise((in_channels, *widths)):
         layers += [
-            nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
-            group_norm(channels_out),
+            nn.Conv2d(channels_in, channels_out, 3, padding=1),
+            nn.GroupNorm(1, channels_out),
             nn.ReLU(),
             nn.MaxPool2d(2),
         ]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, n_classes))
+    layers.pop()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], n_classes))

@@ -1,0 +1,150 @@
+"""Where a slide holds tissue, seen in its thumbnail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from skimage.filters import gaussian, threshold_otsu
+from skimage.measure import label
+from skimage.morphology import isotropic_closing
+
+from wsi_fl.types import WsiFlError
+
+_MIN_AREA_PX = 4
+"""Objects and holes below this many thumbnail pixels are noise at any resolution."""
+_INK_CHROMA = 15 / 255
+_BLACK = 25 / 255
+_DARK, _GREY_CHROMA = 100 / 255, 20 / 255
+
+
+class NoTissueError(WsiFlError):
+    """A thumbnail without tissue; the message holds what was measured."""
+
+
+@dataclass(frozen=True)
+class TissueParams:
+    """How tissue is told from background. Lengths in µm act only where they exceed a thumbnail pixel."""
+
+    min_saturation: float = 0.05
+    """Otsu's threshold on HSV saturation is never below this: on an empty slide it would split noise."""
+    max_saturation: float = 0.07
+    """Nor above this: on a slide full of tissue, or with a clean background, it would split pale from dark."""
+    smooth_um: float = 4.0
+    """Standard deviation of the Gaussian that removes sensor and JPEG noise first."""
+    close_um: float = 16.0
+    """Radius of the closing that bridges gaps between cells."""
+    min_object_um2: float = 5_000.0
+    """Smaller specks are dropped; also smaller spots of ink or black are not taken for ink or padding."""
+    max_hole_um2: float = 5_000.0
+    """Smaller holes are filled: vessels, glands, fat cells."""
+
+
+def tissue_mask(
+    thumbnail: NDArray[np.uint8], downsample_mpp: float | None, params: TissueParams | None = None
+) -> NDArray[np.bool_]:
+    """Mask bool[h, w] of the tissue in a thumbnail uint8[h, w, 3].
+
+    Tissue is what is more saturated than the background. Black padding and marker ink are background: ink is
+    greener than red, pure red or dark grey, which haematoxylin and eosin, both absorbing green most, never are.
+
+    Args:
+        downsample_mpp: µm per thumbnail pixel; None, where it is not known, leaves out smoothing and closing.
+
+    Raises:
+        NoTissueError: when nothing is left.
+    """
+    params = params or TissueParams()
+    um_per_px = downsample_mpp or float("inf")
+    rgb = thumbnail.astype(np.float32) / 255
+    if params.smooth_um >= um_per_px / 2:
+        rgb = gaussian(rgb, params.smooth_um / um_per_px, channel_axis=-1, truncate=3)
+    red, green, blue = (rgb[..., k] for k in range(3))
+    high = np.maximum(np.maximum(red, green), blue)
+    low = np.minimum(np.minimum(red, green), blue)
+    saturation = (high - low) / np.maximum(high, 1 / 255)
+
+    min_px = max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2)
+    excluded = _without_small(_ink_or_black(rgb, high, high - low), min_px)
+    threshold = _threshold(saturation[~excluded], params)
+    mask = (saturation > threshold) & ~excluded
+    if params.close_um >= um_per_px:
+        mask = isotropic_closing(mask, params.close_um / um_per_px) & ~excluded
+    mask = ~_without_small(~mask, max(_MIN_AREA_PX, params.max_hole_um2 / um_per_px**2)) & ~excluded
+    mask = _without_small(mask, min(min_px, mask.size / 2))
+    if not mask.any():
+        top = float(saturation[~excluded].max(initial=0))
+        raise NoTissueError(
+            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink, the rest reaches saturation "
+            f"{top:.3f} with the threshold at {threshold:.3f}, in no spot of {min_px:.0f} thumbnail pixels or more"
+        )
+    return mask
+
+
+def tissue_fraction(
+    mask: NDArray[np.bool_], xy_l0: NDArray[np.int64], size_l0: float, downsample: float
+) -> NDArray[np.float32]:
+    """Share float32[n] of each square's area that is tissue; outside the slide counts as none.
+
+    Exact also where squares cut thumbnail pixels: the integral image is bilinear within a pixel.
+
+    Args:
+        mask: bool[h, w], one element per thumbnail pixel.
+        xy_l0: [n, 2] top-left corners in level-0 pixels.
+        size_l0: side of the squares in level-0 pixels.
+        downsample: level-0 pixels per thumbnail pixel.
+    """
+    height, width = mask.shape
+    integral = np.zeros((height + 1, width + 1))
+    np.cumsum(np.cumsum(mask, axis=0, dtype=np.float64), axis=1, out=integral[1:, 1:])
+
+    def below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Tissue area above and left of each point."""
+        x, y = np.clip(x, 0, width), np.clip(y, 0, height)
+        column = np.minimum(x.astype(np.int64), width - 1)
+        row = np.minimum(y.astype(np.int64), height - 1)
+        u, v = x - column, y - row
+        upper = integral[row, column] * (1 - u) + integral[row, column + 1] * u
+        lower = integral[row + 1, column] * (1 - u) + integral[row + 1, column + 1] * u
+        return upper * (1 - v) + lower * v
+
+    side = size_l0 / downsample
+    left, top = (xy_l0[:, k] / downsample for k in (0, 1))
+    right, bottom = left + side, top + side
+    area = below(right, bottom) - below(left, bottom) - below(right, top) + below(left, top)
+    return np.clip(area / side**2, 0, 1).astype(np.float32)
+
+
+def _threshold(saturation: NDArray[np.float32], params: TissueParams) -> float:
+    """Otsu's threshold within the plausible range."""
+    if saturation.size == 0 or np.ptp(saturation) == 0:
+        return params.max_saturation
+    return float(np.clip(threshold_otsu(saturation), params.min_saturation, params.max_saturation))
+
+
+def _ink_or_black(
+    rgb: NDArray[np.float32], high: NDArray[np.float32], chroma: NDArray[np.float32]
+) -> NDArray[np.bool_]:
+    """Pixels with a colour that H&E never has: green, cyan and blue ink, red ink, black ink, black padding."""
+    red, green, blue = (rgb[..., k] for k in range(3))
+    greener_than_red = (green - red > 0.03) & (chroma > _INK_CHROMA)
+    pure_red = _pure(red, green, blue) & (red > 0.5)
+    pure_blue = _pure(blue, red, green)
+    black = (high < _BLACK) | ((high < _DARK) & (chroma < _GREY_CHROMA))
+    return greener_than_red | pure_red | pure_blue | black
+
+
+def _pure(
+    one: NDArray[np.float32], second: NDArray[np.float32], third: NDArray[np.float32]
+) -> NDArray[np.bool_]:
+    """Where one channel stands alone: both others are low and alike."""
+    return (one - np.maximum(second, third) > 0.65 * one) & (np.abs(second - third) < 0.2 * one)
+
+
+def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
+    """The mask without connected objects of fewer than min_px pixels."""
+    objects = label(mask, connectivity=1)
+    large = np.bincount(objects.ravel()) >= min_px
+    large[0] = False
+    return large[objects]
