@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from wsi_fl import __version__
@@ -17,8 +16,11 @@ from wsi_fl.types import UsageError, WsiFlError
 if TYPE_CHECKING:
     from wsi_fl.config import Study
 
+_WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+"""Click's UsageError, wherever typer keeps its click."""
+
 app = typer.Typer(
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -47,11 +49,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 def _study() -> Study:
@@ -157,6 +161,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
+    if resume is not None and overrides:
+        raise UsageError("a resumed run keeps its configuration; leave out --set")
     study = _study()
     from wsi_fl.stages import plan
     from wsi_fl.stages import train as stage
@@ -237,16 +243,13 @@ def main() -> None:
     """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
     try:
         code = app(standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        code = 2
-    except click.ClickException as error:
-        code = _fail(error.format_message(), 2)
+    except _WrongUsage as error:
+        code = _fail(f"{error.format_message()} (see --help)", 2)
     except UsageError as error:
         code = _fail(str(error), 2)
     except WsiFlError as error:
         code = _fail(str(error), 1)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         code = _fail("interrupted; what was finished is kept, start the same command again to go on", 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

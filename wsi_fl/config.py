@@ -25,7 +25,7 @@ read its store."""
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Slides(Section):
@@ -96,7 +96,7 @@ class Evaluate(Section):
 class Pipeline(Section):
     """One study: what to do."""
 
-    sites: list[str] | None = None
+    sites: list[str] | None = Field(None, min_length=1)
     """Default: every site of the study."""
     slides: Slides = Slides()
     tile: Tile = Tile()
@@ -197,7 +197,7 @@ class Study:
                 + (f"; did you mean {close[0]!r}?" if close else "")
                 + f"; sites/ has {', '.join(names) or 'none'}"
             )
-        site = _validated(Site, _read_toml(path), self._label(path))
+        site = validated(Site, _read_toml(path), self._label(path))
         if site.name != name:
             raise UsageError(f"{self._label(path)}: name is {site.name!r}, but the file says {name!r}")
         return site
@@ -209,6 +209,8 @@ class Study:
             raise UsageError(
                 "sites/ is empty; write a site file, or make a study with `wsi-fl init DIR --from ARCHIVE`"
             )
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"sites: {twice[0]} is listed twice")
         return [self.site(name) for name in names]
 
     def pipeline_name(self, name: str | None) -> str:
@@ -227,7 +229,7 @@ class Study:
         for override in overrides:
             _override(values, override)
         label = self._label(path) + (" with --set" if overrides else "")
-        return _validated(Pipeline, values, label)
+        return validated(Pipeline, values, label)
 
     def _pipeline_path(self, name: str) -> Path:
         if name.endswith(".toml"):
@@ -248,19 +250,24 @@ class Study:
         base = values.pop("extends", None)
         if base is None:
             return values
-        return _merged(self._resolved(self._pipeline_path(str(base)), (*seen, path)), values)
+        name = str(path.parent / str(base)) if str(base).endswith(".toml") else str(base)
+        try:
+            base_path = self._pipeline_path(name)
+        except UsageError as error:
+            raise UsageError(f"{self._label(path)}: extends = {toml_or_repr(base)}: {error}") from None
+        return _merged(self._resolved(base_path, (*seen, path)), values)
 
     def _label(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
 
     def resolve(self, path: str) -> Path:
         """A path in a site file: relative to the study unless absolute; `~` and variables expand."""
-        return self.root / Path(os.path.expandvars(path)).expanduser()
+        return self.root / os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 unknown users stay
 
 
 def load_pipeline(path: Path) -> Pipeline:
     """A complete pipeline file, as a run keeps it."""
-    return _validated(Pipeline, _read_toml(path), path.name)
+    return validated(Pipeline, _read_toml(path), path.name)
 
 
 def dump_toml(model: Section, first_line: str = "") -> str:
@@ -289,7 +296,7 @@ def toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
     raise TypeError(f"no TOML for {type(value).__name__}")
@@ -297,7 +304,7 @@ def toml_value(value: Any) -> str:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: {error}") from None
 
@@ -314,6 +321,7 @@ def _override(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")
+    text = text.lower() if text in ("True", "False") else text
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -326,17 +334,23 @@ def _override(values: dict[str, Any], override: str) -> None:
     values[last] = value
 
 
-def _validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
+def validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
+    """The model of these values; UsageError in one line that begins with `label`."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        # a misspelt key says more than the one that is missing because of it
+        first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
         raise UsageError(f"{label}: {_explain(model, first)}") from None
+
+
+_UNION_TAGS = ("str", "list[str]")
+"""What pydantic adds to a location to say which member of a union it tried."""
 
 
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     """The key, what is wrong with it, and what is allowed."""
-    location = [str(part) for part in error["loc"]]
+    location = [str(part) for part in error["loc"] if part not in _UNION_TAGS]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])
@@ -345,6 +359,8 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
         return f"unknown key {key!r}; {hint}allowed here: {', '.join(known)}"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
+    if error["type"] == "model_type":
+        return f"{key} is a section, [{key}], with keys {', '.join(_fields_at(model, location))}"
     message = str(error["msg"])
     return f"{key} = {toml_or_repr(error['input'])}: {message[0].lower()}{message[1:]}"
 

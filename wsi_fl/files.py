@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from wsi_fl.types import WsiFlError
 
@@ -34,6 +34,12 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
         raise
+
+
+def reserve(path: Path, n_bytes: int) -> None:
+    """Fails now if the disk cannot hold `n_bytes`: HDF5 that runs out of it later may take the process down."""
+    with path.open("wb") as handle:
+        os.posix_fallocate(handle.fileno(), 0, n_bytes)
 
 
 def raise_if_full(error: BaseException, path: Path) -> None:
@@ -81,12 +87,13 @@ def read_json(path: Path) -> Any:
 
 
 def append_line(path: Path, document: Any) -> None:
-    """Appends one JSON line and waits until it is on disk."""
+    """Appends one JSON line and waits until it is on disk; a line that a crash cut short goes first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        with path.open("a", encoding="utf-8") as handle:
-            handle.write(line)
+        with path.open("ab+") as handle:
+            _mend_tail(handle)
+            handle.write(line.encode())
             handle.flush()
             os.fsync(handle.fileno())
     except OSError as error:
@@ -94,18 +101,35 @@ def append_line(path: Path, document: Any) -> None:
         raise
 
 
+def _mend_tail(handle: BinaryIO) -> None:
+    """Ends the last line where only its newline is missing, and cuts it off where it is unfinished."""
+    if not handle.seek(0, os.SEEK_END):
+        return
+    handle.seek(-1, os.SEEK_END)
+    if handle.read() == b"\n":
+        return
+    handle.seek(0)
+    content = handle.read()
+    tail = content[content.rfind(b"\n") + 1 :]
+    try:
+        json.loads(tail)
+        handle.write(b"\n")
+    except ValueError:
+        handle.truncate(len(content) - len(tail))
+
+
 def read_lines(path: Path) -> list[Any]:
     """The JSON lines of `path`; a last line cut short by a crash is dropped, any other damage is an error."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")  # a cut may lie within a character
     documents = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             documents.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:  # not JSON, or not UTF-8
             if number == len(lines):  # no newline after it: never finished
                 break
             raise WsiFlError(f"{path}: line {number} is damaged") from None

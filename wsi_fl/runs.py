@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 from collections.abc import Mapping
@@ -29,20 +30,15 @@ class RunFolder:
 
     @staticmethod
     def create(runs: Path, method: str, pipeline: str) -> RunFolder:
-        """The next free number, claimed by making the directory; safe against a neighbour doing the same."""
+        """The next free number, claimed under a lock: two runs started at once get two numbers."""
         runs.mkdir(parents=True, exist_ok=True)
-        taken = [int(m[1]) for p in runs.iterdir() if (m := re.match(r"(\d{5,})-", p.name))]
-        number = max(taken, default=0)
-        while True:
-            number += 1
-            path = runs / f"{number:05d}-{method}-{pipeline}"
-            if any(runs.glob(f"{number:05d}-*")):
-                continue
-            try:
-                path.mkdir()
-            except FileExistsError:
-                continue
-            return RunFolder(path)
+        name = Path(pipeline).name.removesuffix(".toml")
+        with (runs / ".lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            taken = [int(m[1]) for p in runs.iterdir() if (m := re.match(r"(\d{5,})-", p.name))]
+            path = runs / f"{max(taken, default=0) + 1:05d}-{method}-{name}"
+            path.mkdir()
+        return RunFolder(path)
 
     def site(self, name: str) -> SiteFolder:
         return SiteFolder(self.path / "sites" / name)
@@ -111,7 +107,7 @@ class SiteFolder:
             with safe_open(path, "pt") as file:
                 document = json.loads((file.metadata() or {})["document"])
                 return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
-        except (SafetensorError, KeyError, OSError) as error:
+        except (SafetensorError, KeyError, ValueError, OSError) as error:
             raise WsiFlError(f"{path}: damaged checkpoint ({error})") from None
 
     def checkpoints(self) -> list[int]:

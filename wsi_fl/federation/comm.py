@@ -34,6 +34,10 @@ class Outgoing:
     share: float
     release: Release
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.release, Release):
+            raise TypeError(f"only a Release may leave a site, not {type(self.release).__name__}")
+
 
 @dataclass(frozen=True)
 class Message:
@@ -211,9 +215,9 @@ class MpiComm:
         parts = np.split(everything, np.cumsum(sizes)[:-1])
         return [json.loads(part.tobytes()) for part in parts]
 
-    def abort(self) -> None:
-        """Ends all ranks at once; the others could only wait for this one."""
-        self._world.Abort(1)
+    def abort(self, code: int = 1) -> None:
+        """Ends all ranks at once with this exit code; the others could only wait for this one."""
+        self._world.Abort(code)
 
     def _collective(self, request: Any) -> None:
         self._wait([request], [None], None)
@@ -225,6 +229,8 @@ class MpiComm:
         while not all(request.Test() for request in requests):
             if time.monotonic() > deadline:
                 late = [p for p, request in zip(peers, requests, strict=True) if not request.Test()]
+                if not late:  # it came just now
+                    return
                 who = "a peer" if late[0] is None else f"site {late[0]}"
                 where = "" if round_ is None else f" in round {round_}"
                 raise WsiFlError(f"{who} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)")

@@ -113,8 +113,13 @@ def _first_round(sites: list[Site], method: Method, comm: Comm) -> int:
     latest = [max(site.folder.checkpoints(), default=1) for site in sites]
     first: int = min(comm.gather(latest)) if method.travels is not None else min(latest)
     for site in sites:
-        if first > 1 and first not in site.folder.checkpoints():
+        kept = site.folder.checkpoints()
+        if (kept or first > 1) and first not in kept:
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
+        if site.ledger.last_round() > max(kept, default=0) + 1:
+            raise WsiFlError(
+                f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
+            )
     return first
 
 
@@ -125,8 +130,13 @@ def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report
         release = _restore(site, method, round_)
     else:
         if site.mechanism is not None:
-            site.ledger.check_budget(site.mechanism)
+            site.ledger.check_budget(round_, site.mechanism)
         site.losses = _train_round(site, method, schedule, round_, report)
+        for role, learner in site.learners.items():
+            if not np.isfinite(learner.vector()).all():
+                raise WsiFlError(
+                    f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
+                )
         release = _release(site, method, round_)
         _checkpoint(site, round_)
     site.seconds = time.perf_counter() - began
@@ -136,13 +146,19 @@ def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report
 def _train_round(
     site: Site, method: Method, schedule: Schedule, round_: int, report: Report
 ) -> dict[str, float | None]:
-    """Lines 2–5 of Algorithm 1. Poisson batches wherever a learner is under differential privacy."""
+    """Lines 2–5 of Algorithm 1. Poisson batches wherever a learner is under differential privacy.
+
+    There the augmentation is secret too: a sequence that others know would tie every record to the number of
+    records before it in the batch, and ε holds only where one record changes one gradient.
+    """
     seed = _seed(schedule.seed, site.index, round_)
     insecure = schedule.insecure_seed
     fixed = None if insecure is None else _seed(insecure, site.index, round_)
     poisson = any(learner.private for learner in site.learners.values())
     noise = entropy_generator(site.device, fixed)
     sampler = entropy_generator("cpu", fixed if poisson else seed)
+    if poisson:
+        pass
     rows = epoch_rows(
         len(site.train), schedule.batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson
     )

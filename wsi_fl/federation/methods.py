@@ -38,7 +38,8 @@ class Method:
         exchange: (n_sites, round, self_weight) → the hops of a round, column-stochastic matrices.
         predict: logits for evaluation.
         travels: role whose parameters are exchanged, or None.
-        release: what the exchanged parameters are called in the ledger ("proxy", "model").
+        release: what the exchanged parameters are called in the ledger, and what a site must allow by
+            name where it leaves without differential privacy.
         learns_from_private: whether the model under differential privacy has a teacher trained without it, so
             that its ε is nominal unless β = 0.
     """
@@ -99,7 +100,7 @@ METHODS: dict[str, Method] = {
         exchange=topology.exponential,
         predict=_private_logits,
         travels="proxy",
-        release="proxy",
+        release="model",
         learns_from_private=True,
     ),
 }

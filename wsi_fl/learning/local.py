@@ -135,10 +135,8 @@ def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
     for losses in steps:
         for role, value in losses.items():
             seen.setdefault(role, []).append(value)
-    return {
-        role: float(np.nanmean(values)) if not np.isnan(values).all() else None
-        for role, values in seen.items()
-    }
+    means = {role: np.array(values)[np.isfinite(values)] for role, values in seen.items()}
+    return {role: float(values.mean()) if len(values) else None for role, values in means.items()}
 
 
 def probabilities(

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from monai.data.meta_obj import set_track_meta
-from monai.transforms import (
-    Compose,
-    RandFlip,
-    RandRotate90,
-    RandScaleIntensity,
-    RandShiftIntensity,
-    Transform,
-)
 from torch import Tensor
 
 from wsi_fl.learning.examples import Augment
 from wsi_fl.types import UsageError
 
+if TYPE_CHECKING:
+    from monai.transforms import Transform
+
 
 def _flips() -> list[Transform]:
     """The eight symmetries of the square: a patch has no up."""
+    from monai.transforms import RandFlip, RandRotate90
+
     return [RandFlip(0.5, spatial_axis=0), RandFlip(0.5, spatial_axis=1), RandRotate90(0.5, max_k=3)]
 
 
 def _stain() -> list[Transform]:
     """Symmetries, and per colour channel a gain about mid-grey and an offset: other laboratories' stains."""
+    from monai.transforms import RandScaleIntensity, RandShiftIntensity
+
     return [
         *_flips(),
         RandScaleIntensity(factors=0.4, prob=0.8, channel_wise=True),
@@ -52,6 +51,9 @@ def augmentation(name: str, seed: int) -> Augment | None:
     transforms = AUGMENTATIONS[name]()
     if not transforms:
         return None
+    from monai.data.meta_obj import set_track_meta
+    from monai.transforms import Compose
+
     set_track_meta(False)
     chain = Compose(transforms).set_random_state(seed % 2**32)
 

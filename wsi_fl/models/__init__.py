@@ -17,13 +17,19 @@ from torch import nn
 from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
-from wsi_fl.models.resnet import resnet18
 from wsi_fl.types import UsageError
 
 Builder = Callable[[int, int, int], nn.Module]
 
+
+def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
+    from wsi_fl.models.resnet import resnet18  # torchvision costs every rank half a second
+
+    return resnet18(n_classes, in_channels, size_px)
+
+
 BUILDERS: dict[str, Builder] = {
-    "resnet18": resnet18,
+    "resnet18": _resnet18,
     "gn_cnn": gn_cnn,
     "gn_cnn_small": gn_cnn_small,
     "lenet5": lenet5,

@@ -5,6 +5,7 @@ The unit of privacy is one row of a store unless told otherwise; the number of r
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,8 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> Mechanism:
     """The mechanism of `epochs` epochs over n rows in batches of `batch_size` on average."""
+    if epochs < 0 or sigma < 0:
+        raise UsageError(f"epochs and sigma cannot be negative: epochs={epochs:g}, sigma={sigma:g}")
     per_epoch = steps_per_epoch(n, batch_size)
     return Mechanism(sigma, clip, 1 / per_epoch, round(epochs * per_epoch))
 
@@ -77,24 +80,27 @@ def epsilon(mechanisms: Iterable[Mechanism], delta: float) -> float:
         total = total + mechanism.steps * _rdp_of_one_step(mechanism.sigma, mechanism.sample_rate)
     if not total.any():
         return 0.0
-    value, _ = get_privacy_spent(orders=list(_ORDERS), rdp=total, delta=delta)
-    return float(value)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
+        value, _ = get_privacy_spent(orders=list(_ORDERS), rdp=total, delta=delta)
+    return max(0.0, float(value))
 
 
 def sigma_for(target_epsilon: float, sample_rate: float, steps: int, delta: float) -> float:
-    """The smallest noise multiplier, rounded up to three decimals, that stays within the target.
+    """The smallest noise multiplier of three decimals that stays within the target.
 
     Raises:
         UsageError: when no noise multiplier up to 1000 suffices.
     """
 
-    def spent(sigma: float) -> float:
-        return epsilon([Mechanism(sigma, 1.0, sample_rate, steps)], delta)
+    def enough(thousandths: int) -> bool:
+        mechanism = Mechanism(thousandths / 1000, 1.0, sample_rate, steps)
+        return epsilon([mechanism], delta) <= target_epsilon
 
-    low, high = 0.0, 1000.0
-    if target_epsilon <= 0 or spent(high) > target_epsilon:
-        raise UsageError(f"no noise level reaches epsilon {target_epsilon} at delta {delta}")
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if spent(middle) <= target_epsilon else (middle, high)
-    return ceil(high * 1000) / 1000
+    low, high = 0, 1_000_000
+    if not 0 < target_epsilon < inf or not enough(high):
+        raise UsageError(f"no noise level reaches epsilon {target_epsilon:g} at delta {delta:g}")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high / 1000

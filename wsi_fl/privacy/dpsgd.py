@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from math import isfinite
 
+import numpy as np
 import torch
 from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
@@ -18,6 +20,9 @@ from torch import Tensor, nn
 
 from wsi_fl.types import UsageError, WsiFlError
 
+_TWISTER_START, _TWISTER_WORDS = 24, 624
+"""Where the words of a CPU generator lie in its state: each in eight bytes, after three fields."""
+
 
 def entropy_generator(
     device: torch.device | str = "cpu", insecure_seed: int | None = None
@@ -25,7 +30,14 @@ def entropy_generator(
     """Seeded by the operating system; `insecure_seed` is for tests alone and voids the guarantee."""
     generator = torch.Generator(device)
     seed = int.from_bytes(os.urandom(8), "little") if insecure_seed is None else insecure_seed
-    return generator.manual_seed(seed % 2**63)
+    generator.manual_seed(seed % 2**63)
+    if insecure_seed is None and generator.device.type == "cpu":
+        # PyTorch's Mersenne Twister takes 32 bits of a seed, few enough to try them all against a release.
+        state = generator.get_state()
+        words = np.frombuffer(os.urandom(4 * _TWISTER_WORDS), "<u4").astype(np.uint64)
+        state.numpy()[_TWISTER_START : _TWISTER_START + words.nbytes] = words.view(np.uint8)
+        generator.set_state(state)
+    return generator
 
 
 def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> Tensor:
@@ -49,7 +61,7 @@ class DPTrainer:
         model: without BatchNorm; its trained parameters all take part in the loss.
         optimizer: over the model's parameters; DP-Adam is Adam on the noisy gradient.
         sigma: noise multiplier; 0 switches the noise off.
-        clip: bound C on per-example gradients; infinity switches clipping off.
+        clip: bound C on per-example gradients; infinity switches clipping off, without noise only.
         batch_size: the divisor B.
     """
 
@@ -63,11 +75,13 @@ class DPTrainer:
         batch_size: int,
     ) -> None:
         check_trainable(model)
+        if sigma > 0 and not isfinite(clip):
+            raise UsageError(f"noise is a multiple of privacy.clip, which cannot be {clip:g}")
         self._model = GradSampleModule(model, batch_first=True, loss_reduction="mean")
         self._optimizer = DPOptimizer(
             optimizer,
             noise_multiplier=sigma,
-            max_grad_norm=clip,
+            max_grad_norm=min(clip, torch.finfo(torch.float32).max),  # Opacus would take 0 · ∞ for the noise
             expected_batch_size=batch_size,
             loss_reduction="mean",
         )

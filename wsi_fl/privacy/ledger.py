@@ -7,9 +7,11 @@ real site `max_epsilon` is a budget for its lifetime, over all runs and seeds.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import InitVar, asdict, dataclass
 from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
@@ -37,20 +39,23 @@ class BudgetSpent(WsiFlError):
     """The next step would cross the site's max_epsilon."""
 
 
+@dataclass(frozen=True, eq=False)
 class Release:
     """What a site lets go: a flat vector of numbers with its PushSum weight, recorded in a ledger."""
 
-    __slots__ = ("round", "schema", "site", "vector", "weight")
+    site: str
+    round: int
+    schema: str
+    vector: NDArray[np.float32]
+    weight: float
+    seal: InitVar[object]
 
-    def __init__(
-        self, *, site: str, round_: int, schema: str, vector: NDArray[np.float32], weight: float, seal: object
-    ) -> None:
+    def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
             raise TypeError("only PrivacyLedger.release makes a Release")
-        frozen = np.array(vector, np.float32)
+        frozen = np.array(self.vector, np.float32)
         frozen.flags.writeable = False
-        self.site, self.round, self.schema = site, round_, schema
-        self.vector, self.weight = frozen, float(weight)
+        object.__setattr__(self, "vector", frozen)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,9 @@ class Terms:
 class PrivacyLedger:
     """The privacy account of one site in one run.
 
+    Args:
+        run: identifies the run for ever; a name that is given again after a run was deleted does not.
+
     Raises:
         WsiFlError: when the file is damaged. A line cut short by a crash was never followed by a release.
     """
@@ -89,33 +97,50 @@ class PrivacyLedger:
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
         """What was applied, in this run or in all; a round redone before its release counts once."""
-        latest: dict[tuple[str, int], Mechanism] = {}
-        for entry in self._entries:
-            if entry["mechanism"] is not None and (lifetime or entry["run"] == self.run):
-                latest[entry["run"], entry["round"]] = Mechanism(**entry["mechanism"])
-        return list(latest.values())
+        return _applied(self._scope(lifetime))
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
         """ε spent so far; None when something left without privacy or nothing is accounted."""
-        spent = self.mechanisms(lifetime=lifetime)
+        scope = self._scope(lifetime)
+        bare = any(entry["released"] and entry["mechanism"] is None for entry in scope)
+        spent = _applied(scope)
         value = epsilon(spent, self.terms.delta)
-        return value if spent and isfinite(value) else None
+        return value if spent and not bare and isfinite(value) else None
 
-    def check_budget(self, mechanism: Mechanism) -> None:
-        """Raises BudgetSpent when this mechanism on top of the past would cross max_epsilon."""
+    def last_round(self) -> int:
+        """The last round of this run that was recorded; 0 before the first."""
+        return max((int(entry["round"]) for entry in self._scope(False)), default=0)
+
+    def check_budget(self, round_: int, mechanism: Mechanism) -> None:
+        """Raises BudgetSpent when `mechanism` in this round, on top of the past, would cross max_epsilon."""
+        self._entries = read_lines(self.path)  # another run may have spent something since
+        self._check(self._entry(round_, mechanism, ""))
+
+    def _check(self, entry: dict[str, Any]) -> None:
         limit = self.terms.max_epsilon
-        if limit is None:
+        if limit is None or entry["mechanism"] is None:
             return
-        past = self.mechanisms(lifetime=self.terms.lifetime)
-        after = epsilon([*past, mechanism], self.terms.delta)
+        after = epsilon(_applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
         if after > limit:
             raise BudgetSpent(
-                f"site {self.site}: the next round would raise epsilon to {after:.3f}, above its {limit}"
+                f"site {self.site}: round {entry['round']} would raise epsilon to {after:.3f}, above its {limit:g}"
             )
 
     def record(self, round_: int, mechanism: Mechanism | None, content: str = "") -> None:
-        """Writes down one round of training under `mechanism`, and `content` if that leaves the site."""
-        entry = {
+        """Writes down one round of training under `mechanism`, and `content` if that leaves the site.
+
+        Raises:
+            BudgetSpent: when a run beside this one has spent what was left.
+        """
+        entry = self._entry(round_, mechanism, content)
+        with _locked(self.path):
+            self._entries = read_lines(self.path)
+            self._check(entry)
+            append_line(self.path, entry)
+        self._entries.append(entry)
+
+    def _entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
+        return {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "run": self.run,
             "site": self.site,
@@ -128,8 +153,9 @@ class PrivacyLedger:
             "accountant": ACCOUNTANT,
             "insecure": self.terms.insecure,
         }
-        append_line(self.path, entry)
-        self._entries.append(entry)
+
+    def _scope(self, lifetime: bool) -> list[dict[str, Any]]:
+        return [entry for entry in self._entries if lifetime or entry["run"] == self.run]
 
     def release(
         self,
@@ -146,12 +172,14 @@ class PrivacyLedger:
         Args:
             vector: float32[d], copied.
             weight: PushSum weight that travels along.
-            mechanism: what protected it, or None: then the site must allow `content` by name.
+            mechanism: what protected it, or None: then the site must allow `content` by name. A mechanism
+                without noise, or with noise that others can compute, protects nothing.
 
         Raises:
             WsiFlError: when the content may not leave without differential privacy, or is not finite.
         """
-        if mechanism is None and content not in self.terms.allow:
+        protected = mechanism is not None and mechanism.sigma > 0 and not self.terms.insecure
+        if not protected and content not in self.terms.allow:
             raise WsiFlError(
                 f"sites/{self.site}.toml: a {content} without differential privacy may not leave this site; "
                 f'add allow = ["{content}"] there, or switch privacy on'
@@ -174,7 +202,7 @@ class PrivacyLedger:
         raise WsiFlError(f"{self.path}: round {round_} of run {self.run} did not release these bytes")
 
     def _sealed(self, round_: int, vector: NDArray[np.float32], schema: str, weight: float) -> Release:
-        return Release(site=self.site, round_=round_, schema=schema, vector=vector, weight=weight, seal=_SEAL)
+        return Release(self.site, round_, schema, vector, weight, seal=_SEAL)
 
     def summary(self) -> dict[str, Any]:
         """The state of the account as plain JSON values."""
@@ -191,6 +219,32 @@ class PrivacyLedger:
             "insecure": self.terms.insecure,
             "steps": sum(mechanism.steps for mechanism in self.mechanisms()),
         }
+
+
+def _applied(entries: Sequence[Mapping[str, Any]]) -> list[Mechanism]:
+    """The mechanisms of all entries; a round recorded twice in a row in its run was redone and counts once."""
+    applied: list[Mechanism] = []
+    latest: dict[str, tuple[int, int]] = {}
+    for entry in entries:
+        if entry["mechanism"] is None:
+            continue
+        mechanism = Mechanism(**entry["mechanism"])
+        round_, position = latest.get(entry["run"], (-1, 0))
+        if round_ == entry["round"]:
+            applied[position] = mechanism
+        else:
+            latest[entry["run"]] = entry["round"], len(applied)
+            applied.append(mechanism)
+    return applied
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Nobody else reads what is left of the budget, or spends it, meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def digest(vector: NDArray[np.float32]) -> str:

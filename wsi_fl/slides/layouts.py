@@ -118,7 +118,7 @@ def _describe_camelyon17(archive: Path) -> list[ArchiveSite]:
         centre = int(match[1]) // _C17_PER_CENTRE
         folder = _C17_FOLDER.fullmatch(path.parent.name)
         stem = "*" if folder else f"patient_{match[1][:2]}?_node_*"
-        patterns.setdefault(centre, set()).add(f"{path.parent}/{stem}{path.suffix}")
+        patterns.setdefault(centre, set()).add(f"{glob.escape(str(path.parent))}/{stem}{path.suffix}")
         counts[centre] = counts.get(centre, 0) + 1
     return [
         ArchiveSite(f"C{centre + 1}", tuple(sorted(patterns[centre])), annotations, stages, counts[centre])
@@ -134,7 +134,7 @@ def _read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside
     aside: list[SetAside] = []
     for path in _slide_files(sources):
         match = _C17_SLIDE.match(path.name)
-        stage = stages.get(path.name) or stages.get(path.stem)
+        stage = stages.get(path.stem)
         if match is None:
             aside.append(SetAside(path.stem, "not named patient_PPP_node_N"))
         elif stage is None:
@@ -155,7 +155,7 @@ def _describe_camelyon16(archive: Path) -> list[ArchiveSite]:
             continue
         kind, number = match[1].lower(), int(match[2])
         site = "RUMC" if number <= _C16_RADBOUD[kind] else "UMCU"
-        patterns.setdefault(site, set()).add(str(path))
+        patterns.setdefault(site, set()).add(glob.escape(str(path)))
         counts[site] = counts.get(site, 0) + 1
     return [
         ArchiveSite(site, tuple(sorted(patterns[site])), annotations, None, counts[site])
@@ -181,7 +181,7 @@ def _describe_generic(archive: Path) -> list[ArchiveSite]:
     for row in _rows(table, ("slide", "patient", "site", "label")):
         names[row["site"]] = names.get(row["site"], 0) + 1
     return [
-        ArchiveSite(name, (f"{archive / 'slides'}/*",), None, str(table), count)
+        ArchiveSite(name, (f"{glob.escape(str(archive / 'slides'))}/*",), None, str(table), count)
         for name, count in sorted(names.items())
     ]
 
@@ -189,21 +189,33 @@ def _describe_generic(archive: Path) -> list[ArchiveSite]:
 def _read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
-    by_name = {key: path for path in _slide_files(sources) for key in (path.stem, path.name)}
+    files = _slide_files(sources)
     records: list[SlideRecord] = []
     aside: list[SetAside] = []
     for number, row in enumerate(_rows(sources.labels, ("slide", "patient", "site", "label")), 2):
         if row["site"] != sources.site:
             continue
         where = f"{sources.labels.name} line {number}"
-        path = by_name.get(row["slide"]) or by_name.get(Path(row["slide"]).name)
-        if path is None:
+        if not row["patient"]:
+            raise UsageError(f"{where}: patient is empty")
+        named = _files_named(Path(row["slide"]).name, files)
+        if len(named) == 1:
+            records.append(_generic_record(sources, row, named[0], where))
+        elif named:
+            several = ", ".join(path.name for path in named)
+            aside.append(
+                SetAside(row["slide"], f"several files are called so ({several}); add the suffix ({where})")
+            )
+        else:
             aside.append(SetAside(row["slide"], f"no such slide file ({where})"))
-            continue
-        records.append(_generic_record(sources, row, path, where))
     if not records and not aside:
         raise UsageError(f"{sources.label}: {sources.labels.name} has no row of site {sources.site}")
     return _with_splits(records, sources), aside
+
+
+def _files_named(name: str, files: Iterable[Path]) -> list[Path]:
+    """The file of this very name, else those of this name without their suffix."""
+    return [p for p in files if p.name == name] or [p for p in files if p.stem == name]
 
 
 def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: str) -> SlideRecord:
@@ -218,16 +230,23 @@ def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: st
     split = row.get("split") or None
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    try:
-        mpp = float(row["mpp"]) if row.get("mpp") else sources.mpp_override
-    except ValueError:
-        raise UsageError(f"{where}: mpp is {row['mpp']!r}, not a number") from None
+    mpp = _mpp(row["mpp"], where) if row.get("mpp") else sources.mpp_override
     supervision: Supervision = "negative" if negative else "weak"
     if annotation is not None and not negative:
         supervision = "partial" if partial else "annotated"
     return SlideRecord(
         path, path.stem, row["patient"], sources.site, supervision, not negative, annotation, split, mpp
     )
+
+
+def _mpp(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{where}: mpp is {text!r}, not a positive number")
+    return value
 
 
 def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | SetAside:
@@ -287,13 +306,16 @@ def _with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideReco
             raise UsageError(
                 f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
             )
-    return [replace(r, split=given.get(r.slide) or given.get(r.patient) or r.split) for r in records]
+    found = [given.get(r.slide) or given.get(r.path.name) or given.get(r.patient) for r in records]
+    if records and not any(found):
+        raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients")
+    return [replace(r, split=name or r.split) for r, name in zip(records, found, strict=True)]
 
 
 def _stages(path: Path) -> dict[str, str]:
     """Rows `patient_000_node_0.tif,negative`; patient rows (`patient_000.zip,pN0`) are passed over."""
     return {
-        row["patient"]: row["stage"].strip()
+        Path(row["patient"]).stem: row["stage"]
         for row in _rows(path, ("patient", "stage"))
         if _C17_SLIDE.match(row["patient"])
     }

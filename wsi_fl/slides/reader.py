@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from math import ceil, sqrt
+from collections.abc import Mapping
+from math import ceil, floor
 from pathlib import Path
 from types import TracebackType
 
@@ -12,22 +14,27 @@ import openslide
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 _PLAUSIBLE_MPP = (0.05, 20.0)
-_ANISOTROPY = 0.05
+_MAX_ANISOTROPY = 0.05
 _LEVEL_TOLERANCE = 0.01
-_UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
+_MAX_DRIFT_PX = 0.5
+"""A patch whose far edge drifts by less than this is taken as it is instead of being resampled."""
 _STRIP_PX = 1 << 24
-"""Most pixels held at once while a thumbnail is made of a level without smaller neighbours."""
+"""Most level pixels held at once while a thumbnail is made."""
+_UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
 
 
 class Slide:
     """A whole-slide image; use it as a context manager. Reads may come from several threads.
 
+    `path` is a slide file, or a folder with the files of one DICOM slide.
+
     Attributes:
-        path: the file.
+        path: as given.
         size_l0: (width, height) in level-0 pixels.
+        level_downsamples: level-0 pixels per pixel of each level.
         vendor: OpenSlide's name of the format.
         quickhash: OpenSlide's quickhash-1, or "".
 
@@ -36,15 +43,21 @@ class Slide:
     """
 
     def __init__(self, path: Path, mpp_override: float | None = None) -> None:
+        if mpp_override is not None and not (math.isfinite(mpp_override) and mpp_override > 0):
+            raise UsageError(
+                f"{path.name}: mpp_override = {mpp_override:g} must be a positive number of µm per pixel"
+            )
         self.path = path
         self._override = mpp_override
         self._lock = threading.Lock()
-        self._handle = _open(path)
+        self._file = _dicom_member(path) if path.is_dir() else path
+        self._handle = _open(self._file)
         self.size_l0: tuple[int, int] = self._handle.dimensions
         self.level_downsamples: tuple[float, ...] = self._handle.level_downsamples
-        self._properties = dict(self._handle.properties)
+        self._properties: dict[str, str] = dict(self._handle.properties)
         self.vendor = self._properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
+        self._background = _background(self._properties)
 
     def __enter__(self) -> Slide:
         return self
@@ -59,134 +72,169 @@ class Slide:
 
     @property
     def mpp(self) -> float:
-        """Micrometres per level-0 pixel: the override, else what the file says.
+        """Micrometres per level-0 pixel: the override, else OpenSlide's number, else the TIFF resolution tags.
+
+        Values outside 0.05 to 20 count as missing (a default of 72 dpi reads as 353 µm).
 
         Raises:
-            WsiFlError: when it is not to be found, implausible, or differs between x and y by over 5 %.
+            WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
         if self._override is not None:
             return self._override
-        x, y = _stated_mpp(self._properties)
-        low, high = _PLAUSIBLE_MPP
-        if x is None or y is None or not (low <= x <= high and low <= y <= high):
-            said = "" if x is None else f" (it says {x:g})"
+        x, y = (_stated_mpp(self._properties, axis) for axis in "xy")
+        x, y = x or y, y or x
+        if x is None or y is None:
             raise WsiFlError(
-                f"{self.path.name}: no µm per pixel in the file{said}; give it as mpp_override in the site's file"
+                f"{self.path.name}: the slide does not say its µm per pixel{_said(self._properties)}; "
+                f"give it with mpp_override = 0.5 in sites/<site>.toml"
             )
-        if abs(x - y) > _ANISOTROPY * max(x, y):
+        if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
             raise WsiFlError(
-                f"{self.path.name}: {x:g} µm per pixel across but {y:g} down; pixels must be square"
+                f"{self.path.name}: pixels are not square ({x:g} by {y:g} µm); "
+                f"if that is wrong, give mpp_override = {x:g} in sites/<site>.toml"
             )
-        return sqrt(x * y)
+        return (x + y) / 2
 
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
-        """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel)."""
+        """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
+
+        Averaged by area from the coarsest level that is fine enough, strip by strip.
+        """
         width, height = self.size_l0
-        downsample = max(width, height) / max_px if max(width, height) > max_px else 1.0
-        size = (max(1, round(width / downsample)), max(1, round(height / downsample)))
-        level = self._level_for(downsample)
-        level_width, level_height = self._handle.level_dimensions[level]
-        scale = self.level_downsamples[level]
-        rows_out = max(1, min(size[1], int(_STRIP_PX / level_width / (downsample / scale))))
-        out = np.empty((size[1], size[0], 3), np.uint8)
-        for top in range(0, size[1], rows_out):
-            bottom = min(top + rows_out, size[1])
-            first = int(top * level_height / size[1])
-            last = min(ceil(bottom * level_height / size[1]), level_height)
-            strip = self._region((0, round(first * scale)), level, (level_width, last - first))
-            box = (
-                0.0,
-                top * level_height / size[1] - first,
-                float(level_width),
-                min(bottom * level_height / size[1] - first, float(last - first)),
-            )
-            out[top:bottom] = _resampled(strip, (size[0], bottom - top), box)
+        downsample = max(1.0, max(width, height) / max_px)
+        columns, rows = (ceil(extent / downsample - 1e-6) for extent in self.size_l0)
+        level_scale = downsample / self.level_downsamples[self._level_for(downsample)]
+        step = max(1, int(_STRIP_PX / (columns * level_scale**2)))
+        out = np.empty((rows, columns, 3), np.uint8)
+        for top in range(0, rows, step):
+            n_rows = min(step, rows - top)
+            out[top : top + n_rows] = self._area((0.0, top * downsample), (columns, n_rows), downsample)
         return out, downsample
 
     def read(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> NDArray[np.uint8]:
-        """The patch uint8[size_px, size_px, 3] whose top-left corner is xy_l0, at `mpp`.
+        """The patch uint8[size_px, size_px, 3] at `mpp` whose top-left corner is xy_l0.
 
-        Read from the coarsest level that is still fine enough and reduced by area averaging. What lies beyond
-        the slide's edge is white.
+        From the coarsest level that is fine enough, reduced by area averaging where scales differ, the slide's own
+        pixels where they agree. What was not scanned or lies beyond the edge has the slide's background colour.
 
         Raises:
-            WsiFlError: when the region cannot be decoded; later reads of good regions work all the same.
+            WsiFlError: when the region cannot be decoded; reads of good regions work before and after all the same.
         """
-        scale = mpp / self.mpp
+        return self._area((float(xy_l0[0]), float(xy_l0[1])), (size_px, size_px), mpp / self.mpp)
+
+    def _area(self, xy_l0: tuple[float, float], size: tuple[int, int], scale: float) -> NDArray[np.uint8]:
+        """uint8[height, width, 3] of the area at xy_l0, with `scale` level-0 pixels per output pixel."""
         level = self._level_for(scale)
-        reduction = scale / self.level_downsamples[level]
-        if abs(reduction - 1) < 1e-3:
-            return self._region(xy_l0, level, (size_px, size_px))
-        extent = size_px * reduction
-        side = max(1, ceil(extent - 1e-6))
-        region = self._region(xy_l0, level, (side, side))
-        return _resampled(region, (size_px, size_px), (0.0, 0.0, min(extent, side), min(extent, side)))
+        downsample = self.level_downsamples[level]
+        reduction = scale / downsample
+        if abs(reduction - 1) * max(size) < _MAX_DRIFT_PX:
+            # OpenSlide would blend neighbours at a fractional position, so the nearest whole one is taken.
+            corner = tuple(round(round(v / downsample) * downsample) for v in xy_l0)
+            return _rgb(self._region(corner, level, size), self._background)
+        # Whole level pixels around the wanted box, whose edges may be fractional.
+        corner = tuple(floor(floor(v / downsample + 1e-9) * downsample) for v in xy_l0)
+        left, top = (max(0.0, (v - c) / downsample) for v, c in zip(xy_l0, corner, strict=True))
+        box = (left, top, left + size[0] * reduction, top + size[1] * reduction)
+        region = self._region(corner, level, (ceil(box[2] - 1e-6), ceil(box[3] - 1e-6)))
+        box = (*box[:2], min(box[2], region.width), min(box[3], region.height))
+        image = Image.fromarray(_rgb(region, self._background))
+        how = Image.Resampling.BOX if reduction > 1 else Image.Resampling.BILINEAR
+        return np.array(image.resize(size, how, box=box))
 
-    def _level_for(self, downsample: float) -> int:
-        """The coarsest level that does not lose resolution."""
-        fits = [k for k, d in enumerate(self.level_downsamples) if d <= downsample * (1 + _LEVEL_TOLERANCE)]
-        return fits[-1] if fits else 0
+    def _level_for(self, scale: float) -> int:
+        """The coarsest level that does not lose resolution at `scale` level-0 pixels per pixel."""
+        fine_enough = [k for k, d in enumerate(self.level_downsamples) if d <= scale * (1 + _LEVEL_TOLERANCE)]
+        return fine_enough[-1] if fine_enough else 0
 
-    def _region(self, xy_l0: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
+    def _region(self, corner: tuple[int, ...], level: int, size: tuple[int, int]) -> Image.Image:
+        """OpenSlide's RGBA region at a level-0 corner; an error kills the handle, not the slide."""
         handle = self._handle
+        region: Image.Image
         try:
-            image = handle.read_region((int(xy_l0[0]), int(xy_l0[1])), level, size)
-        except openslide.OpenSlideError as error:
-            with self._lock:  # an error kills the handle for good regions too
-                if self._handle is handle:
-                    self._handle = _open(self.path)
-            raise WsiFlError(
-                f"{self.path.name}: cannot be read at ({xy_l0[0]}, {xy_l0[1]}): {_reason(error)}"
-            ) from None
-        return _on_white(np.asarray(image))
+            region = handle.read_region((corner[0], corner[1]), level, size)
+        except openslide.OpenSlideError:
+            # The handle may have died of another thread's region: a handle of its own judges this one.
+            with self._lock:
+                own = _open(self._file)
+                try:
+                    region = own.read_region((corner[0], corner[1]), level, size)
+                except openslide.OpenSlideError as error:
+                    where = f"{self.path.name}: cannot be read at level-0 pixel ({corner[0]}, {corner[1]})"
+                    raise WsiFlError(f"{where}: {_one_line(error)}") from None
+                finally:
+                    # Nobody closes the dead handle: others may be in it, and it goes with its last user.
+                    if self._handle is handle:
+                        self._handle = _open(self._file)
+                own.close()
+        return region
 
 
 def _open(path: Path) -> openslide.OpenSlide:
-    if not path.is_file():
-        raise WsiFlError(f"{path}: no such slide file")
+    if not path.exists():
+        raise WsiFlError(f"{path}: no such slide")
     try:
         return openslide.OpenSlide(str(path))
     except openslide.OpenSlideUnsupportedFormatError:
-        raise WsiFlError(f"{path.name}: not a whole-slide format that OpenSlide knows") from None
+        raise WsiFlError(f"{path.name}: not a slide format that OpenSlide knows") from None
     except openslide.OpenSlideError as error:
-        raise WsiFlError(f"{path.name}: cannot be opened: {_reason(error)}") from None
+        raise WsiFlError(f"{path.name}: cannot be opened: {_one_line(error)}") from None
 
 
-def _reason(error: Exception) -> str:
+def _dicom_member(folder: Path) -> Path:
+    """One file of a DICOM slide; OpenSlide finds the others of its series beside it."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and openslide.OpenSlide.detect_format(str(path)) == "dicom":
+            return path
+    raise WsiFlError(f"{folder}: a folder without DICOM slide files")
+
+
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _stated_mpp(properties: dict[str, str]) -> tuple[float | None, float | None]:
-    """What the properties say of (x, y): OpenSlide's own, else TIFF resolution tags."""
-
-    def number(key: str) -> float | None:
-        try:
-            return float(properties[key])
-        except (KeyError, ValueError):
-            return None
-
-    x, y = number(openslide.PROPERTY_NAME_MPP_X), number(openslide.PROPERTY_NAME_MPP_Y)
-    if x is not None and y is not None:
-        return x, y
-    unit = _UNIT_UM.get(properties.get("tiff.ResolutionUnit", "").lower())
-    per_unit = number("tiff.XResolution"), number("tiff.YResolution")
-    if unit is None or not per_unit[0] or not per_unit[1]:
-        return None, None
-    return unit / per_unit[0], unit / per_unit[1]
+def _number(properties: Mapping[str, str], key: str) -> float | None:
+    """A property as a finite number; None when it is absent or something else."""
+    try:
+        value = float(properties[key])
+    except (KeyError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
 
 
-def _on_white(rgba: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """RGBA over white: OpenSlide leaves what was not scanned transparent."""
-    alpha = rgba[..., 3]
-    if alpha.min() == 255:
-        return np.ascontiguousarray(rgba[..., :3])
-    weight = alpha[..., None].astype(np.uint16)
-    mixed = (rgba[..., :3] * weight + 255 * (255 - weight) + 127) // 255
-    return mixed.astype(np.uint8)
+def _stated_mpp(properties: Mapping[str, str], axis: str) -> float | None:
+    """The plausible µm per pixel of one axis ("x" or "y"): OpenSlide's, else that of the TIFF tags."""
+    per_unit = _number(properties, f"tiff.{axis.upper()}Resolution")
+    unit_um = _UNIT_UM.get(properties.get("tiff.ResolutionUnit", "").lower())
+    from_tags = unit_um / per_unit if unit_um and per_unit else None
+    low, high = _PLAUSIBLE_MPP
+    candidates = (_number(properties, f"openslide.mpp-{axis}"), from_tags)
+    return next((v for v in candidates if v is not None and low <= v <= high), None)
 
 
-def _resampled(
-    pixels: NDArray[np.uint8], size: tuple[int, int], box: tuple[float, float, float, float]
-) -> NDArray[np.uint8]:
-    """The box (left, top, right, bottom) of the pixels, averaged by area to size (width, height)."""
-    return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BOX, box=box))
+def _said(properties: Mapping[str, str]) -> str:
+    value = _number(properties, openslide.PROPERTY_NAME_MPP_X)
+    low, high = _PLAUSIBLE_MPP
+    return "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
+
+
+def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
+    """The slide's background colour, white where it names none."""
+    try:
+        red, green, blue = bytes.fromhex(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "FFFFFF"))
+    except ValueError:
+        return 255, 255, 255
+    return red, green, blue
+
+
+def _rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """An RGBA region as writable uint8[h, w, 3] over the background; only transparent ones pay for blending."""
+    if not _opaque(region):
+        region = Image.alpha_composite(Image.new("RGBA", region.size, (*background, 255)), region)
+    packed = bytearray(region.tobytes("raw", "RGB"))
+    return np.frombuffer(packed, np.uint8).reshape(region.height, region.width, 3)
+
+
+def _opaque(region: Image.Image) -> bool:
+    """Whether all alpha is 255, seen in one pass over whole little-endian pixels."""
+    pixels = np.frombuffer(region.tobytes(), "<u4")
+    return pixels.size == 0 or int(pixels.min()) >= 0xFF000000

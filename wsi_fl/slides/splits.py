@@ -41,9 +41,7 @@ def assign_splits(records: Sequence[SlideRecord], *, test_fraction: float, seed:
 
 def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generator) -> set[str]:
     """Patients of the test split: each stratum's share, the rounding carried on to the next."""
-    n_test = round(fraction * len(positive))
-    if fraction > 0 and len(positive) > 1:
-        n_test = min(max(n_test, 1), len(positive) - 1)
+    n_test = min(max(round(fraction * len(positive)), 1), len(positive) - 1) if fraction > 0 else 0
     chosen: set[str] = set()
     passed = 0
     for stratum in (True, False):
@@ -73,7 +71,7 @@ def sample_rows(
         for name in np.unique(slide):
             rows = np.flatnonzero(slide == name)
             keep[rng.permutation(rows)[max_per_slide:]] = False
-    counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label)}
+    counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
         fewest = min(counts.values())
         for c in counts:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from skimage.filters import gaussian, threshold_otsu
 from skimage.measure import label
-from skimage.morphology import isotropic_closing
+from skimage.morphology import isotropic_closing, isotropic_dilation
 
 from wsi_fl.types import WsiFlError
 
@@ -57,16 +57,18 @@ def tissue_mask(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
-    rgb = thumbnail.astype(np.float32) / 255
+    rgb: NDArray[np.float32] = (thumbnail / 255).astype(np.float32)
     if params.smooth_um >= um_per_px / 2:
         rgb = gaussian(rgb, params.smooth_um / um_per_px, channel_axis=-1, truncate=3)
     red, green, blue = (rgb[..., k] for k in range(3))
     high = np.maximum(np.maximum(red, green), blue)
     low = np.minimum(np.minimum(red, green), blue)
-    saturation = (high - low) / np.maximum(high, 1 / 255)
+    saturation = ((high - low) / np.maximum(high, 1 / 255)).astype(np.float32, copy=False)
 
     min_px = max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2)
     excluded = _without_small(_ink_or_black(rgb, high, high - low), min_px)
+    if excluded.any():  # smoothing mixed its rim with what is beside it
+        excluded = isotropic_dilation(excluded, 1 + 2 * params.smooth_um / um_per_px)
     threshold = _threshold(saturation[~excluded], params)
     mask = (saturation > threshold) & ~excluded
     if params.close_um >= um_per_px:
@@ -107,7 +109,8 @@ def tissue_fraction(
         u, v = x - column, y - row
         upper = integral[row, column] * (1 - u) + integral[row, column + 1] * u
         lower = integral[row + 1, column] * (1 - u) + integral[row + 1, column + 1] * u
-        return upper * (1 - v) + lower * v
+        area: NDArray[np.float64] = upper * (1 - v) + lower * v
+        return area
 
     side = size_l0 / downsample
     left, top = (xy_l0[:, k] / downsample for k in (0, 1))
@@ -139,7 +142,9 @@ def _pure(
     one: NDArray[np.float32], second: NDArray[np.float32], third: NDArray[np.float32]
 ) -> NDArray[np.bool_]:
     """Where one channel stands alone: both others are low and alike."""
-    return (one - np.maximum(second, third) > 0.65 * one) & (np.abs(second - third) < 0.2 * one)
+    alone: NDArray[np.bool_] = one - np.maximum(second, third) > 0.65 * one
+    alike: NDArray[np.bool_] = np.abs(second - third) < 0.2 * one
+    return alone & alike
 
 
 def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
@@ -147,4 +152,5 @@ def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
     objects = label(mask, connectivity=1)
     large = np.bincount(objects.ravel()) >= min_px
     large[0] = False
-    return large[objects]
+    kept: NDArray[np.bool_] = large[objects]
+    return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,13 +43,16 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
     pipeline = load_pipeline(run.path / "config.toml")
     sites = study.sites(pipeline)
     merged = may_merge(sites)
+    if not merged:  # a hospital has its own store alone
+        sites = [site for site in sites if study.store(site.name).exists()]
     parts = {site.name: _test_part(study, pipeline, site) for site in sites}
     if not any(len(part) for part, _ in parts.values()):
         raise WsiFlError("no site has test patches; tile with tile.test_fraction above 0")
     rows = []
     for index, site in enumerate(sites):
         watcher.update("evaluate", index, len(sites), site.name)
-        rows.append(_evaluate_site(study, run, pipeline, site, index, parts if merged else None))
+        seen = parts if merged else {site.name: parts[site.name]}
+        rows.append(_evaluate_site(study, run, pipeline, site, index, seen))
         watcher.update("evaluate", index + 1, len(sites), site.name)
     document = {
         "run": study.relative(run.path),
@@ -73,15 +77,14 @@ def _evaluate_site(
     pipeline: Pipeline,
     site: Site,
     index: int,
-    parts: Mapping[str, tuple[Examples, PatchTable]] | None,
+    seen: Mapping[str, tuple[Examples, PatchTable]],
 ) -> dict[str, Any]:
-    """One model on its own part and, where allowed, on everybody's."""
+    """One model on the parts that it may see: its own, or everybody's."""
     store = open_store(study, site.name)
     device = device_of_rank()
     model = build_model(site, pipeline, store, "private", index)
     model.load_state_dict(run.site(site.name).load_model("private"))
     model.to(device).eval()
-    seen = parts if parts is not None else {site.name: _test_part(study, pipeline, site)}
     import torch
 
     with torch.no_grad():
@@ -99,12 +102,12 @@ def _evaluate_site(
         if site.name in predicted
         else {"n": 0} | dict.fromkeys(SCORES)
     )
-    everything = _metrics(
-        np.concatenate(list(predicted.values())), PatchTable.concat(list(tables.values())), repeats
+    everything = (
+        _metrics(np.concatenate(list(predicted.values())), _pooled(tables), repeats) if len(seen) > 1 else own
     )
     return {
         "site": site.name,
-        **(everything if parts is not None else own),
+        **everything,
         "own": own,
         "parts": {name: scores(p, tables[name].label) for name, p in predicted.items()},
     }
@@ -119,6 +122,19 @@ def _metrics(predicted: Probabilities, table: PatchTable, repeats: int) -> dict[
         "calibration": calibration(predicted, table.label),
         "slides": slide_level(predicted, table.label, table.slide),
     }
+
+
+def _pooled(tables: Mapping[str, PatchTable]) -> PatchTable:
+    """The rows of all sites; slides and patients of different sites stay apart where their names agree."""
+    named = [
+        replace(
+            table,
+            slide=np.array([f"{site}/{name}" for name in table.slide]),
+            patient=np.array([f"{site}/{name}" for name in table.patient]),
+        )
+        for site, table in tables.items()
+    ]
+    return PatchTable.concat(named)
 
 
 def _predictions(

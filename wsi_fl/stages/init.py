@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.config import Site, dump_toml, shipped
+from wsi_fl.config import Site, dump_toml, shipped, validated
 from wsi_fl.files import write_text
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, describe, detect
 from wsi_fl.stages.console import say
@@ -34,13 +34,13 @@ def init(
     if archive is not None:
         layout = layout or detect(archive)
         found = describe(archive, layout)
+    texts = {site.name: _site_file(site, layout or "", real) for site in found}
     (folder / "sites").mkdir(parents=True)
     for path in sorted(shipped("pipelines").glob("*.toml")):
         if archive is None or path.stem == _PIPELINE:
             write_text(folder / "pipelines" / path.name, path.read_text(encoding="utf-8"))
-    for site in found:
-        text = _site_file(site, layout or "", real)
-        write_text(folder / "sites" / f"{site.name}.toml", text)
+    for name, text in texts.items():
+        write_text(folder / "sites" / f"{name}.toml", text)
     return {
         "study": str(folder),
         "layout": layout,
@@ -51,7 +51,8 @@ def init(
 
 def _site_file(found: ArchiveSite, layout: str, real: bool) -> str:
     """The site file of what was found, checked by the model that will read it."""
-    site = Site.model_validate(
+    site = validated(
+        Site,
         {
             "name": found.name,
             "real": real,
@@ -59,7 +60,8 @@ def _site_file(found: ArchiveSite, layout: str, real: bool) -> str:
             "slides": found.slides[0] if len(found.slides) == 1 else list(found.slides),
             "annotations": found.annotations,
             "labels": found.labels,
-        }
+        },
+        f"site {found.name!r} of the archive",
     )
     values = site.model_copy(update={"allow": None})
     note = "a real hospital" if real else "simulated: other sites' evaluation may read its test patches"

@@ -82,6 +82,9 @@ def run_ranks(n_ranks: int, arguments: list[str], *, log: Path, watcher: Watcher
         reader.start()
         try:
             code = process.wait()
+        except KeyboardInterrupt:
+            _end(process)
+            raise WsiFlError(f"interrupted; continue with `{resume}`") from None
         except BaseException:
             _end(process)
             raise

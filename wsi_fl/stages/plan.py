@@ -32,13 +32,18 @@ from wsi_fl.types import UsageError, WsiFlError
 _TIMED_STEPS = 3
 
 
-def check(study: Study, pipeline: Pipeline, method: str, backend: str) -> None:
-    """Everything that can be known to be wrong before anything is started."""
+def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores: bool = True) -> None:
+    """Everything that can be known to be wrong before anything is started.
+
+    Args:
+        stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
+    """
     method_named(method)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     for site in study.sites(pipeline):
-        open_store(study, site.name).close()
+        if stores:
+            open_store(study, site.name).close()
 
 
 def check_budget(site: loop.Site, pipeline: Pipeline) -> None:
@@ -74,6 +79,8 @@ def dry_run(
     folder = RunFolder(study.runs / "dry-run")
     assembled = [assemble(study, pipeline, method, folder, index) for index in range(len(sites))]
     preflight.compare([brought(site, study, pipeline, method) for site in assembled])
+    for site in assembled:
+        check_budget(site, pipeline)
     rows = [_cost(site, pipeline, method) for site in assembled]
     # On CPUs the sites share the cores; on GPUs each has its own.
     shared = rows[0].pop("cpu")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 
@@ -49,15 +52,16 @@ def train(
     watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    plan.check(study, pipeline, method, backend)
-    n_sites = len(study.sites(pipeline))
     ranks = launch.launched_ranks()
+    plan.check(study, pipeline, method, backend, stores=ranks is None)
     if ranks is not None:
-        return _join(study, pipeline, method, name, ranks)
+        return _join(study, pipeline, ranks, lambda comm: _agreed_run(study, pipeline, method, name, comm))
     if backend == "mpi":
         launch.find_mpiexec()
-    run = _create(study, pipeline, method, name)
-    return _start(study, run, n_sites, backend, watcher)
+    inputs = {site.name: _store_digest(study, site.name) for site in study.sites(pipeline)}
+    run = RunFolder.create(study.runs, method, name)
+    _describe(study, run, pipeline, method, name, inputs)
+    return _start(study, run, len(inputs), backend, watcher)
 
 
 def resume(
@@ -66,7 +70,11 @@ def resume(
     """Continues a run from the last round that all its sites had finished."""
     run = RunFolder(study.run(run_name))
     pipeline = load_pipeline(run.path / "config.toml")
-    plan.check(study, pipeline, read_json(run.path / "manifest.json")["method"], backend)
+    ranks = launch.launched_ranks()
+    method = read_json(run.path / "manifest.json")["method"]
+    plan.check(study, pipeline, method, backend, stores=ranks is None)
+    if ranks is not None:
+        return _join(study, pipeline, ranks, lambda comm: run)
     return _start(study, run, len(study.sites(pipeline)), backend, watcher or Silent())
 
 
@@ -82,7 +90,8 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     preflight.compare(comm.gather([brought(site, study, pipeline, method) for site in sites]))
     for site in sites:
         plan.check_budget(site, pipeline)
-    loop.run(sites, METHODS[method], schedule_of(pipeline), comm, _reporter(sites, pipeline, watcher))
+    with _alone(sites):
+        loop.run(sites, METHODS[method], schedule_of(pipeline), comm, _reporter(sites, pipeline, watcher))
     rows = comm.gather([_row(site, pipeline, method, comm.traffic[site.index]) for site in sites])
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary())
@@ -92,42 +101,59 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     return summary
 
 
-def rank_main(run_path: Path) -> int:
+@contextmanager
+def _alone(sites: Sequence[loop.Site]) -> Iterator[None]:
+    """One job at a time per run: two would send two noisy versions of the same round."""
+    with ExitStack() as stack:
+        for site in sites:
+            site.folder.path.mkdir(parents=True, exist_ok=True)
+            handle = stack.enter_context((site.folder.path / ".lock").open("w"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise WsiFlError(f"{site.folder.path}: another job still works on this run; end it") from None
+        yield
+
+
+def rank_main(run_path: Path) -> None:
     """The process of one rank: errors become one event, and end all ranks."""
     run = RunFolder(run_path)
     study = Study(run_path.parent.parent)
     comm = MpiComm(load_pipeline(run_path / "config.toml").comm.timeout_s)
-    return _guarded(comm, run, lambda: work_as_rank(study, run, comm, Events())) and 0
+
+    def tell(text: str, usage: bool) -> None:
+        emit({"error": text, "usage": usage})
+        traceback.print_exc()  # into mpi.log
+
+    _guarded(comm, run.path, lambda: work_as_rank(study, run, comm, Events()), tell)
 
 
-def _guarded(comm: MpiComm, run: RunFolder, work: Any) -> Any:
+def _guarded(
+    comm: MpiComm,
+    place: Path,
+    work: Callable[[], dict[str, Any]],
+    tell: Callable[[str, bool], None],
+) -> dict[str, Any]:
+    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain."""
     try:
         return work()
     except BaseException as error:
         text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
         try:
-            raise_if_full(error, run.path)
+            raise_if_full(error, place)
         except WsiFlError as full:
             text = str(full)
-        emit(
-            {
-                "error": text.splitlines()[0] if text else "unknown error",
-                "usage": isinstance(error, UsageError),
-            }
-        )
-        traceback.print_exc()
-        sys.stderr.flush()
-        comm.abort()
+        usage = isinstance(error, UsageError)
+        with suppress(OSError):  # nobody listens any more
+            tell(" ".join(text.split()), usage)
+            sys.stderr.flush()
+        comm.abort(2 if usage else 1)
         raise
 
 
-def _create(study: Study, pipeline: Pipeline, method: str, name: str) -> RunFolder:
-    run = RunFolder.create(study.runs, method, name)
-    _describe(study, run, pipeline, method, name)
-    return run
-
-
-def _describe(study: Study, run: RunFolder, pipeline: Pipeline, method: str, name: str) -> None:
+def _describe(
+    study: Study, run: RunFolder, pipeline: Pipeline, method: str, name: str, inputs: Mapping[str, str]
+) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
     first = f"# wsi-fl train --method {method} --pipeline {name}"
@@ -136,13 +162,14 @@ def _describe(study: Study, run: RunFolder, pipeline: Pipeline, method: str, nam
         run.path / "manifest.json",
         {
             "run": run.name,
+            "id": uuid4().hex,
             "method": method,
             "pipeline": name,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
             "git": _git_commit(study.root),
-            "inputs": {site.name: _store_digest(study, site.name) for site in study.sites(pipeline)},
+            "inputs": dict(inputs),
         },
     )
 
@@ -179,20 +206,36 @@ def _start(study: Study, run: RunFolder, n_sites: int, backend: str, watcher: Wa
     return summary
 
 
-def _join(study: Study, pipeline: Pipeline, method: str, name: str, ranks: int) -> dict[str, Any]:
-    """This process is one of the ranks that mpiexec or srun started; rank 0 names the run."""
+def _join(
+    study: Study, pipeline: Pipeline, ranks: int, run_of: Callable[[MpiComm], RunFolder]
+) -> dict[str, Any]:
+    """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
     n_sites = len(study.sites(pipeline))
     if ranks != n_sites:
         raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {ranks} were started")
     comm = MpiComm(pipeline.comm.timeout_s)
-    first = 0 in comm.sites
-    run = _create(study, pipeline, method, name) if first else None
-    chosen = comm.gather([run.name if run else None])[0]
-    run = RunFolder(study.runs / chosen)
-    if not (run.path / "config.toml").exists():  # a hospital's own disk
-        _describe(study, run, pipeline, method, name)
-    summary: dict[str, Any] = _guarded(comm, run, lambda: work_as_rank(study, run, comm, Silent()))
-    return summary if first else {}
+
+    def tell(text: str, usage: bool) -> None:
+        del usage
+        print(f"wsi-fl: error: {text}", file=sys.stderr)
+
+    summary = _guarded(comm, study.runs, lambda: work_as_rank(study, run_of(comm), comm, Silent()), tell)
+    return summary if 0 in comm.sites else {}
+
+
+def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
+    """Rank 0 names the new run; every rank reads its own store alone, and describes the run on its own disk."""
+    names = [site.name for site in study.sites(pipeline)]
+    mine = [_store_digest(study, names[index]) for index in comm.sites]
+    inputs = dict(zip(names, comm.gather(mine), strict=True))
+    run = None
+    if 0 in comm.sites:
+        run = RunFolder.create(study.runs, method, name)
+        _describe(study, run, pipeline, method, name, inputs)
+    chosen = RunFolder(study.runs / comm.gather([run.name if run else None])[0])
+    if not (chosen.path / "config.toml").exists():
+        _describe(study, chosen, pipeline, method, name, inputs)
+    return chosen
 
 
 def _reporter(sites: Sequence[loop.Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:

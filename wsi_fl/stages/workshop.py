@@ -15,6 +15,7 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline, Study
 from wsi_fl.federation.loop import Schedule, Site
 from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
+from wsi_fl.files import read_json
 from wsi_fl.learning.examples import Examples, in_memory, joined, resized
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
@@ -68,7 +69,7 @@ def weights_of(pipeline: Pipeline) -> Weights:
 def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
     """What ε is worth: see `Guarantee`."""
     privacy = pipeline.privacy
-    if not privacy.enabled or privacy.insecure_seed is not None:
+    if not privacy.enabled or privacy.sigma == 0 or privacy.insecure_seed is not None:
         return "none"
     return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
 
@@ -184,11 +185,17 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         learners=method.prepare(make_learners(site, pipeline, store, index, device)),
         train=train,
         tests={name: examples for name, examples in tests.items() if len(examples)},
-        ledger=PrivacyLedger(study.ledger(site.name), site=site.name, run=run.name, terms=terms),
+        ledger=PrivacyLedger(study.ledger(site.name), site=site.name, run=_identity(run), terms=terms),
         folder=run.site(site.name),
         device=device,
         mechanism=mechanism,
     )
+
+
+def _identity(run: RunFolder) -> str:
+    """Its name and number of birth: once runs/ was emptied, names come again, but what was spent stays spent."""
+    path = run.path / "manifest.json"
+    return f"{run.name} {read_json(path)['id']}" if path.exists() else run.name
 
 
 def planned(site: Site, rounds: int) -> Mechanism | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import resource
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.files import atomic
+from wsi_fl.files import atomic, reserve
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
 STORE_FORMAT = "wsi-fl patch store"
 SHARD_FORMAT = "wsi-fl patch shard"
 VERSION = 1
 _OPEN_SHARDS = 128
+"""Shards one reader keeps open, fewer where the system allows few files: joint training reads many stores."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,12 @@ def write_shard(path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable
         pixels: batches uint8[b, size_px, size_px, 3] in the table's order, n rows in all.
 
     Raises:
-        WsiFlError: when the pixels are not n patches of the right shape, or the disk is full.
+        WsiFlError: when the pixels are not n ≥ 1 patches of the right shape, or the disk is full.
     """
     n, size = len(table), meta.spec.size_px
-    with atomic(path) as temporary, h5py.File(temporary, "w") as file:
+    if n == 0:
+        raise WsiFlError(f"{path}: a shard holds at least one patch")
+    with atomic(path) as temporary, _created(temporary, n * (size * size * 3 + _ROW_BYTES)) as file:
         file.attrs.update(
             _spec_attrs(meta.spec)
             | {
@@ -100,12 +104,15 @@ def write_shard(path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable
         dataset = file.create_dataset(
             "pixels", (n, size, size, 3), np.uint8, chunks=(1, size, size, 3), fillvalue=0
         )
+        file.flush()  # from here on only whole patches are written, which fail cleanly
         row = 0
         for batch in pixels:
             if batch.shape[1:] != (size, size, 3) or batch.dtype != np.uint8:
                 raise WsiFlError(
                     f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
                 )
+            if row + len(batch) > n:
+                raise WsiFlError(f"{path}: got more than the {n} patches expected")
             for patch in batch:
                 dataset.id.write_direct_chunk((row, 0, 0, 0), np.ascontiguousarray(patch).tobytes())
                 row += 1
@@ -120,7 +127,7 @@ def write_columns(path: Path, meta: StoreMeta, shards: list[Path]) -> PatchTable
     """
     tables = [_shard_table(shard, meta.spec) for shard in shards]
     table = PatchTable.concat(tables) if tables else _empty_table()
-    with atomic(path) as temporary, h5py.File(temporary, "w") as file:
+    with atomic(path) as temporary, _created(temporary, _columns_bytes(table)) as file:
         _write_root(file, meta, table)
         links = file.create_group("slides", track_order=True)
         for shard, part in zip(shards, tables, strict=True):
@@ -130,15 +137,21 @@ def write_columns(path: Path, meta: StoreMeta, shards: list[Path]) -> PatchTable
 
 def pack(source: Path, target: Path) -> None:
     """Copies a linked store into one self-contained file that reads the same."""
-    with PatchStore(source) as store, atomic(target) as temporary, h5py.File(temporary, "w") as file:
-        _write_root(file, store.meta, store.table)
-        slides = file.create_group("slides", track_order=True)
-        for name in store.slides:
-            group = slides.create_group(name)
-            shard = store.shard(name)
-            group.attrs.update(shard.attrs)
-            for key in shard:
-                shard.copy(key, group)
+    with PatchStore(source) as store, atomic(target) as temporary:
+        needed = len(store) * (store.meta.spec.size_px**2 * 3 + _ROW_BYTES) + _columns_bytes(store.table)
+        with _created(temporary, needed) as file:
+            _copy_into(file, store)
+
+
+def _copy_into(file: h5py.File, store: PatchStore) -> None:
+    _write_root(file, store.meta, store.table)
+    slides = file.create_group("slides", track_order=True)
+    for name in store.slides:
+        group = slides.create_group(name)
+        shard = store.shard(name)
+        group.attrs.update(shard.attrs)
+        for key in shard:
+            shard.copy(key, group)
 
 
 class PatchStore:
@@ -165,14 +178,18 @@ class PatchStore:
             _check_format(self._file, STORE_FORMAT, path)
             self.meta = _read_meta(self._file)
             self.table = _read_table(self._file)
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            self._file.close()
+            raise WsiFlError(f"{path}: damaged ({_first_line(error)}); run `wsi-fl tile` again") from None
         except BaseException:
             self._file.close()
             raise
-        names, first = np.unique(self.table.slide, return_index=True)
+        names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]
-        self._start = dict(zip(self.slides, (int(row) for row in first[order]), strict=True))
+        self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, h5py.Group] = OrderedDict()
+        self._most_open = _most_open()
 
     def __enter__(self) -> PatchStore:
         return self
@@ -190,20 +207,45 @@ class PatchStore:
         self._file.close()
 
     def shard(self, slide: str) -> Any:
-        """The HDF5 group of one slide; a missing or damaged shard raises WsiFlError."""
+        """The HDF5 group of one slide; a shard that is missing, damaged or of other patches raises WsiFlError."""
         if slide not in self._shards:
+            if len(self._shards) >= self._most_open:
+                self._shards.popitem(last=False)
             try:
-                group = self._file["slides"][slide]
-                _check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5", packed=True)
-            except (KeyError, OSError):
+                group = self._open_shard(slide)
+                _check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
+                self._check_columns(slide, group)
+            except (KeyError, OSError, TypeError, ValueError) as error:
                 raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is missing or damaged; run `wsi-fl tile` again"
+                    f"{self.path}: the shard of slide {slide} is missing or damaged ({_first_line(error)}); "
+                    "run `wsi-fl tile` again"
                 ) from None
             self._shards[slide] = group
-            if len(self._shards) > _OPEN_SHARDS:
-                self._shards.popitem(last=False)
         self._shards.move_to_end(slide)
         return self._shards[slide]
+
+    def _open_shard(self, slide: str) -> h5py.Group:
+        """By the link's own path: HDF5 would go on to look in the current folder, where another site's may lie."""
+        link = self._file["slides"].get(slide, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            return h5py.File(self.path.parent / link.filename, "r")["/"]
+        return self._file["slides"][slide]
+
+    def _check_columns(self, slide: str, group: h5py.Group) -> None:
+        """A `tile` that was killed leaves new shards under old columns: their labels would not be the pixels'."""
+        rows = self._rows[slide]
+        size, n = self.meta.spec.size_px, rows.stop - rows.start
+        same = (
+            bool(np.all(self.table.slide[rows] == slide))
+            and {key: group.attrs[key] for key in _spec_attrs(self.meta.spec)} == _spec_attrs(self.meta.spec)
+            and group["pixels"].shape == (n, size, size, 3)
+            and np.array_equal(group["xy_l0"], self.table.xy_l0[rows])
+            and np.array_equal(group["label"], self.table.label[rows])
+        )
+        if not same:
+            raise WsiFlError(
+                f"{self.path}: the shard of slide {slide} holds other patches; run `wsi-fl tile` again"
+            )
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Pixels uint8[b, size_px, size_px, 3] of the rows, in the order asked for."""
@@ -212,9 +254,37 @@ class PatchStore:
         for position, row in enumerate(rows):
             slide = str(self.table.slide[row])
             pixels = self.shard(slide)["pixels"]
-            _, chunk = pixels.id.read_direct_chunk((int(row) - self._start[slide], 0, 0, 0))
-            out[position] = np.frombuffer(chunk, np.uint8).reshape(size, size, 3)
+            try:
+                _, chunk = pixels.id.read_direct_chunk((int(row) - self._rows[slide].start, 0, 0, 0))
+                out[position] = np.frombuffer(chunk, np.uint8).reshape(size, size, 3)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise WsiFlError(
+                    f"{self.path}: patch {row} in the shard of slide {slide} is damaged "
+                    f"({_first_line(error)}); run `wsi-fl tile` again"
+                ) from None
         return out
+
+
+def _most_open() -> int:
+    allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _OPEN_SHARDS if allowed < 0 else max(1, min(_OPEN_SHARDS, allowed // 8))
+
+
+_ROW_BYTES = 256
+"""Room for a patch's columns and its place in the index of chunks."""
+_SLIDE_BYTES = 1 << 14
+"""Room for a slide's attributes, link and group."""
+
+
+def _columns_bytes(table: PatchTable) -> int:
+    text = sum(column.dtype.itemsize for column in (table.slide, table.patient, table.split))
+    return len(table) * (text + _ROW_BYTES) + len(np.unique(table.slide)) * _SLIDE_BYTES
+
+
+def _created(path: Path, n_bytes: int) -> h5py.File:
+    """A new HDF5 file on a disk that can hold it."""
+    reserve(path, n_bytes + _SLIDE_BYTES)
+    return h5py.File(path, "w")
 
 
 def _spec_attrs(spec: GridSpec) -> dict[str, Any]:
@@ -236,17 +306,19 @@ def _write_root(file: h5py.File, meta: StoreMeta, table: PatchTable) -> None:
         file[name] = getattr(table, name)
     for name in ("slide", "patient", "split"):
         encoded = [str(value).encode() for value in getattr(table, name)]
-        width = max((len(value) for value in encoded), default=1)
+        width = max((len(value) for value in encoded), default=0) or 1
         file[name] = np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
-def _check_format(node: Any, expected: str, path: Path, *, packed: bool = False) -> None:
+def _check_format(node: Any, expected: str, path: Path) -> None:
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
         raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
-    if version is None or int(version) > VERSION:
-        advice = "update wsi-fl or tile again" if not packed else "tile again"
-        raise WsiFlError(f"{path}: {expected} version {version}, this wsi-fl reads up to {VERSION}; {advice}")
+    if version not in range(1, VERSION + 1):
+        raise WsiFlError(
+            f"{path}: {expected} version {version}, this wsi-fl reads up to {VERSION}; "
+            "update wsi-fl or tile again"
+        )
 
 
 def _read_meta(file: h5py.File) -> StoreMeta:

@@ -1,0 +1,104 @@
+"""ε against published values, and as a property of its arguments."""
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for, steps_per_epoch
+from wsi_fl.types import UsageError
+
+DELTA = 1e-5
+sigmas = st.floats(0.6, 8)
+rates = st.floats(0.005, 1)
+steps = st.integers(1, 2000)
+
+
+@pytest.mark.parametrize(
+    ("n", "published"), [(2338, 2.36), (2726, 2.17), (2937, 2.08), (2841, 2.12), (10842, 1.00)]
+)
+def test_table_2_of_proxyfl(n, published):
+    assert round(epsilon([plan(n, 32, 30, 1.4, 0.7)], DELTA), 2) == published
+
+
+def test_default_mnist_run_of_the_reference_code():
+    assert epsilon([plan(1000, 250, 300, 1.0, 1.0)], 1e-3) == pytest.approx(86.8, abs=0.05)
+
+
+def test_full_batches_cost_what_the_gaussian_mechanism_costs():
+    """q = 1: the RDP of order a is a / (2σ²); the optimum over a fine grid of orders is close by."""
+    sigma, n_steps = 4.0, 10
+    from math import log
+
+    def bound(a):
+        return n_steps * a / (2 * sigma**2) - (log(DELTA) + log(a)) / (a - 1) + log((a - 1) / a)
+
+    oracle = min(bound(1 + k / 100) for k in range(1, 6000))
+    assert epsilon([Mechanism(sigma, 1.0, 1.0, n_steps)], DELTA) == pytest.approx(oracle, rel=1e-3)
+
+
+@settings(max_examples=8, deadline=None)
+@given(sigmas, rates, steps)
+def test_more_noise_costs_less_and_more_steps_or_larger_batches_cost_more(sigma, rate, n):
+    base = epsilon([Mechanism(sigma, 1.0, rate, n)], DELTA)
+    assert 0 <= epsilon([Mechanism(sigma * 1.2, 1.0, rate, n)], DELTA) <= base
+    assert epsilon([Mechanism(sigma, 1.0, rate, n + 50)], DELTA) > base
+    assert epsilon([Mechanism(sigma, 1.0, min(1.0, rate * 1.5), n)], DELTA) >= base
+    assert epsilon([Mechanism(sigma, 1.0, rate, n)], DELTA * 10) <= base
+
+
+@settings(max_examples=8, deadline=None)
+@given(sigmas, rates, steps, steps)
+def test_rounds_compose_to_the_whole(sigma, rate, a, b):
+    parts = epsilon([Mechanism(sigma, 1.0, rate, a), Mechanism(sigma, 1.0, rate, b)], DELTA)
+    assert parts == pytest.approx(epsilon([Mechanism(sigma, 1.0, rate, a + b)], DELTA), rel=1e-9)
+    assert parts >= epsilon([Mechanism(sigma, 1.0, rate, a)], DELTA)
+
+
+def test_limits(recwarn):
+    assert epsilon([], DELTA) == 0
+    assert epsilon([Mechanism(1.0, 1.0, 0.1, 0)], DELTA) == 0
+    assert epsilon([Mechanism(0.0, 1.0, 0.1, 1)], DELTA) == inf
+    assert epsilon([Mechanism(1.4, 1.0, 0.1, 9), Mechanism(0.0, 1.0, 0.1, 1)], DELTA) == inf
+    assert epsilon([Mechanism(900.0, 1.0, 0.001, 1)], 0.5) == 0  # never below nothing
+    assert not recwarn.list, "opacus speaks of orders to people who asked for ε"
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, float("nan")])
+def test_delta_must_be_a_probability(delta):
+    with pytest.raises(UsageError, match="delta must lie between 0 and 1"):
+        epsilon([Mechanism(1.0, 1.0, 0.1, 1)], delta)
+
+
+def test_plans_that_make_no_sense_are_refused():
+    for n, batch in ((0, 32), (10, 0)):
+        with pytest.raises(UsageError, match=f"n={n}, B={batch}"):
+            plan(n, batch, 1, 1.0, 1.0)
+    with pytest.raises(UsageError, match="cannot be negative"):
+        plan(10, 2, -1, 1.0, 1.0)
+    with pytest.raises(UsageError, match="cannot be negative"):
+        plan(10, 2, 1, -1.0, 1.0)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**4))
+def test_an_epoch_sees_each_row_once_on_average(n, batch_size):
+    per_epoch = steps_per_epoch(n, batch_size)
+    assert (per_epoch - 1) * batch_size < n <= per_epoch * batch_size
+    mechanism = plan(n, batch_size, 3, 1.0, 1.0)
+    assert mechanism.sample_rate * mechanism.steps == pytest.approx(3)
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.floats(0.3, 20), st.floats(0.01, 1), st.integers(1, 500))
+def test_sigma_for_is_the_least_of_three_decimals(target, rate, n):
+    sigma = sigma_for(target, rate, n, DELTA)
+    assert sigma == round(sigma, 3)
+    assert epsilon([Mechanism(sigma, 1.0, rate, n)], DELTA) <= target
+    assert epsilon([Mechanism(sigma - 0.001, 1.0, rate, n)], DELTA) > target
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, 1e-9, float("nan"), inf])
+def test_unreachable_targets_are_refused(target):
+    with pytest.raises(UsageError, match="no noise level reaches"):
+        sigma_for(target, 0.5, 100, DELTA)

@@ -1,0 +1,286 @@
+"""Outlines of several tools as areas, and their exact share of patches."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shapely
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shapely import affinity
+
+from wsi_fl.slides.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
+from wsi_fl.types import WsiFlError
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "annotations"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
+SQUARE = [(0, 0), (100, 0), (100, 100), (0, 100)]
+INNER = [(20, 20), (60, 20), (60, 60), (20, 60)]
+NOTHING = shapely.Polygon()
+
+
+def asap(path, *outlines):
+    """An ASAP file of (group, ring) pairs."""
+    body = "".join(
+        f'<Annotation Name="a" Type="Polygon" PartOfGroup="{group}"><Coordinates>'
+        + "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}" />' for k, (x, y) in enumerate(ring))
+        + "</Coordinates></Annotation>"
+        for group, ring in outlines
+    )
+    path.write_text(
+        f'<?xml version="1.0"?><ASAP_Annotations><Annotations>{body}</Annotations>'
+        '<AnnotationGroups><Group Name="metastases" PartOfGroup="None" /></AnnotationGroups></ASAP_Annotations>'
+    )
+    return path
+
+
+def geojson(path, document):
+    path.write_text(json.dumps(document))
+    return path
+
+
+def feature(ring, *, holes=(), **properties):
+    closed = [[*map(list, r), list(r[0])] for r in (ring, *holes)]
+    return {
+        "type": "Feature",
+        "geometry": {"type": "Polygon", "coordinates": closed},
+        "properties": properties,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tumor", "hole"),
+    [("metastases", "normal"), ("_0", "_2"), ("_1", "_2"), ("Tumor", "Exclusion"), ("tumor", "NORMAL")],
+)
+def test_holes_are_painted_last_wherever_they_stand(tmp_path, tumor, hole):
+    first = read_annotations(asap(tmp_path / "a.xml", (hole, INNER), (tumor, SQUARE)))
+    last = read_annotations(asap(tmp_path / "b.xml", (tumor, SQUARE), (hole, INNER)))
+    assert first.tumor.area == last.tumor.area == 10_000 - 1_600
+    assert last.groups == {tumor: 1, hole: 1}
+
+
+def test_points_are_taken_in_their_order(tmp_path):
+    path = asap(tmp_path / "a.xml", ("metastases", SQUARE))
+    text = path.read_text().replace('Order="1"', 'Order="x"').replace('Order="2"', 'Order="1"')
+    path.write_text(text.replace('Order="x"', 'Order="2"'))
+    assert read_annotations(path).tumor.area == 5_000  # now a bow tie
+
+
+def test_overlapping_outlines_count_once(tmp_path):
+    moved = [(x + 50, y) for x, y in SQUARE]
+    assert read_annotations(asap(tmp_path / "a.xml", ("_0", SQUARE), ("_1", moved))).tumor.area == 15_000
+
+
+def test_an_outline_without_a_group_is_unsure_beside_named_ones_and_tumour_alone(tmp_path):
+    away = [(x + 500, y) for x, y in SQUARE]
+    mixed = read_annotations(asap(tmp_path / "mixed.xml", ("Tumor", SQUARE), ("None", away)))
+    assert (mixed.tumor.area, mixed.unsure.area) == (10_000, 10_000)
+    assert unsure_fraction(mixed, np.array([[500, 0], [0, 0]]), 50.0).tolist() == [1, 0]
+    alone = read_annotations(asap(tmp_path / "alone.xml", ("None", away)))
+    assert (alone.tumor.area, alone.unsure.area) == (10_000, 0)
+
+
+def test_unknown_groups_are_listed_unless_named(tmp_path):
+    path = asap(tmp_path / "a.xml", ("dcis", SQUARE), ("stroma", INNER), ("Tumor", INNER))
+    with pytest.raises(WsiFlError, match=r"a\.xml: unknown annotation groups dcis, stroma; ") as failure:
+        read_annotations(path)
+    assert "\n" not in str(failure.value)
+    named = read_annotations(path, tumor_groups=("DCIS", "tumor"), ignored_groups=("stroma",))
+    assert named.tumor.area == 10_000
+    assert (
+        read_annotations(
+            path, tumor_groups=("dcis",), hole_groups=("stroma",), ignored_groups=("tumor",)
+        ).tumor.area
+        == 8_400
+    )
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"type": "FeatureCollection", "features": [feature(SQUARE, classification={"name": "Tumor"})]},
+        {
+            "type": "FeatureCollection",
+            "features": [feature(SQUARE, classification={"names": ["tumor", "Positive"]})],
+        },
+        [feature(SQUARE, objectType="annotation", classification={"name": "TUMOR", "colorRGB": -3670016})],
+        feature(SQUARE, classification="tumour"),
+        feature(SQUARE, name="Metastasis"),
+        feature(SQUARE)["geometry"],
+        {"type": "GeometryCollection", "geometries": [feature(SQUARE)["geometry"]]},
+        {"type": "MultiPolygon", "coordinates": [feature(SQUARE)["geometry"]["coordinates"]]},
+        {"type": "Polygon", "coordinates": [[[x, y, 0] for x, y in SQUARE]]},  # neither flat nor closed
+    ],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_geojson_in_all_its_shapes(tmp_path, document, mark):
+    path = tmp_path / "a.geojson"
+    path.write_text(mark + json.dumps(document), encoding="utf-8")
+    assert read_annotations(path).tumor.equals(shapely.Polygon(SQUARE))
+
+
+def test_geojson_holes_of_both_kinds_are_taken_out(tmp_path):
+    far = [(70, 70), (90, 70), (90, 90), (70, 90)]
+    document = [
+        feature(SQUARE, holes=[INNER], classification={"name": "Tumor"}),
+        feature(far, classification={"name": "Exclusion"}),
+    ]
+    assert read_annotations(geojson(tmp_path / "a.json", document)).tumor.area == 10_000 - 1_600 - 400
+
+
+def test_what_no_person_drew_and_what_has_no_area_is_left_out(tmp_path):
+    line = {"type": "LineString", "coordinates": [[0, 0], [9, 9]]}
+    document = [
+        feature(SQUARE, classification={"name": "Tumor"}),
+        feature([(500, 0), (600, 0), (600, 100)], objectType="cell", classification={"name": "Tumor"}),
+        {"type": "Feature", "geometry": line, "properties": {"classification": {"name": "Tumor"}}},
+        {"type": "Feature", "geometry": None, "properties": None},
+    ]
+    assert read_annotations(geojson(tmp_path / "a.json", document)).tumor.area == 10_000
+
+
+@pytest.mark.parametrize(
+    ("ring", "area"),
+    [
+        ([(0, 0), (10, 10), (10, 0), (0, 10)], 50),  # bow tie
+        ([*SQUARE, SQUARE[0]], 10_000),  # closed
+        ([p for p in SQUARE for _ in range(3)], 10_000),  # repeated points
+        ([*SQUARE, *SQUARE], 10_000),  # drawn twice
+        (
+            [(0, 0), (10, 0), (10, 10), (0, 10), (0, -2), (5, -2), (5, 5), (-1, 5)],
+            112.5,
+        ),  # ends past its start
+        ([(0, 0), (100, 0), (100, 100), (0, 100), (0, 0), (0, -50)], 10_000),  # a spike
+        ([(0, 0), (10, 10)], 0),
+        ([(0, 0)], 0),
+        ([], 0),
+        ([(0, 0), (5, 5), (10, 10)], 0),  # flat
+    ],
+)
+def test_odd_rings_are_repaired_or_dropped(tmp_path, ring, area):
+    annotations = read_annotations(asap(tmp_path / "a.xml", ("metastases", ring)))
+    assert annotations.tumor.is_valid
+    assert annotations.tumor.geom_type in {"Polygon", "MultiPolygon", "GeometryCollection"}
+    assert annotations.tumor.area == pytest.approx(area)
+    assert tumor_fraction(annotations, np.array([[-1000, -1000]]), 5000.0)[0] * 5000**2 == pytest.approx(
+        area, rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.xml", "<ASAP_Annotations><Annotations>"),
+        ("a.xml", "<Annotations><Annotation><Regions /></Annotation></Annotations>"),
+        ("a.xml", '<ASAP_Annotations><Annotation PartOfGroup="Tumor"><Coordinates><Coordinate Order="0" X="1,5" Y="2"/>'
+                  "</Coordinates></Annotation></ASAP_Annotations>"),
+        ("a.xml", '<ASAP_Annotations><Annotation PartOfGroup="Tumor"><Coordinates><Coordinate Order="0" Y="2"/>'
+                  "</Coordinates></Annotation></ASAP_Annotations>"),
+        ("a.json", '{"type": "FeatureCollection", "features": [{'),
+        ("a.json", ""),
+        ("a.json", "3"),
+        ("a.json", '{"type": "FeatureCollection", "features": 4}'),
+        ("a.json", '{"type": "Polygon"}'),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[1, "two"], [3, 4], [5, 6]]]}'),
+        ("a.json", '{"type": "Polygon", "coordinates": [[[1, NaN], [3, 4], [5, 6]]]}'),
+        ("a.json", '{"type": "Circle", "coordinates": [1, 2]}'),
+        ("a.json", "\udcff\udcfe"),
+    ],
+)  # fmt: skip
+def test_malformed_files_fail_in_one_line_with_the_path(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(WsiFlError) as failure:
+        read_annotations(path)
+    assert str(failure.value).startswith(f"{path}: ")
+    assert "\n" not in str(failure.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(WsiFlError, match=r"gone\.xml: cannot read"):
+        read_annotations(tmp_path / "gone.xml")
+
+
+def star(n, seed=0, radius=20_000.0, centre=30_000.0):
+    """A ragged outline of n vertices."""
+    angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
+    away = radius * (1 + 0.2 * np.sin(7 * angle) + 0.01 * np.random.default_rng(seed).normal(size=n))
+    return shapely.Polygon(np.c_[centre + away * np.cos(angle), centre + away * np.sin(angle)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), side=st.floats(1, 90), n=st.sampled_from([5, 100, 700]))
+def test_shares_are_exact_areas(seed, side, n):
+    rng = np.random.default_rng(seed)
+    outline = star(n, seed, radius=100, centre=150)
+    hole = affinity.scale(star(9, seed + 1, radius=100, centre=150), 0.4, 0.4)
+    tumor = shapely.difference(outline.buffer(0), hole)
+    xy = rng.integers(-20, 320, (40, 2))
+    expected = [tumor.intersection(shapely.box(x, y, x + side, y + side)).area / side**2 for x, y in xy]
+    got = tumor_fraction(Annotations(tumor, NOTHING), xy, side)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_patches_that_only_touch_an_outline_share_no_area_with_it():
+    slanted = affinity.rotate(shapely.Polygon(SQUARE), 0.3)
+    for tumor in (shapely.Polygon(SQUARE), shapely.union(shapely.Polygon(SQUARE), slanted).convex_hull):
+        left, _, right, _ = tumor.bounds
+        xy = np.array([[int(np.ceil(right)), 0], [int(np.floor(left)) - 50, 0]])
+        assert tumor_fraction(Annotations(tumor, NOTHING), xy, 50.0).tolist() == [0, 0]
+    inside = tumor_fraction(Annotations(star(3000), NOTHING), np.array([[29_000, 29_000]]), 333.3)
+    assert inside.tolist() == [1]
+
+
+def test_no_outline_means_no_share():
+    assert tumor_fraction(Annotations(NOTHING, NOTHING), np.zeros((3, 2), np.int64), 10.0).tolist() == [
+        0,
+        0,
+        0,
+    ]
+    assert tumor_fraction(Annotations(star(50), NOTHING), np.zeros((0, 2), np.int64), 10.0).shape == (0,)
+
+
+def test_ten_thousand_vertices_and_patches_are_a_matter_of_a_second():
+    tumor = star(10_000)
+    xy = np.stack(np.meshgrid(np.arange(100) * 600, np.arange(100) * 600), -1).reshape(-1, 2)
+    start = time.perf_counter()
+    share = tumor_fraction(Annotations(tumor, NOTHING), xy, 600.0)
+    assert time.perf_counter() - start < 5
+    assert (share.astype(float) * 600**2).sum() == pytest.approx(tumor.area, rel=1e-6)
+
+
+@needs_shared
+@pytest.mark.parametrize("name", ["asap_example.xml", "asap_example.geojson", "dlup_qupath05.geojson"])
+def test_files_of_other_tools_read_once_their_groups_are_named(name):
+    with pytest.raises(WsiFlError, match="unknown annotation groups"):
+        read_annotations(SHARED / name)
+    groups = ("UT", "I", "artifact", "aberrant_positive_columnar", "unsure")
+    annotations = read_annotations(SHARED / name, tumor_groups=groups, unsure_groups=())
+    assert annotations.tumor.is_valid
+    assert annotations.tumor.area > 0
+
+
+@needs_shared
+def test_asap_and_geojson_of_the_same_region_agree():
+    areas = [
+        read_annotations(
+            SHARED / name, tumor_groups=("unsure",), unsure_groups=(), ignored_groups=(other,)
+        ).tumor.area
+        for name, other in (
+            ("asap_example.xml", "aberrant_positive_columnar"),
+            ("asap_example.geojson", "artifact"),
+        )
+    ]
+    assert areas[0] == pytest.approx(areas[1])
+
+
+@needs_shared
+def test_a_bare_geometry_is_tumour():
+    annotations = read_annotations(SHARED / "qupath_polygon.geojson")
+    assert annotations.tumor.geom_type == "MultiPolygon"
+    assert annotations.tumor.is_valid

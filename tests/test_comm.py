@@ -1,0 +1,165 @@
+"""What travels: the same messages by MPI as in process, and nothing that was not agreed on."""
+
+import json
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from wsi_fl.federation import comm
+from wsi_fl.federation.comm import LocalComm, Outgoing
+from wsi_fl.federation.topology import exponential, receivers, senders
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.stages import launch
+from wsi_fl.types import WsiFlError
+
+SCHEMA = "ab" * 32
+
+
+def release_of(folder, site, round_, values, weight=1.0):
+    ledger = PrivacyLedger(folder / f"{site}.jsonl", site=site, run="r", terms=Terms(1e-5, allow=("model",)))
+    vector = np.asarray(values, np.float32)
+    return ledger.release(round_, vector, schema=SCHEMA, weight=weight, mechanism=None, content="model")
+
+
+def test_only_a_release_travels():
+    lookalike = SimpleNamespace(site="C1", round=1, schema=SCHEMA, vector=np.zeros(3, np.float32), weight=1.0)
+    for thing in (np.zeros(3, np.float32), lookalike, None):
+        with pytest.raises(TypeError, match="only a Release may leave a site"):
+            Outgoing(0, 1, 1.0, thing)
+
+
+def test_in_process_messages_are_scaled_counted_and_recorded(tmp_path):
+    local = LocalComm(2, record=True)
+    release = release_of(tmp_path, "a", 3, [1.0, 2.0, 3.0], weight=0.8)
+    (message,) = local.exchange([Outgoing(0, 1, 0.25, release)], [(0, 1)], round_=3, hop=0, size=3)
+    assert message.vector.tolist() == [0.25, 0.5, 0.75]
+    assert message.weight == pytest.approx(0.2)
+    assert (message.sender, message.receiver, message.round, message.schema) == (0, 1, 3, SCHEMA)
+    assert local.sent == [message]
+    assert local.traffic[0].messages == 1
+    assert 0 < local.traffic[0].bytes - 12 <= 256  # a small header
+    assert local.traffic[1].messages == 0
+
+
+def test_what_was_not_agreed_on_is_refused(tmp_path):
+    local = LocalComm(2)
+    sent = [Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0, 2.0]))]
+    with pytest.raises(WsiFlError, match="site 0 sent 2 values, agreed on 3"):
+        local.exchange(sent, [(0, 1)], round_=1, hop=0, size=3)
+    with pytest.raises(WsiFlError, match="release of round 1 cannot be sent in round 2"):
+        local.exchange(sent, [(0, 1)], round_=2, hop=0, size=2)
+    with pytest.raises(WsiFlError, match="nothing from site 1 to site 0"):
+        local.exchange(sent, [(0, 1), (1, 0)], round_=1, hop=0, size=2)
+
+
+def test_another_protocol_is_refused(tmp_path):
+    header, vector = comm._pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
+    assert comm._unpack(header, vector, 1).round == 1
+    for position in (0, 4):  # magic, version
+        broken = bytearray(header)
+        broken[position] ^= 1
+        with pytest.raises(WsiFlError, match="another protocol"):
+            comm._unpack(broken, vector, 1)
+
+
+def test_gather_knows_every_document_in_order():
+    assert LocalComm(3).gather([{"a": 1}, None, "é"]) == [{"a": 1}, None, "é"]
+
+
+RANKS = """
+import json, sys, time
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, {tests!r})
+from test_comm import plan_of, release_of, said
+from wsi_fl.federation.comm import MpiComm, Outgoing
+from wsi_fl.types import WsiFlError
+folder = Path({folder!r})
+comm = MpiComm(20.0)
+(me,) = comm.sites
+out = {{"gathered": comm.gather([{{"site": me, "text": "é" * me}}]), "rounds": []}}
+for round_ in (1, 2, 3):
+    outgoing, expected = plan_of(folder, round_, [me])
+    out["rounds"].append([said(m) for m in comm.exchange(outgoing, expected, round_=round_, hop=0, size=70_001)])
+out["traffic"] = [comm.traffic[me].messages, comm.traffic[me].bytes]
+
+def attempt(timeout, act):
+    comm.timeout_s = timeout
+    began = time.monotonic()
+    try:
+        act()
+        return None
+    except WsiFlError as error:
+        return [str(error), time.monotonic() - began]
+
+def wrong_size():
+    sent = [Outgoing(me, 1, 1.0, release_of(folder, f"w{{me}}", 8, [1.0, 2.0]))] if me == 0 else []
+    comm.exchange(sent, [(0, 1)], round_=8, hop=0, size=2 if me == 0 else 3)
+
+def nobody_sends():
+    comm.exchange([], [(1, 2)] if me == 2 else [], round_=9, hop=0, size=3)
+
+out["silent"] = attempt(1.0, nobody_sends)
+comm.timeout_s = 20.0
+comm.gather([0])
+out["wrong"] = attempt(2.0, wrong_size)
+(folder / f"rank{{me}}.json").write_text(json.dumps(out))
+comm.timeout_s = 20.0
+comm.gather([0])
+"""
+
+
+def plan_of(folder, round_, sites):
+    """The same releases whoever makes them, on the exponential graph over three sites."""
+    (matrix,) = exponential(3, round_, 0.3)
+    outgoing, expected = [], []
+    for site in sites:
+        values = np.random.default_rng([site, round_]).normal(size=70_001)
+        release = release_of(folder, f"{site}", round_, values, weight=1 + site / 10)
+        outgoing += [Outgoing(site, to, float(matrix[to, site]), release) for to in receivers(matrix, site)]
+        expected += [(sender, site) for sender in senders(matrix, site)]
+    return outgoing, expected
+
+
+def said(message):
+    digest = sha256(message.vector.tobytes()).hexdigest()
+    return [message.sender, message.receiver, message.round, message.schema, message.weight, digest]
+
+
+def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    command = [
+        launch.find_mpiexec(),
+        "-n",
+        "3",
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        sys.executable,
+        script,
+    ]
+    environment = launch.rank_environment(3)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ranks = [json.loads((tmp_path / f"rank{k}.json").read_text()) for k in range(3)]
+    local = LocalComm(3)
+    for number, round_ in enumerate((1, 2, 3)):
+        outgoing, expected = plan_of(tmp_path, round_, range(3))
+        alone = local.exchange(outgoing, expected, round_=round_, hop=0, size=70_001)
+        by_mpi = [message for rank in ranks for message in rank["rounds"][number]]
+        assert sorted(map(said, alone)) == sorted(by_mpi)
+    for k, rank in enumerate(ranks):
+        assert rank["gathered"] == [{"site": j, "text": "é" * j} for j in range(3)]
+        assert rank["traffic"] == [local.traffic[k].messages, local.traffic[k].bytes]
+    assert [rank["silent"] is None for rank in ranks] == [True, True, False]
+    message, waited = ranks[2]["silent"]
+    assert message == "site 1 did not answer for 1 s in round 9 (comm.timeout_s)"
+    assert 1 <= waited < 5
+    assert ranks[1]["wrong"][0] == "round 8: site 0 sent 2 values, agreed on 3"
+    assert [ranks[k]["wrong"] for k in (0, 2)] == [None, None]

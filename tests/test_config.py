@@ -1,0 +1,311 @@
+"""Configuration: what is written is what is meant, and every mistake is one line with file, key and choices."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wsi_fl.config import Pipeline, Site, Study, dump_toml, load_pipeline, shipped, toml_value
+from wsi_fl.types import UsageError
+
+
+@pytest.fixture
+def study(tmp_path):
+    for name in ("pipelines", "sites"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pipelines" / "p.toml").write_text("[train]\nrounds = 3\n")
+    for name in ("C1", "C2"):
+        (tmp_path / "sites" / f"{name}.toml").write_text(f'name = "{name}"\nslides = "x/*.tif"\n')
+    return Study(tmp_path)
+
+
+def refused(action, *words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nroundes = 3", ("'train.roundes'", "did you mean 'rounds'", "epochs_per_round")),
+        ("[trian]\nrounds = 3", ("'trian'", "did you mean 'train'", "privacy")),
+        ("[train]\nzzz = 3", ("'train.zzz'", "allowed here: rounds")),
+        ("[train]\nrounds = 'five'", ("train.rounds", '"five"', "integer")),
+        ("[train]\nrounds = '5'", ("train.rounds", '"5"', "integer")),
+        ("[train]\nrounds = true", ("train.rounds", "true", "integer")),
+        ("[train]\nrounds = 2.5", ("train.rounds", "2.5", "integer")),
+        ("[tile]\nbalance = 'no'", ("tile.balance", '"no"', "boolean")),
+        ("[train]\nrounds = 0", ("train.rounds = 0", "greater than or equal to 1")),
+        ("[privacy]\ndelta = 1.5", ("privacy.delta = 1.5", "less than 1")),
+        ("[train]\nlr = inf", ("train.lr", "finite")),
+        ("[train]\nlr = nan", ("train.lr",)),
+        ("[train]\nseed = 2024-01-01", ("train.seed", "integer")),
+        ("[train]\naugment = '''a\nb'''\nalpha = '''c\nd'''", ("train.alpha",)),
+        ("[privacy]\nmode = 'lax'", ("privacy.mode", '"lax"', "'paper' or 'strict'")),
+        ("train = 5", ("train is a section, [train]", "rounds")),
+        ("sites = ['C1', 5]", ("sites.1 = 5", "string")),
+        ("sites = []", ("sites", "at least 1")),
+        ("[train]\nrounds = ", ("not valid TOML", "line 2")),
+        ("[train]\nrounds = 3\nrounds = 4", ("not valid TOML",)),
+    ],
+)
+def test_mistake_in_a_pipeline_is_one_line(study, text, words):
+    (study.root / "pipelines" / "p.toml").write_text(text + "\n")
+    refused(lambda: study.pipeline("p"), "pipelines/p.toml: ", *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("slide = 'x'", ("'slide'", "did you mean 'slides'")),
+        ("", ("'slides' is missing",)),
+        ("slides = 5", ("slides = 5", "string")),
+        ("slides = ['a', 5]", ("slides", "string")),
+        ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16' or 'generic'")),
+        ("slides = 'x'\nallow = ['models']", ("allow.0", "'model', 'buffer', 'generator' or 'patches'")),
+        ("slides = 'x'\nmpp_override = 0", ("mpp_override = 0", "greater than 0")),
+        ("slides = 'x'\nreal = 'false'", ("real", "boolean")),
+        ("slides = 'x'\nmax_epsilon = -1", ("max_epsilon = -1", "greater than 0")),
+    ],
+)
+def test_mistake_in_a_site_file_is_one_line(study, text, words):
+    (study.root / "sites" / "C1.toml").write_text(f"name = 'C1'\n{text}\n")
+    refused(lambda: study.site("C1"), "sites/C1.toml: ", *words)
+
+
+@pytest.mark.parametrize("name", ["", "C 1", "../C1", "-C1", "C1\\n"])
+def test_name_that_cannot_be_a_folder_is_refused(study, name):
+    (study.root / "sites" / "C1.toml").write_text(f'name = "{name}"\nslides = "x"\n')
+    refused(lambda: study.site("C1"), "sites/C1.toml: ", "name")
+
+
+def test_site_file_and_its_name_agree(study):
+    (study.root / "sites" / "C1.toml").write_text("name = 'C2'\nslides = 'x'\n")
+    refused(lambda: study.site("C1"), "sites/C1.toml", "'C2'", "'C1'")
+
+
+def test_unknown_names_say_what_there_is(study):
+    refused(lambda: study.site("C11"), "unknown site 'C11'", "did you mean 'C1'", "C1, C2")
+    refused(lambda: study.pipeline("nothing"), "unknown pipeline 'nothing'", "camelyon17", "p")
+    refused(lambda: study.pipeline("nothing.toml"), "nothing.toml: no such file")
+    refused(lambda: study.sites(Pipeline(sites=["C1", "C9"])), "unknown site 'C9'")
+    refused(lambda: study.sites(Pipeline(sites=["C1", "C2", "C1"])), "C1 is listed twice")
+    refused(lambda: study.run("7"), "no run '7'", "none yet")
+
+
+def test_study_without_sites_says_how_to_get_them(study):
+    for path in (study.root / "sites").iterdir():
+        path.unlink()
+    refused(lambda: study.sites(Pipeline()), "sites/ is empty", "wsi-fl init")
+
+
+def test_sites_come_in_the_order_of_the_pipeline(study):
+    assert [s.name for s in study.sites(Pipeline())] == ["C1", "C2"]
+    assert [s.name for s in study.sites(Pipeline(sites=["C2", "C1"]))] == ["C2", "C1"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("train.rounds=5", "train.rounds", 5),
+        (" train.rounds = 5 ", "train.rounds", 5),
+        ("train.lr=1e-2", "train.lr", 0.01),
+        ("train.lr=1", "train.lr", 1.0),
+        ("tile.balance=false", "tile.balance", False),
+        ("tile.balance=False", "tile.balance", False),
+        ("privacy.mode=paper", "privacy.mode", "paper"),
+        ('privacy.mode="paper"', "privacy.mode", "paper"),
+        ("model.private=timm/vit_tiny.in21k", "model.private", "timm/vit_tiny.in21k"),
+        ("train.augment=a=b", "train.augment", "a=b"),
+        ('sites=["C2"]', "sites", ["C2"]),
+    ],
+)
+def test_override_wins_over_the_file(study, override, key, value):
+    found = study.pipeline("p", ["train.rounds=4", override])
+    for part in key.split("."):
+        found = getattr(found, part)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.rounds", ("section.key=value",)),
+        ("=5", ("section.key=value",)),
+        ("train.roundes=5", ("p.toml with --set", "did you mean 'rounds'")),
+        ("train.rounds.x=5", ("rounds is not a section",)),
+        ("train.rounds=many", ("p.toml with --set", "train.rounds", "integer")),
+        ("train.rounds=", ("train.rounds", "integer")),
+        ("train=5", ("train is a section",)),
+        ("rounds=5", ("unknown key 'rounds'",)),
+        ("privacy.mode=lax", ("'paper' or 'strict'",)),
+    ],
+)
+def test_mistake_in_an_override_is_one_line(study, override, words):
+    refused(lambda: study.pipeline("p", [override]), *words)
+
+
+def test_extends_merges_key_by_key(study):
+    folder = study.root / "pipelines"
+    (folder / "base.toml").write_text(
+        "sites = ['C1', 'C2']\n[train]\nrounds = 9\nlr = 0.5\n[tile]\nsize_px = 64\n"
+    )
+    (folder / "mid.toml").write_text("extends = 'base'\nsites = ['C2']\n[train]\nrounds = 8\n")
+    (folder / "top.toml").write_text("extends = 'mid.toml'\n[privacy]\nsigma = 2.0\n")
+    top = study.pipeline("top", ["train.alpha=0.7"])
+    assert (top.sites, top.train.rounds, top.train.lr, top.tile.size_px) == (["C2"], 8, 0.5, 64)
+    assert (top.privacy.sigma, top.train.alpha) == (2.0, 0.7)
+    assert study.pipeline("base").train.rounds == 9
+
+
+def test_extends_may_name_a_shipped_pipeline(study):
+    (study.root / "pipelines" / "own.toml").write_text("extends = 'camelyon17'\n[train]\nrounds = 2\n")
+    own, base = study.pipeline("own"), study.pipeline("camelyon17")
+    assert own == base.model_copy(update={"train": base.train.model_copy(update={"rounds": 2})})
+
+
+def test_extends_in_a_circle_or_of_nothing_is_one_line(study):
+    folder = study.root / "pipelines"
+    (folder / "a.toml").write_text("extends = 'b'\n")
+    (folder / "b.toml").write_text("extends = 'a'\n")
+    (folder / "c.toml").write_text("extends = 'c'\n")
+    (folder / "d.toml").write_text("extends = 'nothing'\n")
+    refused(lambda: study.pipeline("a"), "a.toml", "extends itself")
+    refused(lambda: study.pipeline("c"), "pipelines/c.toml: extends itself")
+    refused(lambda: study.pipeline("d"), "pipelines/d.toml", "extends", "'nothing'", "known: ")
+
+
+def test_the_studys_pipeline_shadows_the_shipped_one(study):
+    (study.root / "pipelines" / "camelyon17.toml").write_text("[train]\nrounds = 77\n")
+    assert study.pipeline("camelyon17").train.rounds == 77
+
+
+def test_only_pipeline_is_the_default(study):
+    assert study.pipeline_name(None) == "p"
+    assert study.pipeline_name("other") == "other"
+    (study.root / "pipelines" / "q.toml").write_text("")
+    assert study.pipeline_name(None) == "camelyon17"
+
+
+@pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_pipeline_is_valid_and_begins_with_its_command(study, path):
+    assert study.pipeline(path.stem) == Study(study.root).pipeline(str(path))
+    first = path.read_text(encoding="utf-8").split("\n")[0]
+    assert first.startswith("# wsi-fl ") and path.stem in first
+
+
+@pytest.mark.parametrize("path", sorted(shipped("sites").glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_site_file_is_valid(path):
+    assert Study(shipped("sites").parent).site(path.stem).name == path.stem
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+VALUES = st.deferred(
+    lambda: (
+        st.booleans()
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.floats(allow_nan=False)
+        | TEXT
+        | st.lists(VALUES)
+    )
+)
+
+
+@given(value=VALUES)
+def test_toml_values_load_back(value):
+    loaded = tomllib.loads(f"x = {toml_value(value)}")["x"]
+    assert loaded == value and type(loaded) is type(value)
+
+
+PIPELINES = st.builds(
+    Pipeline.model_validate,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "sites": st.lists(TEXT, min_size=1),
+            "tile": st.fixed_dictionaries(
+                {},
+                optional={
+                    "size_px": st.integers(8, 4096),
+                    "mpp": st.floats(1e-6, 1e6),
+                    "stride_px": st.none() | st.integers(1, 99),
+                    "balance": st.booleans(),
+                },
+            ),
+            "train": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 10), "augment": TEXT}),
+            "model": st.fixed_dictionaries({}, optional={"private": TEXT}),
+            "privacy": st.fixed_dictionaries({}, optional={"insecure_seed": st.none() | st.integers(0, 9)}),
+        },
+    ),
+)
+
+
+@given(pipeline=PIPELINES)
+def test_dumped_pipeline_loads_back(tmp_path_factory, pipeline):
+    path = tmp_path_factory.mktemp("dump") / "config.toml"
+    path.write_text(dump_toml(pipeline, "# the command"), encoding="utf-8", newline="")
+    assert load_pipeline(path) == pipeline
+    assert path.read_text(encoding="utf-8").startswith("# the command\n")
+
+
+@given(slides=TEXT | st.lists(TEXT), labels=st.none() | TEXT, epsilon=st.none() | st.floats(0.01, 99))
+def test_dumped_site_loads_back(slides, labels, epsilon):
+    site = Site(name="C1", slides=slides, labels=labels, max_epsilon=epsilon, allow=["model"])
+    assert Site.model_validate(tomllib.loads(dump_toml(site))) == site
+
+
+def test_files_from_windows_load(study):
+    (study.root / "pipelines" / "p.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nrounds = 4\r\n")
+    assert study.pipeline("p").train.rounds == 4
+
+
+def test_study_is_found_from_a_folder_inside(study, monkeypatch):
+    inside = study.root / "runs" / "00001-proxyfl-p" / "sites"
+    inside.mkdir(parents=True)
+    assert Study.find(inside).root == study.root.resolve()
+    monkeypatch.chdir(inside)
+    assert Study.find().root == study.root.resolve()
+
+
+def test_no_study_says_how_to_make_one(tmp_path):
+    refused(lambda: Study.find(tmp_path), str(tmp_path), "wsi-fl init")
+
+
+def test_paths_are_relative_to_the_study_and_expand(study, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("ARCHIVE", "/data/c17")
+    assert study.resolve("slides/*.tif") == study.root / "slides" / "*.tif"
+    assert str(study.resolve("/abs/x")) == "/abs/x"
+    assert str(study.resolve("~/x")) == "/home/somebody/x"
+    assert str(study.resolve("$ARCHIVE/x")) == str(study.resolve("${ARCHIVE}/x")) == "/data/c17/x"
+    assert study.resolve("~nobody-of-that-name/x") == study.root / "~nobody-of-that-name" / "x"
+    assert study.relative(study.store("C1")) == "stores/C1/patches.h5"
+    assert study.relative(study.root.parent / "x") == os.fspath(study.root.parent / "x")
+
+
+def test_run_is_found_by_path_name_and_number(study, monkeypatch):
+    run = study.runs / "00012-proxyfl-p"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("")
+    monkeypatch.chdir(study.root)
+    for name in ("12", "00012", "00012-proxyfl-p", "runs/00012-proxyfl-p", str(run)):
+        assert study.run(name) == run, name
+    refused(lambda: study.run("1"), "no run '1'", "00012-proxyfl-p")
+
+
+def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
+    everything = ("model", "buffer", "generator", "patches")
+    simulated, real = Site(name="a", slides="x", real=False), Site(name="a", slides="x", allow=["model"])
+    assert [simulated.allows(what) for what in everything] == [True] * 4
+    assert [real.allows(what) for what in everything] == [True, False, False, False]
+    assert simulated.allowed == everything and real.allowed == ("model",)
+    assert Site(name="a", slides="x").real, "a site is real unless its file says otherwise"
+    assert Site(name="a", slides="x").allowed == ()

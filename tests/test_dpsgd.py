@@ -1,0 +1,199 @@
+"""DP-SGD against a slow per-example loop, and the statistics of its noise and batches."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from wsi_fl.models import build
+from wsi_fl.privacy.dpsgd import DPTrainer, check_trainable, entropy_generator, poisson_rows
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def net(kind="mlp", seed=0):
+    return build(kind, n_classes=3, in_channels=1, size_px=16, seed=seed)
+
+
+def batch(b, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(b, 1, 16, 16, generator=g), torch.randint(3, (b,), generator=g)
+
+
+def vector(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def step(model, x, y, *, sigma, clip, divisor, lr=1.0, generator=None):
+    trainer = DPTrainer(
+        model, torch.optim.SGD(model.parameters(), lr=lr), sigma=sigma, clip=clip, batch_size=divisor
+    )
+    return trainer.step(
+        x, lambda logits: functional.cross_entropy(logits, y), generator or entropy_generator()
+    )
+
+
+def clipped_sum(model, x, y, clip):
+    """Σ_i g_i · min(1, C / |g_i|), one example at a time."""
+    total = 0
+    for k in range(len(x)):
+        model.zero_grad()
+        functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1]).backward()
+        g = torch.cat([p.grad.flatten() for p in model.parameters()])
+        total = total + g * min(1.0, clip / float(g.norm()))
+    model.zero_grad()
+    return total
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.sampled_from(["mlp", "cnn1", "gn_cnn"]),
+    st.integers(1, 7),
+    st.sampled_from([0.01, 0.7, 3.0, 1e6]),
+    st.integers(1, 50),
+)
+def test_a_step_is_the_sum_of_clipped_gradients_over_B(kind, b, clip, divisor):
+    x, y = batch(b, seed=b)
+    model = net(kind)
+    before = vector(model)
+    wanted = clipped_sum(model, x, y, clip) / divisor
+    step(model, x, y, sigma=0.0, clip=clip, divisor=divisor)
+    torch.testing.assert_close(before - vector(model), wanted, rtol=2e-3, atol=2e-6)
+
+
+def test_no_noise_and_no_clipping_is_plain_sgd():
+    x, y = batch(6)
+    plain, private = net("cnn1"), net("cnn1")
+    loss = functional.cross_entropy(plain(x), y)
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    told = step(private, x, y, sigma=0.0, clip=float("inf"), divisor=6, lr=0.5)
+    torch.testing.assert_close(vector(private), vector(plain))
+    assert told == pytest.approx(float(loss.detach()))
+
+
+def test_one_example_moves_the_model_by_at_most_C_over_B():
+    x, y = batch(1)
+    model = net()
+    before = vector(model)
+    step(model, x * 1e4, y, sigma=0.0, clip=0.7, divisor=32)
+    assert float((vector(model) - before).norm()) <= 0.7 / 32 * 1.0001
+
+
+@pytest.mark.parametrize("b", [0, 1, 9])
+def test_noise_has_standard_deviation_sigma_C_over_B_whatever_the_batch(b):
+    sigma, clip, divisor = 1.4, 0.7, 32
+    x, y = batch(b)
+    quiet, noisy = net(), net()
+    start = vector(noisy)
+    step(quiet, x, y, sigma=0.0, clip=clip, divisor=divisor)
+    loss = step(noisy, x, y, sigma=sigma, clip=clip, divisor=divisor)
+    noise = (vector(noisy) - vector(quiet)).double()
+    n = len(noise)
+    assert n > 50_000
+    wanted = sigma * clip / divisor
+    assert float(noise.std()) == pytest.approx(wanted, rel=6 / (2 * n) ** 0.5)
+    assert abs(float(noise.mean())) < 6 * wanted / n**0.5
+    assert float((noise.abs() > 2 * wanted).double().mean()) == pytest.approx(0.0455, abs=0.006)  # normal
+    if b == 0:
+        assert np.isnan(loss)
+        assert torch.equal(vector(quiet), start)  # nothing but noise moves it
+
+
+def test_poisson_sampling_with_empty_batches_trains_on():
+    torch.manual_seed(0)
+    model = net()
+    trainer = DPTrainer(model, torch.optim.Adam(model.parameters()), sigma=1.0, clip=1.0, batch_size=1)
+    x, y = batch(4)
+    sampler, sizes = torch.Generator().manual_seed(1), []
+    for _ in range(12):
+        rows = poisson_rows(4, 0.25, sampler)
+        before = vector(model)
+        trainer.step(
+            x[rows], lambda logits, y=y[rows]: functional.cross_entropy(logits, y), entropy_generator()
+        )
+        assert not torch.equal(vector(model), before)
+        sizes.append(len(rows))
+    assert 0 in sizes
+    assert max(sizes) > 1
+    assert torch.isfinite(vector(model)).all()
+
+
+def test_batch_norm_is_refused_in_one_line():
+    with pytest.raises(UsageError, match="BatchNorm") as caught:
+        check_trainable(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    assert "\n" not in str(caught.value)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    with pytest.raises(UsageError, match="BatchNorm"):
+        DPTrainer(model, torch.optim.SGD(model.parameters(), lr=1), sigma=1.0, clip=1.0, batch_size=2)
+
+
+def test_a_parameter_that_the_loss_does_not_use_is_named_as_the_problem():
+    class Half(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = torch.nn.Linear(256, 3), torch.nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x.flatten(1))
+
+    with pytest.raises(WsiFlError, match="2 parameters got no gradient"):
+        step(Half(), *batch(3), sigma=1.0, clip=1.0, divisor=3)
+
+
+def test_noise_differs_between_runs_unless_seeded():
+    def trained(seed):
+        model = net()
+        step(
+            model, *batch(2), sigma=1.0, clip=1.0, divisor=2, generator=entropy_generator(insecure_seed=seed)
+        )
+        return vector(model)
+
+    assert not torch.equal(trained(None), trained(None))
+    assert torch.equal(trained(3), trained(3))
+    assert not torch.equal(trained(3), trained(4))
+
+
+def test_noise_depends_on_more_entropy_than_anyone_can_search(monkeypatch):
+    """PyTorch keeps 32 bits of a seed on the CPU: 2^32 candidates could be tried against a release."""
+    a, b = (torch.Generator().manual_seed(s) for s in (5, 5 + 2**32))
+    assert torch.equal(torch.randn(8, generator=a), torch.randn(8, generator=b)), "then the seed would do"
+
+    def first(bytes_of):
+        monkeypatch.setattr(os, "urandom", bytes_of)
+        return torch.randn(1000, generator=entropy_generator(), dtype=torch.float64)
+
+    one = first(lambda n: bytes(range(1, 9)) if n == 8 else bytes([7] * n))
+    for position in (3, 4, 100, 2000, 2495):  # of the first word only the top bit counts
+        flipped = bytearray([7] * 2496)
+        flipped[position] ^= 0x80
+        other = first(lambda n, flipped=flipped: bytes(range(1, 9)) if n == 8 else bytes(flipped))
+        assert not torch.equal(one, other), position
+
+
+def test_secret_noise_is_normal_and_batches_uniform():
+    noise = torch.randn(200_000, generator=entropy_generator(), dtype=torch.float64)
+    assert abs(float(noise.mean())) < 0.02
+    assert float(noise.std()) == pytest.approx(1, abs=0.015)
+    assert float((noise**4).mean()) == pytest.approx(3, abs=0.2)
+
+
+def test_each_row_enters_each_batch_independently_at_its_rate():
+    n, rate, draws = 50, 0.3, 4000
+    generator = torch.Generator().manual_seed(0)
+    chosen = np.zeros((draws, n))
+    for k in range(draws):
+        rows = poisson_rows(n, rate, generator).numpy()
+        assert (np.diff(rows) > 0).all()
+        chosen[k, rows] = 1
+    spread = (rate * (1 - rate) / draws) ** 0.5
+    assert np.abs(chosen.mean(0) - rate).max() < 5 * spread
+    sizes = chosen.sum(1)
+    assert sizes.var() == pytest.approx(n * rate * (1 - rate), rel=0.12)  # fixed-size batches would have none
+    off = np.corrcoef(chosen.T)[~np.eye(n, dtype=bool)]
+    assert np.abs(off).max() < 6 / draws**0.5
+    assert len(poisson_rows(n, 1.0, generator)) == n
+    assert len(poisson_rows(n, 0.0, generator)) == 0

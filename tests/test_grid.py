@@ -1,0 +1,117 @@
+"""The lattice of patches, and which of them are kept with which label."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wsi_fl.slides.grid import grid_positions
+from wsi_fl.slides.labels import HEALTHY, TUMOR, label_patches
+from wsi_fl.types import GridSpec
+
+sizes = st.integers(1, 3000)
+specs = st.builds(
+    GridSpec,
+    size_px=st.integers(20, 512),
+    mpp=st.sampled_from([0.25, 0.5, 0.972, 1.0, 2.0]),
+    stride_px=st.integers(20, 700),
+)
+slide_mpps = st.sampled_from([0.2274, 0.25, 0.499, 0.5, 0.972])
+
+
+def walked(extent, size, step):
+    """The axis walked patch by patch until the edge is reached."""
+    index = 0
+    starts = [0]
+    while index * step + size < extent - 1e-6:
+        index += 1
+        starts.append(round(index * step))
+    return starts
+
+
+@given(width=sizes, height=sizes, spec=specs, slide_mpp=slide_mpps)
+def test_positions_are_those_of_a_walk_in_row_major_order(width, height, spec, slide_mpp):
+    size, step = (n * spec.mpp / slide_mpp for n in (spec.size_px, spec.stride_px))
+    expected = [(x, y) for y in walked(height, size, step) for x in walked(width, size, step)]
+    got = grid_positions((width, height), spec, slide_mpp)
+    assert got.dtype == np.int64
+    assert got.tolist() == [list(p) for p in expected]
+
+
+@given(width=sizes, height=sizes, spec=specs, slide_mpp=slide_mpps)
+def test_the_last_row_and_column_are_not_lost_and_no_patch_is_wholly_outside(width, height, spec, slide_mpp):
+    xy = grid_positions((width, height), spec, slide_mpp)
+    size = spec.size_px * spec.mpp / slide_mpp
+    for axis, extent in enumerate((width, height)):
+        assert xy[:, axis].max() + size >= extent - 0.5 - 1e-6
+        if spec.stride_px <= spec.size_px:
+            assert xy[:, axis].max() < extent + 0.5  # rounding may put the last one on the edge
+
+
+def test_rounding_does_not_accumulate():
+    spec = GridSpec(size_px=100, mpp=0.5, stride_px=100)
+    xy = grid_positions((1_000_000, 50), spec, 0.2274)
+    step = 100 * 0.5 / 0.2274
+    assert np.abs(xy[:, 0] - np.arange(len(xy)) * step).max() <= 0.5
+
+
+@pytest.mark.parametrize(("extent", "n"), [(99, 1), (100, 1), (101, 2), (200, 2), (201, 3)])
+def test_a_patch_more_only_for_what_is_left(extent, n):
+    assert len(grid_positions((extent, 10), GridSpec(100, 0.5, 100), 0.5)) == n
+
+
+fractions = st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)), max_size=30)
+
+
+def rule(tissue, tumor, supervision, positive, min_tissue, min_tumor):
+    """The label of one patch in words; None where it is dropped."""
+    if tissue < min_tissue:
+        return None
+    if supervision == "weak":
+        return TUMOR if positive else HEALTHY
+    if tumor >= min_tumor and supervision != "negative":
+        return TUMOR
+    return HEALTHY if tumor == 0 and supervision in {"negative", "annotated"} else None
+
+
+@given(
+    rows=fractions,
+    supervision=st.sampled_from(["negative", "annotated", "partial", "weak"]),
+    min_tissue=st.floats(0, 1),
+    min_tumor=st.floats(0.01, 1),
+    positive=st.booleans(),
+)
+def test_labels_follow_the_rule(rows, supervision, min_tissue, min_tumor, positive):
+    tissue, tumor = np.array(rows, np.float32).reshape(-1, 2).T
+    if supervision == "negative":
+        tumor = np.zeros_like(tumor)
+    limits = {"min_tissue": min_tissue, "min_tumor": min_tumor}
+    keep, label = label_patches(tissue, tumor, supervision, positive, **limits)
+    assert keep.dtype == bool and label.dtype == np.int64
+    expected = [
+        rule(a, b, supervision, positive, min_tissue, min_tumor) for a, b in zip(tissue, tumor, strict=True)
+    ]
+    assert [int(one) if kept else None for one, kept in zip(label, keep, strict=True)] == expected
+
+
+@pytest.mark.parametrize("supervision", ["partial", "annotated"])
+def test_the_least_overlap_makes_a_patch_neither_healthy_nor_tumour(supervision):
+    tumor = np.array([0, 1e-7, 0.49, 0.5, 1], np.float32)
+    keep, label = label_patches(
+        np.ones(5, np.float32), tumor, supervision, True, min_tissue=0.5, min_tumor=0.5
+    )
+    assert keep.tolist() == [supervision == "annotated", False, False, True, True]
+    assert label[keep].tolist() == ([0, 1, 1] if supervision == "annotated" else [1, 1])
+
+
+def test_weak_labels_need_no_outlines():
+    nan = np.full(2, np.nan, np.float32)
+    for positive, min_tissue in itertools.product((True, False), (0.1, 0.9)):
+        tissue = np.array([0.5, 1], np.float32)
+        keep, label = label_patches(tissue, nan, "weak", positive, min_tissue=min_tissue, min_tumor=0.5)
+        assert keep.tolist() == [min_tissue == 0.1, True]
+        assert (label == (TUMOR if positive else HEALTHY)).all()

@@ -1,0 +1,114 @@
+"""`init`: a study that the next command can use, or nothing at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_layouts import HEADER, camelyon17, generic, touch
+
+from wsi_fl.config import Study, shipped
+from wsi_fl.slides.layouts import read_site
+from wsi_fl.stages.init import init
+from wsi_fl.stages.tile import sources_of
+from wsi_fl.types import UsageError
+
+
+def refused(action, *words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.mark.parametrize("style", ["images", "center", "centre"])
+@pytest.mark.parametrize("relative", [False, True])
+def test_study_from_camelyon17_finds_every_slide(tmp_path, style, relative, monkeypatch):
+    archive = camelyon17(tmp_path / "the archive [v1]", style)
+    monkeypatch.chdir(tmp_path)
+    document = init(tmp_path / "study", archive=Path("the archive [v1]") if relative else archive)
+    assert document["layout"] == "camelyon17" and document["pipelines"] == ["camelyon17"]
+    monkeypatch.chdir("/")
+    study = Study.find(tmp_path / "study")
+    sites = study.sites(study.pipeline(study.pipeline_name(None)))
+    assert [site.name for site in sites] == ["C1", "C2", "C5"] == [row["site"] for row in document["sites"]]
+    for site, row in zip(sites, document["sites"], strict=True):
+        assert not site.real and site.allows("patches") and site.layout == "camelyon17"
+        records, aside = read_site(site.layout, sources_of(study, site))
+        assert len(records) + len(aside) == row["slides"]
+        assert all(r.supervision != "weak" for r in records)
+        first = (study.root / "sites" / f"{site.name}.toml").read_text().split("\n")[0]
+        assert first.startswith(f"# wsi-fl tile --site {site.name} ")
+
+
+def test_study_from_a_generic_archive(tmp_path):
+    archive = generic(tmp_path / "g", f"{HEADER}\na,p1,north,tumor\nb,p2,south,negative\n")
+    assert init(tmp_path / "study", archive=archive)["sites"] == [
+        {"site": "north", "slides": 1},
+        {"site": "south", "slides": 1},
+    ]
+    study = Study(tmp_path / "study")
+    records, _ = read_site("generic", sources_of(study, study.site("south")))
+    assert [r.slide for r in records] == ["b"]
+
+
+def test_layout_can_be_named(tmp_path):
+    archive = camelyon17(tmp_path / "a", "images")
+    touch(archive / "tumor_001.tif")
+    assert init(tmp_path / "s", archive=archive)["layout"] == "camelyon17"
+    assert init(tmp_path / "t", archive=archive, layout="camelyon16")["sites"] == [
+        {"site": "RUMC", "slides": 1}
+    ]
+
+
+def test_real_sites_let_nothing_go_unasked(tmp_path):
+    init(tmp_path / "study", archive=camelyon17(tmp_path / "a", "images"), real=True)
+    site = Study(tmp_path / "study").site("C1")
+    assert site.real and site.allowed == ()
+
+
+def test_study_without_an_archive_has_all_pipelines_and_no_site(tmp_path):
+    document = init(tmp_path / "study")
+    assert document["sites"] == [] and document["layout"] is None
+    assert document["pipelines"] == sorted(p.stem for p in shipped("pipelines").glob("*.toml"))
+    study = Study.find(tmp_path / "study")
+    assert study.site_names() == []
+    for name in document["pipelines"]:
+        study.pipeline(name)
+
+
+@pytest.mark.parametrize("name", ["pipelines", "sites"])
+def test_study_is_never_written_over(tmp_path, name):
+    mine = tmp_path / "study" / name / "mine.toml"
+    touch(mine)
+    refused(lambda: init(tmp_path / "study"), str(tmp_path / "study"), f"{name}/ exists")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [mine]
+
+
+def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path):
+    study = tmp_path / "study"
+    archive = generic(tmp_path / "g", f"{HEADER}\na,p1,Hospital A,tumor\n")
+    touch(tmp_path / "e" / "x.tif")
+    refused(lambda: init(study, archive=archive), "site 'Hospital A' of the archive", "name")
+    refused(
+        lambda: init(study, archive=archive, layout="camelyon18"), "unknown layout", "camelyon17, camelyon16"
+    )
+    refused(lambda: init(study, archive=archive, layout="camelyon17"), "no slide of a camelyon17 archive")
+    refused(lambda: init(study, archive=tmp_path / "none"), "no such folder")
+    refused(lambda: init(study, archive=tmp_path / "e"), "no archive recognised")
+    refused(lambda: init(study, real=True), "--from")
+    refused(lambda: init(study, layout="generic"), "--from")
+    assert not study.exists()
+
+
+def test_command_prints_one_document_and_refuses_the_second_time(tmp_path, wsi_fl):
+    archive = camelyon17(tmp_path / "a", "center")
+    first = wsi_fl("init", "study", "--from", archive, "--json", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert [row["site"] for row in json.loads(first.stdout)["sites"]] == ["C1", "C2", "C5"]
+    second = wsi_fl("init", "study", "--from", archive, "--json", cwd=tmp_path)
+    assert (second.returncode, second.stdout) == (2, "")
+    assert len(second.stderr.strip().split("\n")) == 1 and "exists" in second.stderr

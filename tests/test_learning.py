@@ -1,0 +1,366 @@
+"""Objectives, examples, transforms and the local step, each against its definition."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from wsi_fl.federation.methods import METHODS, Weights
+from wsi_fl.learning.examples import (
+    Examples,
+    _prefetched,
+    batches,
+    epoch_rows,
+    in_memory,
+    joined,
+    normalised,
+    resized,
+    to_unit,
+)
+from wsi_fl.learning.local import (
+    DPSettings,
+    Learner,
+    mean_losses,
+    mutual_step,
+    probabilities,
+    supervised_step,
+)
+from wsi_fl.learning.objectives import kl_divergence, mutual
+from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
+from wsi_fl.models import build
+from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.types import UsageError
+
+CPU = torch.device("cpu")
+
+
+def logits(seed, b=5, k=4):
+    return torch.randn(b, k, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def pixels_of(n, size=8, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (n, size, size, 3)).astype(np.uint8)
+
+
+def examples_of(pixels, seed=0):
+    n = len(pixels)
+    label = np.random.default_rng(seed).integers(0, 2, n)
+    names = np.array([f"s{seed}_{k}" for k in range(n)])
+    return Examples(lambda rows: pixels[rows], label, names, names)
+
+
+def learner(seed=0, *, dp=None, kind="mlp", size=8):
+    model = build(kind, n_classes=2, in_channels=3, size_px=size, seed=seed)
+    return Learner(model, lr=0.01, weight_decay=0.0, device=CPU, dp=dp)
+
+
+def one_batch(b=6):
+    return next(batches(examples_of(pixels_of(b)), iter([np.arange(b)]), augment=None, device=CPU))
+
+
+# objectives
+
+
+@given(st.integers(0, 999), st.integers(1000, 1999))
+def test_divergence_is_torchs_with_the_student_as_the_target(a, b):
+    """torch.kl_div(input, target) is KL[target ‖ input]: the student is the distribution that is averaged over."""
+    f, h = logits(a), logits(b)
+    oracle = functional.kl_div(h.log_softmax(1), f.log_softmax(1), log_target=True, reduction="batchmean")
+    torch.testing.assert_close(kl_divergence(f, h), oracle, rtol=1e-4, atol=1e-6)
+
+
+def test_divergence_of_the_student_from_the_teacher_by_hand():
+    student, teacher = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()
+    forward = 0.9 * np.log(0.9 / 0.5) + 0.1 * np.log(0.1 / 0.5)
+    backward = 0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1)
+    assert float(kl_divergence(student, teacher)) == pytest.approx(forward, rel=1e-5)
+    assert float(kl_divergence(teacher, student)) == pytest.approx(backward, rel=1e-5)
+    assert float(kl_divergence(student, student)) == pytest.approx(0, abs=1e-7)
+
+
+@given(st.floats(0.01, 1))
+def test_mutual_is_the_weighted_sum_and_teaches_the_student_alone(weight):
+    f, h = logits(0).requires_grad_(), logits(1).requires_grad_()
+    y = torch.tensor([0, 1, 2, 3, 0])
+    loss = mutual(f, y, h, weight)
+    wanted = (1 - weight) * functional.cross_entropy(f, y) + weight * kl_divergence(f, h)
+    torch.testing.assert_close(loss, wanted)
+    loss.backward()
+    assert h.grad is None
+    assert f.grad.abs().sum() > 0
+
+
+def test_mutual_is_a_mean_over_examples_so_that_each_has_its_own_gradient():
+    f, h, y = logits(0), logits(1), torch.tensor([0, 1, 2, 3, 0])
+    single = [mutual(f[k : k + 1], y[k : k + 1], h[k : k + 1], 0.3) for k in range(5)]
+    torch.testing.assert_close(mutual(f, y, h, 0.3), torch.stack(single).mean())
+
+
+def test_extreme_logits_stay_finite():
+    f, h = torch.tensor([[300.0, -300.0]]), torch.tensor([[-300.0, 300.0]])
+    assert float(kl_divergence(f, h)) == pytest.approx(600)
+
+
+# local steps
+
+
+class Unasked:
+    def logits(self, x):
+        raise AssertionError("a teacher of weight 0 was asked")
+
+
+def test_weight_zero_asks_no_teacher():
+    student, plain = learner(), learner()
+    mutual_step(student, Unasked(), 0.0, one_batch(), entropy_generator())
+    supervised_step(plain, one_batch(), entropy_generator())
+    assert student.vector().tobytes() == plain.vector().tobytes()
+    with pytest.raises(AssertionError, match="was asked"):
+        mutual_step(student, Unasked(), 0.1, one_batch(), entropy_generator())
+
+
+@pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
+def test_the_proxy_of_strict_mode_is_the_same_whatever_the_private_model_knows(beta, independent):
+    proxies = []
+    for private_seed in (1, 2):
+        learners = {
+            "private": learner(private_seed, kind="cnn1", size=16),
+            "proxy": learner(0, dp=DPSettings(1.4, 0.7, 6), size=16),
+        }
+        noise = entropy_generator(insecure_seed=5)
+        batch = (torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2)
+        for _ in range(3):
+            METHODS["proxyfl"].step(learners, batch, Weights(0.3, beta), noise)
+        proxies.append(learners["proxy"].vector())
+    assert (proxies[0].tobytes() == proxies[1].tobytes()) is independent
+
+
+def test_the_proxy_steps_first_and_the_private_model_learns_from_the_moved_proxy():
+    """Algorithm 1, lines 3–4."""
+    learners = {"private": learner(1), "proxy": learner(2)}
+    by_hand = {"private": learner(1), "proxy": learner(2)}
+    batch, noise = one_batch(), entropy_generator()
+    METHODS["proxyfl"].step(learners, batch, Weights(0.3, 0.4), noise)
+    x, y = batch
+    for student, teacher, weight in (("proxy", "private", 0.4), ("private", "proxy", 0.3)):
+        with torch.no_grad():
+            answers = by_hand[teacher].model(x)
+        by_hand[student].optimizer.zero_grad()
+        mutual(by_hand[student].model(x), y, answers, weight).backward()
+        by_hand[student].optimizer.step()
+    for role, mine in learners.items():
+        np.testing.assert_allclose(mine.vector(), by_hand[role].vector(), atol=1e-6)
+
+
+def test_an_empty_batch_moves_only_a_learner_under_privacy():
+    x, y = torch.empty(0, 3, 8, 8), torch.empty(0, dtype=torch.int64)
+    for dp, moves in ((None, False), (DPSettings(1.0, 1.0, 4), True)):
+        mine = learner(dp=dp)
+        before = mine.vector()
+        assert np.isnan(mutual_step(mine, learner(1), 0.5, (x, y), entropy_generator()))
+        assert (mine.vector() != before).any() == moves
+        assert np.isfinite(mine.vector()).all()
+
+
+@pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, 6)])
+def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
+    def steps(mine, n, seed):
+        noise = entropy_generator(insecure_seed=seed)
+        for _ in range(n):
+            supervised_step(mine, one_batch(), noise)
+
+    straight, first, second = learner(dp=dp), learner(dp=dp), learner(3, dp=dp)
+    steps(straight, 2, 0)
+    steps(straight, 2, 1)
+    steps(first, 2, 0)
+    second.load_state({k: v.clone() for k, v in first.state().items()})
+    steps(second, 2, 1)
+    assert second.vector().tobytes() == straight.vector().tobytes()
+
+
+def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
+    mine, other = learner(0), learner(1)
+    supervised_step(mine, one_batch(), entropy_generator())
+    state = {k: v for k, v in mine.state().items() if k.startswith("optimizer/")}
+    mine.load_vector(other.vector())
+    assert mine.vector().tobytes() == other.vector().tobytes()
+    after = mine.state()
+    assert state
+    assert all(torch.equal(after[k], v) for k, v in state.items())
+    assert mine.vector().dtype == np.float32
+
+
+def test_mean_losses_leave_empty_batches_out():
+    found = mean_losses(
+        iter([{"a": 1.0, "b": float("nan")}, {"a": float("nan"), "b": float("nan")}, {"a": 3.0}])
+    )
+    assert found == {"a": 2.0, "b": None}
+
+
+def test_probabilities_are_in_order_and_independent_of_the_batch_size():
+    mine, data = learner(), examples_of(pixels_of(23))
+    p = probabilities(mine.logits, data, CPU, batch_size=5)
+    x = normalised(to_unit(data.read(np.arange(23))))
+    np.testing.assert_allclose(p, torch.softmax(mine.logits(x), 1).numpy(), atol=1e-6)
+    np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)
+
+
+# examples
+
+
+@given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 3))
+def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
+    drawn = list(epoch_rows(n, batch_size, epochs, sampler=torch.Generator().manual_seed(0), poisson=False))
+    per_epoch = -(-n // batch_size)
+    assert len(drawn) == epochs * per_epoch
+    for e in range(epochs):
+        rows = np.concatenate(drawn[e * per_epoch : (e + 1) * per_epoch])
+        assert sorted(rows) == list(range(n))
+    assert max(map(len, drawn)) <= batch_size
+
+
+def test_poisson_epochs_have_the_planned_steps_and_rate():
+    n, batch_size = 100, 32
+    drawn = list(epoch_rows(n, batch_size, 500, sampler=torch.Generator().manual_seed(0), poisson=True))
+    assert len(drawn) == 500 * 4
+    sizes = np.array([len(rows) for rows in drawn])
+    assert sizes.mean() == pytest.approx(n / 4, rel=0.02)
+    assert sizes.var() == pytest.approx(n * 0.25 * 0.75, rel=0.15)
+    assert len(next(epoch_rows(5, 8, 1, sampler=torch.Generator(), poisson=True))) == 5  # q = 1
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_resized_is_the_mean_over_areas(factor):
+    pixels = pixels_of(5, 16)
+    small = resized(examples_of(pixels), 16 // factor).read(np.array([3, 0]))
+    wanted = pixels[[3, 0]].reshape(2, 16 // factor, factor, 16 // factor, factor, 3).mean((2, 4))
+    assert small.dtype == np.uint8
+    assert np.abs(small - wanted).max() <= 0.5
+    assert resized(examples_of(pixels), 4).read(np.empty(0, np.int64)).shape[0] == 0
+
+
+def test_in_memory_reads_each_row_once_where_it_fits():
+    pixels, seen = pixels_of(10), []
+
+    def read(rows):
+        seen.extend(rows.tolist())
+        return pixels[rows]
+
+    source = Examples(read, np.zeros(10, np.int64), np.full(10, "s"), np.full(10, "p"))
+    assert in_memory(source, limit_bytes=pixels.nbytes - 1) is source
+    seen.clear()
+    held = in_memory(source, limit_bytes=pixels.nbytes, chunk=3)
+    assert sorted(seen[1:]) == list(range(10))
+    seen.clear()
+    rows = np.array([7, 0, 7])
+    np.testing.assert_array_equal(held.read(rows), pixels[rows])
+    assert seen == []
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.integers(0, 99))
+def test_joined_reads_like_the_concatenation(sizes, seed):
+    parts = [pixels_of(n, 4, seed=k) for k, n in enumerate(sizes)]
+    both = joined([examples_of(p, seed=k) for k, p in enumerate(parts)])
+    everything = np.concatenate(parts)
+    rows = np.random.default_rng(seed).integers(0, len(everything), 7)
+    np.testing.assert_array_equal(both.read(rows), everything[rows])
+    assert len(both) == len(everything)
+    assert both.read(np.empty(0, np.int64)).shape == (0, 4, 4, 3)
+
+
+def test_batches_are_normalised_by_constants_and_may_be_empty():
+    pixels = pixels_of(6)
+    pixels[0], pixels[1] = 0, 255
+    data = examples_of(pixels)
+    rows = [np.array([0, 1, 4]), np.empty(0, np.int64)]
+    (x, y), (nothing, none) = batches(data, iter(rows), augment=lambda image: image, device=CPU)
+    assert x.shape == (3, 3, 8, 8)
+    assert (float(x[0].max()), float(x[1].min())) == (-1.0, 1.0)
+    np.testing.assert_allclose(x[2].permute(1, 2, 0).numpy(), pixels[4] / 127.5 - 1, atol=1e-6)
+    assert y.tolist() == data.label[[0, 1, 4]].tolist()
+    assert nothing.shape == (0, 3, 8, 8)
+    assert none.shape == (0,)
+
+
+def test_prefetching_keeps_order_and_hands_on_what_went_wrong():
+    def items(n, error=None):
+        for k in range(n):
+            yield torch.tensor(k), torch.tensor(k)
+        if error:
+            raise error
+
+    assert [int(a) for a, _ in _prefetched(items(20))] == list(range(20))
+    seen = []
+    with pytest.raises(OSError, match="disk gone"):
+        seen += [int(a) for a, _ in _prefetched(items(3, OSError("disk gone")))]
+    assert list(_prefetched(items(0))) == []
+
+
+def test_prefetching_stops_with_its_consumer():
+    drawn = []
+
+    def endless():
+        while True:
+            drawn.append(0)
+            yield torch.zeros(1), torch.zeros(1)
+
+    before = threading.active_count()
+    stream = _prefetched(endless())
+    next(stream)
+    began = time.monotonic()
+    stream.close()
+    assert time.monotonic() - began < 2
+    assert threading.active_count() == before
+    assert len(drawn) < 10  # a few ahead, not all
+
+
+# transforms
+
+
+@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
+def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
+    images = normalised(to_unit(pixels_of(12, 8)))
+
+    def run(seed):
+        augment = augmentation(name, seed)
+        return torch.stack([augment(image.clone()) for image in images])
+
+    out = run(2**62 + 1)
+    assert torch.equal(out, run(2**62 + 1))
+    assert not torch.equal(out, run(2**62 + 2))
+    assert out.shape == images.shape
+    assert any(not torch.equal(a, b) for a, b in zip(out, images, strict=True))
+
+
+def test_flips_are_symmetries_of_the_square():
+    image = to_unit(pixels_of(1, 6))[0]
+    symmetries = [torch.rot90(f, k, (1, 2)) for f in (image, image.flip(1)) for k in range(4)]
+    augment = augmentation("flips", 0)
+    seen = set()
+    for _ in range(80):
+        out = augment(image.clone())
+        (which,) = [k for k, s in enumerate(symmetries) if torch.equal(s, out)]
+        seen.add(which)
+    assert seen == set(range(8))
+
+
+def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
+    images = torch.stack([torch.zeros(3, 6, 6), torch.full((3, 6, 6), 1.0)])
+    dark, light = ([augmentation("stain", seed)(image.clone()) for seed in range(40)] for image in images)
+    offset = torch.stack([image.mean((1, 2)) for image in dark])
+    gain = torch.stack([image.mean((1, 2)) for image in light]) - offset
+    for image, mean in zip(dark, offset, strict=True):
+        torch.testing.assert_close(image, mean[:, None, None].expand_as(image))
+    assert 0.3 < float(offset.abs().max()) <= 0.5 + 1e-5
+    assert 0.3 < float((gain - 1).abs().max()) <= 0.4 + 1e-5
+    assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
+
+
+def test_no_augmentation_is_none_and_an_unknown_one_lists_the_known():
+    assert augmentation("none", 0) is None
+    with pytest.raises(UsageError, match="unknown augmentation 'flip'; known: none, flips, stain"):
+        augmentation("flip", 0)

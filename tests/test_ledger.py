@@ -1,0 +1,206 @@
+"""The ledger: the only door, an account that nothing forgets, a budget that is never crossed."""
+
+import json
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Release, Terms
+from wsi_fl.types import WsiFlError
+
+ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
+DELTA = 1e-5
+SCHEMA = "ab" * 32
+VECTOR = np.arange(5, dtype=np.float32)
+
+
+def spent(rounds):
+    return epsilon([ROUND] * rounds, DELTA)
+
+
+@pytest.fixture
+def open_ledger(tmp_path):
+    def open_(run="one", **terms):
+        return PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run=run, terms=Terms(delta=DELTA, **terms))
+
+    return open_
+
+
+def release(ledger, round_, mechanism=ROUND, vector=VECTOR, content="model"):
+    return ledger.release(round_, vector, schema=SCHEMA, mechanism=mechanism, content=content)
+
+
+def test_only_a_ledger_makes_a_release(open_ledger):
+    with pytest.raises(TypeError, match=r"only PrivacyLedger\.release"):
+        Release("C1", 1, SCHEMA, VECTOR, 1.0, seal=object())
+    assert isinstance(release(open_ledger(), 1), Release)
+
+
+def test_a_release_cannot_be_changed_on_its_way(open_ledger):
+    mine = VECTOR.copy()
+    made = release(open_ledger(), 1, vector=mine)
+    mine[:] = 7
+    assert made.vector.tolist() == VECTOR.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        made.vector[0] = 1
+    with pytest.raises(FrozenInstanceError):
+        made.vector = mine
+    with pytest.raises(TypeError, match="only PrivacyLedger"):
+        replace(made, vector=mine, seal=None)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "terms"),
+    [(None, {}), (replace(ROUND, sigma=0.0), {}), (ROUND, {"insecure": True})],
+    ids=["no DP", "no noise", "noise that others know"],
+)
+def test_what_is_not_protected_leaves_only_if_allowed_by_name(open_ledger, mechanism, terms):
+    for allow in ((), ("buffer",)):
+        ledger = open_ledger(allow=allow, **terms)
+        with pytest.raises(WsiFlError, match=r"sites/C1\.toml.*allow = \[\"model\"\]"):
+            release(ledger, 1, mechanism)
+        assert not ledger.path.exists() or not ledger.path.read_text()
+    assert release(open_ledger(allow=("model",), **terms), 1, mechanism).round == 1
+
+
+def test_what_is_not_finite_stays(open_ledger):
+    ledger = open_ledger()
+    with pytest.raises(WsiFlError, match=r"not finite in round 3; lower train\.lr"):
+        release(ledger, 3, vector=np.array([0, np.nan], np.float32))
+    assert ledger.mechanisms() == []
+
+
+def test_the_account_survives_reopening_and_only_grows(open_ledger):
+    ledger = open_ledger()
+    before = b""
+    for round_ in (1, 2, 3):
+        release(ledger, round_)
+        now = ledger.path.read_bytes()
+        assert now.startswith(before)
+        before = now
+    assert open_ledger().epsilon() == ledger.epsilon() == pytest.approx(spent(3))
+    assert open_ledger("other").epsilon() is None
+    line = json.loads(before.splitlines()[0])
+    assert line["mechanism"] == {"sigma": 1.4, "clip": 0.7, "sample_rate": 0.1, "steps": 10}
+    assert (line["site"], line["run"], line["round"], line["delta"]) == ("C1", "one", 1, DELTA)
+
+
+def test_a_line_cut_short_by_a_crash_is_forgotten_and_does_not_spoil_the_next(open_ledger):
+    ledger = open_ledger()
+    release(ledger, 1)
+    whole = ledger.path.read_bytes()
+    for cut in (1, 20, len(whole) - 2):
+        ledger.path.write_bytes(whole + whole[:cut])
+        again = open_ledger()
+        assert again.epsilon() == pytest.approx(spent(1))
+        release(again, 2)
+        assert open_ledger().epsilon() == pytest.approx(spent(2))
+
+
+def test_a_line_damaged_in_the_middle_is_an_error(open_ledger):
+    ledger = open_ledger()
+    release(ledger, 1)
+    release(ledger, 2)
+    first, second = ledger.path.read_text().splitlines()
+    ledger.path.write_text(f"{first[:30]}\n{second}\n")
+    with pytest.raises(WsiFlError, match="line 1 is damaged"):
+        open_ledger()
+
+
+def test_a_round_redone_at_once_counts_once_but_one_sent_long_ago_counts_again(open_ledger):
+    ledger = open_ledger()
+    for round_ in (1, 2, 2, 2, 3):
+        ledger.record(round_, ROUND)
+    assert ledger.epsilon() == pytest.approx(spent(3))
+    ledger.record(1, ROUND)  # from the beginning, with new noise
+    assert ledger.epsilon() == pytest.approx(spent(4))
+
+
+def test_interleaved_runs_are_kept_apart(open_ledger):
+    a, b = open_ledger("a"), open_ledger("b")
+    for round_ in (1, 2):
+        a.record(round_, ROUND)
+        b.record(round_, ROUND)
+    again = open_ledger("a")
+    assert again.epsilon() == pytest.approx(spent(2))
+    assert again.epsilon(lifetime=True) == pytest.approx(spent(4))
+
+
+def test_epsilon_is_none_once_something_left_without_privacy(open_ledger):
+    release(open_ledger("bare", allow=("model",)), 1, None)
+    ledger = open_ledger("protected")
+    release(ledger, 1)
+    assert ledger.epsilon() == pytest.approx(spent(1))
+    assert ledger.epsilon(lifetime=True) is None
+
+
+def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(open_ledger):
+    limit = spent(3) + 1e-9
+    for round_ in (1, 2):
+        open_ledger("first").record(round_, ROUND)
+    simulated = open_ledger("second", max_epsilon=limit)
+    for round_ in (1, 2, 3):
+        simulated.check_budget(round_, ROUND)
+        simulated.record(round_, ROUND)
+    with pytest.raises(BudgetSpent):
+        simulated.check_budget(4, ROUND)
+    with pytest.raises(BudgetSpent):
+        open_ledger("third", max_epsilon=limit, lifetime=True).check_budget(1, ROUND)
+
+
+def test_the_budget_refuses_exactly_the_step_that_crosses_it(open_ledger):
+    open_ledger(max_epsilon=spent(1)).check_budget(1, ROUND)
+    with pytest.raises(BudgetSpent, match="site C1: round 1 would raise epsilon to"):
+        open_ledger(max_epsilon=spent(1) - 1e-9).check_budget(1, ROUND)
+
+
+def test_redoing_the_last_affordable_round_is_no_crossing(open_ledger):
+    ledger = open_ledger(max_epsilon=spent(2) + 1e-9)
+    for round_ in (1, 2):
+        ledger.record(round_, ROUND)
+    ledger.check_budget(2, ROUND)
+    with pytest.raises(BudgetSpent):
+        ledger.check_budget(3, ROUND)
+
+
+def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
+    terms = {"max_epsilon": spent(1) + 1e-9, "lifetime": True}
+    a, b = open_ledger("a", **terms), open_ledger("b", **terms)
+    a.check_budget(1, ROUND)
+    b.check_budget(1, ROUND)
+    release(a, 1)
+    with pytest.raises(BudgetSpent):
+        release(b, 1)
+    with pytest.raises(BudgetSpent):
+        b.check_budget(1, ROUND)
+    assert open_ledger("a").epsilon(lifetime=True) == pytest.approx(spent(1))
+
+
+def test_only_known_bytes_are_sent_again_and_at_no_cost(open_ledger):
+    ledger = open_ledger()
+    release(ledger, 4)
+    size = ledger.path.stat().st_size
+    again = open_ledger().reissue(4, VECTOR, schema=SCHEMA, weight=0.5)
+    assert again.vector.tolist() == VECTOR.tolist()
+    assert again.weight == 0.5
+    assert ledger.path.stat().st_size == size
+    for ledger, round_, vector in (
+        (open_ledger(), 4, VECTOR + 1),
+        (open_ledger(), 5, VECTOR),
+        (open_ledger("other"), 4, VECTOR),
+    ):
+        with pytest.raises(WsiFlError, match="did not release these bytes"):
+            ledger.reissue(round_, vector, schema=SCHEMA)
+
+
+def test_summary_counts_steps(open_ledger):
+    ledger = open_ledger(guarantee="nominal", max_epsilon=9.0)
+    for round_ in (1, 2, 2):
+        release(ledger, round_)
+    summary = ledger.summary()
+    assert summary["steps"] == 20
+    assert summary["epsilon"] == pytest.approx(spent(2))
+    assert (summary["guarantee"], summary["max_epsilon"], summary["insecure"]) == ("nominal", 9.0, False)
+    json.dumps(summary, allow_nan=False)

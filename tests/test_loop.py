@@ -1,0 +1,214 @@
+"""The one loop, in process: what its methods are worth at their limits, and what it costs and sends."""
+
+import json
+import shutil
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from wsi_fl.federation import loop
+from wsi_fl.learning.examples import normalised, to_unit
+from wsi_fl.learning.transforms import augmentation
+from wsi_fl.models import build
+from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.workshop import open_store
+from wsi_fl.types import WsiFlError
+
+OPEN = "privacy.enabled=false"
+SEEDED = "privacy.insecure_seed=1"
+N_TRAIN, BATCH = 36, 8  # of conftest's stores
+
+
+def run(study, method="proxyfl", *overrides):
+    return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
+
+
+def model(path, site, role="private"):
+    return load_file(path / "sites" / site / f"{role}.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def metrics(path, site):
+    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_without_alpha_the_private_model_trains_as_if_alone(study):
+    alone = run(study, "regular", OPEN)
+    deaf = run(study, "proxyfl", OPEN, "train.alpha=0.0")
+    listening = run(study, "proxyfl", OPEN, "train.alpha=0.3")
+    for site in study.site_names():
+        assert same(model(alone, site), model(deaf, site))
+        assert not same(model(alone, site), model(listening, site))
+
+
+@pytest.mark.parametrize("augment", ["none", "flips"])
+def test_one_site_alone_is_a_loop_that_one_would_write_by_hand(tmp_path, augment):
+    study = make_study(tmp_path / "one", n_sites=1)
+    path = run(study, "regular", OPEN, f"train.augment={augment}", "train.epochs_per_round=2")
+    store = open_store(study, "S0")
+    rows = np.flatnonzero(store.table.split == "train")
+    pixels, label = normalised(to_unit(store.read(rows))), torch.from_numpy(store.table.label[rows])
+    net = build("cnn1", n_classes=2, in_channels=3, size_px=16, seed=1000)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
+    for round_ in (1, 2, 3):
+        seed = loop._seed(0, 0, round_)
+        order, change = torch.Generator().manual_seed(seed), augmentation(augment, seed)
+        losses = []
+        for _ in range(2):
+            for chosen in torch.randperm(len(rows), generator=order).split(BATCH):
+                x = pixels[chosen] if change is None else torch.stack([change(i) for i in pixels[chosen]])
+                loss = functional.cross_entropy(net(x), label[chosen])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+        assert metrics(path, "S0")[round_ - 1]["loss"]["private"] == pytest.approx(np.mean(losses), rel=1e-5)
+    for name, value in model(path, "S0").items():
+        torch.testing.assert_close(value, net.state_dict()[name])
+
+
+def test_private_models_may_differ_and_proxies_travel(study):
+    (study.root / "sites" / "S2.toml").write_text(
+        (study.root / "sites" / "S2.toml").read_text() + 'private_model = "mlp"\n'
+    )
+    path = run(study, "proxyfl", SEEDED, "train.rounds=2")
+    assert model(path, "S2").keys() != model(path, "S1").keys()
+    assert model(path, "S2").keys() == model(path, "S2", "proxy").keys()
+    proxies = [model(path, f"S{k}", "proxy")["1.weight"] for k in range(4)]
+    assert not any(torch.equal(a, b) for a, b in pairwise(proxies))  # a permutation: nothing is averaged
+    # Round 2 sends two places on what local training of that round left in the checkpoint.
+    for k in range(4):
+        kept = load_file(path / "sites" / f"S{k}" / "state" / "round_00002.safetensors")
+        assert torch.equal(kept["proxy/model/1.weight"], proxies[(k + 2) % 4])
+
+
+def test_epsilon_messages_and_bytes_of_every_round(study):
+    path = run(study)
+    size = sum(value.numel() for value in model(path, "S0", "proxy").values())
+    for site in study.site_names():
+        lines = metrics(path, site)
+        assert [line["round"] for line in lines] == [1, 2, 3]
+        for line in lines:
+            cost = plan(N_TRAIN, BATCH, line["round"], 1.4, 0.7)
+            assert line["epsilon"] == pytest.approx(epsilon([cost], 1e-5))
+            assert line["messages"] == 1
+            assert 4 * size <= line["bytes"] <= 4 * size + 256
+            assert line["own"]["n"] == 12
+            assert line["merged"]["n"] == 48
+    alone = run(study, "regular")
+    assert {(line["messages"], line["bytes"]) for line in metrics(alone, "S1")} == {(0, 0)}
+
+
+def test_noise_is_never_the_same_unless_a_test_asks_for_it(study):
+    few = "train.rounds=1"
+    assert not same(
+        model(run(study, "proxyfl", few), "S0", "proxy"), model(run(study, "proxyfl", few), "S0", "proxy")
+    )
+    seeded = [run(study, "proxyfl", few, SEEDED) for _ in range(2)]
+    assert same(model(seeded[0], "S0", "proxy"), model(seeded[1], "S0", "proxy"))
+
+
+def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
+    path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
+    states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
+    sent = [load_file(state)["push/x"] for state in states]
+    names = [
+        name for name, _ in build("mlp", n_classes=2, in_channels=3, size_px=16, seed=0).named_parameters()
+    ]
+    for k in range(4):
+        proxy = model(path, f"S{k}", "proxy")
+        got = torch.cat([proxy[name].flatten() for name in names])
+        torch.testing.assert_close(got, (sent[k] + sent[(k + 2) % 4]) / 2)
+
+
+@pytest.mark.parametrize("method", ["regular", "proxyfl"])
+def test_a_model_that_diverges_says_so(study, method):
+    with pytest.raises(
+        WsiFlError, match=r"site S0: its (private|proxy) model is not finite.*lower train\.lr"
+    ):
+        run(study, method, OPEN, "train.lr=1e30")
+
+
+def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(study, monkeypatch):
+    whole = run(study, "proxyfl", SEEDED)
+
+    class PowerCut(BaseException):
+        pass
+
+    saved = loop._checkpoint
+    for moment in ("before the checkpoint", "after it"):
+
+        def cut(site, round_, moment=moment):
+            if moment == "after it":
+                saved(site, round_)
+            if (site.name, round_) == ("S2", 2):
+                raise PowerCut
+            if moment == "before the checkpoint":
+                saved(site, round_)
+
+        monkeypatch.setattr(loop, "_checkpoint", cut)
+        with pytest.raises(PowerCut):
+            run(study, "proxyfl", SEEDED)
+        monkeypatch.setattr(loop, "_checkpoint", saved)
+        path = sorted(study.runs.glob("*-proxyfl-*"))[-1]
+        assert path != whole
+        summary = resume(study, path.name, backend="local")
+        assert summary["sites"][2]["rounds"] == 3
+        for site in study.site_names():
+            for role in ("private", "proxy"):
+                assert same(model(path, site, role), model(whole, site, role)), (moment, site, role)
+            assert [line["round"] for line in metrics(path, site)] == [1, 2, 3]
+            a, b = (json.loads((p / "sites" / site / "ledger.json").read_text()) for p in (path, whole))
+            assert (
+                (a["steps"], a["epsilon"]) == (b["steps"], b["epsilon"]) == (15, pytest.approx(b["epsilon"]))
+            )
+
+
+def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(study):
+    path = run(study)
+    for site in study.site_names():
+        shutil.rmtree(path / "sites" / site / "state")
+    with pytest.raises(WsiFlError, match="ledger knows later rounds than its checkpoints; start a new run"):
+        resume(study, path.name, backend="local")
+    path = run(study)
+    shutil.rmtree(path / "sites" / "S1" / "state")
+    with pytest.raises(WsiFlError, match="no checkpoint of round 1, where the others stand"):
+        resume(study, path.name, backend="local")
+
+
+def real_study(tmp_path, extra=""):
+    return make_study(tmp_path / "real", n_sites=2, site_extra=f"real = true\n{extra}")
+
+
+def test_the_lifetime_budget_of_a_real_site_outlives_its_runs(tmp_path):
+    three = epsilon([plan(N_TRAIN, BATCH, 3, 1.4, 0.7)], 1e-5)
+    study = real_study(tmp_path, f"max_epsilon = {three + 1e-6}")
+    run(study)
+    shutil.rmtree(study.runs)  # the next run gets the same number
+    with pytest.raises(WsiFlError, match=r"sites/S0\.toml: max_epsilon = .* is enough for 0 of 3 rounds"):
+        run(study)
+
+
+@pytest.mark.parametrize("override", [OPEN, "privacy.sigma=0", SEEDED])
+def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_path, override):
+    study = real_study(tmp_path)
+    with pytest.raises(
+        WsiFlError, match=r"sites/S0\.toml: a model without differential privacy.*\[\"model\"\]"
+    ):
+        run(study, "proxyfl", override)
+    for name in study.site_names():
+        file = study.root / "sites" / f"{name}.toml"
+        file.write_text(file.read_text() + 'allow = ["model"]\n')
+    assert model(run(study, "proxyfl", override), "S0")
+    assert metrics(sorted(study.runs.glob("*"))[-1], "S0")[0].keys() >= {
+        "own"
+    }  # and nobody read the other's store

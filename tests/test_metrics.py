@@ -1,0 +1,146 @@
+"""Metrics against their definitions, spelled out slowly."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wsi_fl.learning.metrics import (
+    accuracy,
+    auroc,
+    bootstrap_intervals,
+    calibration,
+    confusion,
+    macro_accuracy,
+    mean_and_sd,
+    scores,
+    slide_level,
+)
+
+
+@st.composite
+def predictions(draw):
+    k, n = draw(st.integers(2, 4)), draw(st.integers(1, 40))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    p = rng.integers(1, 5, (n, k)).astype(float)  # few values: many ties
+    return p / p.sum(1, keepdims=True), rng.integers(0, k, n)
+
+
+def brute_auroc(score, positive):
+    pairs = [(a > b) + 0.5 * (a == b) for a in score[positive] for b in score[~positive]]
+    return np.mean(pairs)
+
+
+@settings(deadline=None)
+@given(predictions())
+def test_accuracies_and_confusion_against_counting(case):
+    p, y = case
+    guess = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p]
+    assert accuracy(p, y) == pytest.approx(np.mean([g == t for g, t in zip(guess, y, strict=True)]))
+    per_class = [np.mean([g == c for g, t in zip(guess, y, strict=True) if t == c]) for c in sorted(set(y))]
+    assert macro_accuracy(p, y) == pytest.approx(np.mean(per_class))
+    counts = confusion(p, y)
+    for t in range(p.shape[1]):
+        for g in range(p.shape[1]):
+            assert counts[t][g] == sum(a == t and b == g for a, b in zip(y, guess, strict=True))
+
+
+@settings(deadline=None)
+@given(predictions())
+def test_auroc_is_the_share_of_pairs_in_order(case):
+    p, y = case
+    present = sorted(set(y.tolist()))
+    if len(present) < 2:
+        assert auroc(p, y) is None
+    elif p.shape[1] == 2:
+        assert auroc(p, y) == pytest.approx(brute_auroc(p[:, 1], y == 1))
+    else:
+        assert auroc(p, y) == pytest.approx(np.mean([brute_auroc(p[:, c], y == c) for c in present]))
+
+
+@settings(deadline=None)
+@given(predictions(), st.integers(1, 12))
+def test_calibration_against_counting(case, n_bins):
+    p, y = case
+    ece = 0.0
+    for b in range(n_bins):
+        mine = [k for k in range(len(y)) if min(int(p[k].max() * n_bins), n_bins - 1) == b]
+        if mine:
+            right = np.mean([p[k].argmax() == y[k] for k in mine])
+            ece += len(mine) / len(y) * abs(right - np.mean([p[k].max() for k in mine]))
+    found = calibration(p, y, n_bins)
+    assert found["ece"] == pytest.approx(ece)
+    assert sum(b["n"] for b in found["bins"]) == len(y)
+    brier = np.mean([sum((p[k, c] - (c == y[k])) ** 2 for c in range(p.shape[1])) for k in range(len(y))])
+    assert found["brier"] == pytest.approx(brier)
+
+
+def test_certain_and_right_is_perfectly_calibrated_certain_and_wrong_is_not():
+    p, y = np.eye(2)[[0, 1, 1]], np.array([0, 1, 1])
+    assert calibration(p, y)["ece"] == 0
+    assert calibration(p, 1 - y)["ece"] == 1
+
+
+def test_what_cannot_be_computed_is_none():
+    nothing = np.empty((0, 2)), np.empty(0, np.int64)
+    assert scores(*nothing) == {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None}
+    assert calibration(*nothing)["ece"] is None
+    one_class = np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64)
+    assert scores(*one_class)["auroc"] is None
+    assert scores(*one_class)["accuracy"] == 1
+    assert mean_and_sd([]) == mean_and_sd([0.5, None]) == {"mean": None, "sd": None}
+    assert mean_and_sd([0.2, 0.4]) == {"mean": pytest.approx(0.3), "sd": pytest.approx(0.1)}
+
+
+def noisy_case(n_patients=20, per_patient=10, *, by_patient):
+    """Predictions right in 70 %: for whole patients, or for single patches."""
+    rng = np.random.default_rng(0)
+    cluster = np.repeat([f"p{k}" for k in range(n_patients)], per_patient)
+    y = np.tile([0, 1], n_patients * per_patient // 2)
+    if by_patient:
+        right = np.repeat(rng.permutation(n_patients) < 0.7 * n_patients, per_patient)
+    else:
+        right = rng.permutation(len(y)) < 0.7 * len(y)
+    score = np.where(right, y, 1 - y) * 0.6 + 0.2 + rng.uniform(-0.05, 0.05, len(y))
+    return np.stack([1 - score, score], 1), y, cluster
+
+
+def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
+    width = {}
+    for by_patient in (True, False):
+        p, y, cluster = noisy_case(by_patient=by_patient)
+        intervals = bootstrap_intervals(p, y, cluster, repeats=300)
+        for name, point in scores(p, y).items():
+            if name != "n":
+                low, high = intervals[name]
+                assert low <= point <= high
+        width[by_patient] = np.ptp(intervals["accuracy"])
+        assert accuracy(p, y) == pytest.approx(0.7)
+    sd_of_patients = (0.7 * 0.3 / 20) ** 0.5
+    assert width[True] == pytest.approx(2 * 1.96 * sd_of_patients, rel=0.25)
+    assert width[True] > 2 * width[False]
+
+
+def test_intervals_repeat_with_their_seed_and_need_two_patients():
+    p, y, cluster = noisy_case(by_patient=False)
+    assert bootstrap_intervals(p, y, cluster, repeats=40) == bootstrap_intervals(p, y, cluster, repeats=40)
+    alone = bootstrap_intervals(p, y, np.full(len(y), "p"), repeats=40)
+    assert set(alone) == {"accuracy", "macro_accuracy", "auroc"}
+    assert set(alone.values()) == {None}
+    one_class = bootstrap_intervals(p, np.zeros_like(y), cluster, repeats=40)
+    assert one_class["auroc"] is None
+    assert one_class["accuracy"] is not None
+
+
+def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tenth():
+    slide = np.repeat(["a", "b"], 20)
+    y = np.zeros(40, np.int64)
+    y[5] = 1
+    positive = np.linspace(0, 0.5, 40)
+    positive[5] = 0.9
+    found = slide_level(np.stack([1 - positive, positive], 1), y, slide)
+    # a: mean of 0.9 and the next best, above one half; b: its two best, just below
+    assert found == {"n": 2, "accuracy": 1.0, "macro_accuracy": 1.0, "auroc": 1.0}
+    three = np.full((40, 3), 1 / 3)
+    assert slide_level(three, y, slide) is None
+    assert slide_level(np.full((2, 2), 0.5), y[:2], np.array(["a", "b"])) is None

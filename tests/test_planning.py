@@ -1,0 +1,314 @@
+"""From a slide and its record to the patches to keep, their pixels and a picture."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from wsi_fl.slides import planning
+from wsi_fl.slides.overview import draw_overview
+from wsi_fl.slides.planning import PlanParams, plan_slide, read_patches
+from wsi_fl.slides.reader import Slide
+from wsi_fl.slides.tissue import NoTissueError
+from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
+
+CELL = 64
+SPEC = GridSpec(size_px=CELL, mpp=1.0, stride_px=CELL)
+ROWS, COLUMNS = 8, 10
+TISSUE = {(c, r) for c in range(2, 8) for r in range(1, 6)}
+TUMOR = {(c, r) for c in range(2, 5) for r in range(2, 5)}
+
+
+def picture():
+    """Ten by eight cells: tissue in the middle, each cell with a grain of its own."""
+    rng = np.random.default_rng(0)
+    image = np.full((ROWS * CELL, COLUMNS * CELL, 3), 243, np.uint8)
+    for c, r in TISSUE:
+        grain = rng.integers(-40, 40, (CELL // 4, CELL // 4, 3)).repeat(4, 0).repeat(4, 1)
+        colour = np.array((150, 95, 160) if (c, r) in TUMOR else (205, 150, 190))
+        image[r * CELL : (r + 1) * CELL, c * CELL : (c + 1) * CELL] = np.clip(colour + grain, 0, 255)
+    return image
+
+
+IMAGE = picture()
+
+
+def write_slide(path, image=IMAGE, mpp=1.0):
+    tags = {"resolution": (1e4 / mpp, 1e4 / mpp), "resolutionunit": "CENTIMETER"} if mpp else {}
+    with tifffile.TiffWriter(path) as tif:
+        tif.write(image, tile=(64, 64), photometric="rgb", compression="zlib", metadata=None, **tags)
+    return path
+
+
+def write_outlines(path, cells, group="metastases", shift=0.0):
+    body = ""
+    for c, r in sorted(cells):
+        corners = [(c, r), (c + 1, r), (c + 1, r + 1), (c, r + 1)]
+        points = "".join(
+            f'<Coordinate Order="{k}" X="{x * CELL + shift}" Y="{y * CELL}" />'
+            for k, (x, y) in enumerate(corners)
+        )
+        body += f'<Annotation PartOfGroup="{group}"><Coordinates>{points}</Coordinates></Annotation>'
+    path.write_text(f"<ASAP_Annotations><Annotations>{body}</Annotations></ASAP_Annotations>")
+    return path
+
+
+@pytest.fixture
+def record(tmp_path):
+    path = write_slide(tmp_path / "node.tif")
+    outlines = write_outlines(tmp_path / "node.xml", TUMOR)
+    return SlideRecord(path, "node", "patient", "C1", "annotated", positive=True, annotation=outlines)
+
+
+def cells_of(plan, label):
+    return {(int(x) // CELL, int(y) // CELL) for x, y in plan.xy_l0[plan.label == CLASSES.index(label)]}
+
+
+def test_a_plan_holds_every_tissue_cell_with_its_label(record):
+    plan = plan_slide(record, SPEC)
+    assert cells_of(plan, "tumor") == TUMOR
+    assert cells_of(plan, "healthy") == TISSUE - TUMOR
+    assert plan.tumor_fraction.tolist() == plan.label.tolist()
+    assert plan.xy_l0.tolist() == sorted(plan.xy_l0.tolist(), key=lambda xy: (xy[1], xy[0]))
+    assert (plan.mpp, plan.size_l0) == (pytest.approx(1.0), (COLUMNS * CELL, ROWS * CELL))
+    with Slide(record.path) as slide:
+        assert plan.quickhash == slide.quickhash
+    assert len(plan.outlines_l0) == 1
+    assert plan.outlines_l0[0].min(0).tolist() == [2 * CELL, 2 * CELL]
+
+
+def test_a_plan_is_the_same_every_time(record):
+    first, second = plan_slide(record, SPEC), plan_slide(record, SPEC)
+    np.testing.assert_array_equal(first.xy_l0, second.xy_l0)
+    np.testing.assert_array_equal(first.tissue, second.tissue)
+
+
+@pytest.mark.parametrize(
+    ("supervision", "positive", "healthy", "tumor"),
+    [
+        ("annotated", True, TISSUE - TUMOR, TUMOR),
+        ("partial", True, set(), TUMOR),
+        ("negative", False, TISSUE, set()),
+        ("weak", True, set(), TISSUE),
+        ("weak", False, TISSUE, set()),
+    ],
+)
+def test_supervision_decides_what_is_labelled(record, supervision, positive, healthy, tumor):
+    outlined = supervision in {"annotated", "partial"}
+    changed = replace(
+        record, supervision=supervision, positive=positive, annotation=record.annotation if outlined else None
+    )
+    plan = plan_slide(changed, SPEC)
+    assert (cells_of(plan, "healthy"), cells_of(plan, "tumor")) == (healthy, tumor)
+    assert np.isnan(plan.tumor_fraction).all() == (supervision == "weak")
+
+
+def test_patches_that_cross_an_outline_are_dropped_or_tumour_by_their_share(record, tmp_path):
+    outlines = write_outlines(tmp_path / "shifted.xml", TUMOR, shift=0.75 * CELL)
+    plan = plan_slide(replace(record, annotation=outlines), SPEC)
+    left = {(2, r) for r in (2, 3, 4)}  # a quarter of these is tumour
+    assert cells_of(plan, "tumor") == {(c, r) for c in (3, 4, 5) for r in (2, 3, 4)}
+    assert cells_of(plan, "healthy") == TISSUE - cells_of(plan, "tumor") - left
+    eager = plan_slide(replace(record, annotation=outlines), SPEC, PlanParams(min_tumor=0.2))
+    assert cells_of(eager, "tumor") == cells_of(plan, "tumor") | left
+
+
+def test_patches_on_outlines_without_a_group_are_left_out(record, tmp_path):
+    path = write_outlines(tmp_path / "mixed.xml", TUMOR)
+    unsure = write_outlines(tmp_path / "unsure.xml", {(6, 5)}, group="None").read_text()
+    drawn = unsure.split("<Annotations>")[1].split("</Annotations>")[0]
+    path.write_text(path.read_text().replace("</Annotations>", drawn + "</Annotations>"))
+    plan = plan_slide(replace(record, annotation=path), SPEC)
+    assert cells_of(plan, "healthy") == TISSUE - TUMOR - {(6, 5)}
+
+
+def test_a_coarser_grid_covers_the_same_area(record):
+    plan = plan_slide(replace(record, supervision="weak"), GridSpec(CELL, 2.0, CELL))
+    assert set(plan.xy_l0[:, 0]) <= set(range(0, COLUMNS * CELL, 2 * CELL))
+    assert {tuple(xy) for xy in plan.xy_l0.tolist()} >= {(4 * CELL, 2 * CELL)}
+
+
+@pytest.mark.parametrize(("mpp", "fine"), [(0.95, True), (0.91, True), (0.85, False), (0.5, False)])
+def test_finer_patches_than_the_slide_are_refused(record, mpp, fine):
+    spec = GridSpec(CELL, mpp, CELL)
+    if fine:
+        assert len(plan_slide(record, spec).label)
+        return
+    with pytest.raises(
+        WsiFlError, match=rf"^node\.tif: patches at {mpp:g} µm .* the slide has 1; set tile\.mpp"
+    ):
+        plan_slide(record, spec)
+
+
+def failure(record, spec=SPEC, params=None):
+    with pytest.raises(WsiFlError) as caught:
+        plan_slide(record, spec, params)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_nothing_to_keep_is_an_error_with_its_numbers(record, tmp_path):
+    error = failure(record, GridSpec(4 * CELL, 1.0, 4 * CELL), PlanParams(min_tissue=0.95))
+    assert "of 6 grid positions none holds 95% tissue (most" in str(error)
+    outlines = write_outlines(tmp_path / "half.xml", {(2, 1)}, shift=0.6 * CELL)
+    partial = replace(record, supervision="partial", annotation=outlines)
+    said = str(failure(partial, params=PlanParams(min_tumor=0.9)))
+    assert "30 of 80 grid positions hold 25% tissue, of these 2 are less than 90% tumour" in said
+    assert "28 lie outside on a slide whose supervision is partial" in said
+
+
+def test_an_empty_slide_is_named(record, tmp_path):
+    blank = write_slide(tmp_path / "blank.tif", np.full((300, 300, 3), 243, np.uint8))
+    error = failure(replace(record, path=blank))
+    assert isinstance(error, NoTissueError)
+    assert str(error).startswith("blank.tif: no tissue found: 0% ")
+
+
+def test_annotations_that_contradict_the_label_are_refused(record, tmp_path):
+    away = write_outlines(tmp_path / "away.xml", TUMOR, shift=1e6)
+    empty = write_outlines(tmp_path / "empty.xml", set())
+    assert "none of its tumour outlines is on the slide" in str(failure(replace(record, annotation=away)))
+    assert "no tumour is outlined" in str(failure(replace(record, annotation=empty)))
+    assert "has no annotation" in str(failure(replace(record, annotation=None)))
+    assert "labelled negative" in str(failure(replace(record, supervision="negative", positive=False)))
+    assert not isinstance(failure(replace(record, annotation=empty)), UsageError)
+
+
+def test_a_slide_without_mpp_needs_the_override(record, tmp_path):
+    bare = replace(record, path=write_slide(tmp_path / "bare.tif", mpp=None))
+    assert "mpp_override = 0.5 in sites/<site>.toml" in str(failure(bare))
+    assert cells_of(plan_slide(replace(bare, mpp_override=1.0), SPEC), "tumor") == TUMOR
+
+
+def test_plans_stay_small_however_large_the_slide(record, monkeypatch):
+    monkeypatch.setattr(planning, "_PICTURE_PX", 200)
+    plan = plan_slide(record, SPEC)
+    assert max(plan.thumbnail.shape) <= 200
+    assert plan.thumbnail.shape[:2] == plan.tissue.shape
+    assert plan.tissue.shape[1] * plan.downsample == pytest.approx(COLUMNS * CELL, rel=0.02)
+    assert cells_of(plan, "tumor") == TUMOR
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("batch", [1, 7, 32])
+def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch):
+    monkeypatch.setattr(planning, "_BATCH", batch)
+    xy = plan_slide(record, SPEC).xy_l0
+    batches = list(read_patches(record, xy, SPEC, threads=threads))
+    assert [start for start, _ in batches] == list(range(0, len(xy), batch))
+    pixels = np.concatenate([b for _, b in batches])
+    assert pixels.dtype == np.uint8
+    for (x, y), patch in zip(xy, pixels, strict=True):
+        np.testing.assert_array_equal(patch, IMAGE[y : y + CELL, x : x + CELL])
+
+
+def test_no_patches_is_no_batch(record):
+    assert list(read_patches(record, np.zeros((0, 2), np.int64), SPEC, threads=2)) == []
+
+
+def test_reading_runs_only_a_little_ahead(record, monkeypatch):
+    """A slow consumer is not overrun, so memory is bounded."""
+    begun = []
+    original = Slide.read
+
+    def read(self, *arguments):
+        begun.append(1)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Slide, "read", read)
+    monkeypatch.setattr(planning, "_BATCH", 1)
+    xy = np.zeros((60, 2), np.int64)
+    for consumed, _ in enumerate(read_patches(record, xy, SPEC, threads=2), 1):
+        time.sleep(0.002)
+        assert len(begun) <= consumed + 3
+    assert len(begun) == 60
+
+
+def test_leaving_early_or_failing_leaves_no_thread_behind(record, tmp_path):
+    xy = np.zeros((500, 2), np.int64)
+    before = threading.active_count()
+    patches = read_patches(record, xy, SPEC, threads=3)
+    next(patches)
+    patches.close()
+    broken = write_slide(tmp_path / "broken.tif")
+    with tifffile.TiffFile(broken) as tif:
+        offset, n = tif.pages[0].dataoffsets[0], tif.pages[0].databytecounts[0]
+    with broken.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff" * n)
+    with pytest.raises(WsiFlError, match=r"broken\.tif: cannot be read at"):
+        list(read_patches(replace(record, path=broken), xy, SPEC, threads=3))
+    assert threading.active_count() == before
+
+
+def shown(png):
+    return np.asarray(Image.open(io.BytesIO(png)).convert("RGB")).astype(int)
+
+
+def centre_of(page, plan, xy):
+    """The colour in the middle of a patch on an overview page of this wide slide."""
+    zoom = 1024 / max(plan.tissue.shape) / plan.downsample
+    x, y = ((v + CELL / 2) * zoom for v in xy)
+    return page[int(y) + 46 - 5 : int(y) + 46 + 5, int(x) - 5 : int(x) + 5].mean((0, 1))
+
+
+def test_the_overview_shows_chosen_patches_in_the_colour_of_their_label(record):
+    plan = plan_slide(record, SPEC)
+    chosen = np.arange(len(plan.label)) % 2 == 0
+    png = draw_overview(plan, chosen)
+    assert png.startswith(b"\x89PNG")
+    page = shown(png)
+    assert max(page.shape) < 1200
+    np.testing.assert_array_equal(page, shown(draw_overview(plan, np.flatnonzero(chosen))))
+    bare = shown(draw_overview(plan, np.zeros(len(chosen), bool)))
+    for k, xy in enumerate(plan.xy_l0):
+        change = centre_of(page, plan, xy) - centre_of(bare, plan, xy)
+        if not chosen[k]:
+            assert np.abs(change).max() < 1
+        elif plan.label[k] == CLASSES.index("tumor"):
+            assert change[2] < change[0] - 20  # towards orange
+        else:
+            assert change[0] < change[2] - 20  # towards blue
+
+
+def test_the_overview_takes_long_names_and_tall_slides(record, tmp_path):
+    tall = write_slide(tmp_path / "tall.tif", np.ascontiguousarray(IMAGE[:, 128:256]))
+    name = "TCGA-" + "A" * 200 + "-µ"
+    plan = plan_slide(replace(record, path=tall, slide=name, supervision="weak"), SPEC)
+    assert shown(draw_overview(plan, np.arange(len(plan.label)))).shape[1] == 680
+
+
+@needs_shared
+def test_a_real_slide_is_planned_and_read_to_its_last_row():
+    path = SHARED / "slides" / "CMU-1-Small-Region.svs"
+    record = SlideRecord(path, "CMU-1", "p", "S", "weak", positive=False)
+    spec = GridSpec(256, 0.499, 256)
+    plan = plan_slide(record, spec)
+    assert 40 <= len(plan.label) <= 60
+    assert plan.xy_l0[:, 1].max() + 256 > plan.size_l0[1]
+    assert sum(len(b) for _, b in read_patches(record, plan.xy_l0, spec, threads=2)) == len(plan.label)
+
+
+@needs_shared
+@pytest.mark.parametrize("path", sorted((SHARED / "slides_odd").glob("*")), ids=lambda p: p.name)
+def test_odd_slides_give_patches_or_one_line(path):
+    record = SlideRecord(path, path.stem, "p", "S", "weak", positive=False)
+    spec = GridSpec(8, 0.499, 8)
+    try:
+        plan = plan_slide(record, spec)
+        pixels = np.concatenate([b for _, b in read_patches(record, plan.xy_l0, spec, threads=2)])
+        assert pixels.shape == (4, 8, 8, 3)
+    except WsiFlError as error:
+        assert str(error).startswith(f"{path.name}: ")
+        assert "\n" not in str(error)

@@ -1,0 +1,313 @@
+"""Slides as arrays: exact pixels, right level, honest errors."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import openslide
+import pytest
+import tifffile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wsi_fl.slides import reader
+from wsi_fl.slides.reader import Slide
+from wsi_fl.types import UsageError, WsiFlError
+
+SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
+MPP = 0.5
+IMAGE = np.random.default_rng(0).integers(0, 256, (300, 420, 3), np.uint8)
+_Y, _X = np.mgrid[:300, :420]
+SMOOTH = np.stack([_X / 2, _Y / 2, 100 + 80 * np.sin(_X / 40 + _Y / 50)], axis=-1).round().astype(np.uint8)
+
+
+def write_slide(path, levels=(IMAGE,), mpp: tuple[float, float] | None = (MPP, MPP), unit="CENTIMETER"):
+    """A tiled, losslessly packed TIFF that OpenSlide opens as generic-tiff."""
+    with tifffile.TiffWriter(path) as tif:
+        for k, level in enumerate(levels):
+            per_um = {"CENTIMETER": 1e4, "INCH": 25_400.0}[unit]
+            tags = {"resolution": (per_um / mpp[0], per_um / mpp[1]), "resolutionunit": unit} if mpp else {}
+            tif.write(
+                level,
+                tile=(64, 64),
+                photometric="rgb",
+                compression="zlib",
+                subfiletype=int(k > 0),
+                metadata=None,
+                **tags,
+            )
+    return path
+
+
+def damage_tile(path, index):
+    """Overwrites the compressed bytes of one tile."""
+    with tifffile.TiffFile(path) as tif:
+        page = tif.pages[0]
+        offset, n = page.dataoffsets[index], page.databytecounts[index]
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(b"\xff" * n)
+
+
+def area_average(image, left, top, scale, size):
+    """Each output pixel [size, size, 3] as the mean over its exact footprint; white outside."""
+
+    def weights(start, extent):
+        edges = start + scale * np.arange(size + 1)
+        pixel = np.arange(extent)
+        overlap = np.minimum(edges[1:, None], pixel + 1) - np.maximum(edges[:-1, None], pixel)
+        return np.clip(overlap, 0, None)
+
+    rows, columns = weights(top, image.shape[0]), weights(left, image.shape[1])
+    covered = rows.sum(1)[:, None] * columns.sum(1)[None]
+    across = np.tensordot(columns, image.astype(float), (1, 1))
+    total = np.tensordot(rows, across, (1, 1)) + 255 * (scale**2 - covered)[..., None]
+    return total / scale**2
+
+
+@pytest.fixture(scope="module")
+def slide(tmp_path_factory):
+    with Slide(write_slide(tmp_path_factory.mktemp("slides") / "größe 🔬.tif")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def smooth_slide(tmp_path_factory):
+    with Slide(write_slide(tmp_path_factory.mktemp("slides") / "smooth.tif", (SMOOTH,))) as opened:
+        yield opened
+
+
+def test_a_slide_says_what_it_is(slide):
+    assert slide.size_l0 == (420, 300)
+    assert slide.mpp == pytest.approx(MPP)
+    assert slide.vendor == "generic-tiff"
+    assert len(slide.quickhash) == 64
+    assert slide.level_downsamples == (1.0,)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(x=st.integers(-40, 450), y=st.integers(-40, 330), size=st.integers(1, 90))
+def test_pixels_are_the_slides_own_and_white_beyond_its_edge(slide, x, y, size):
+    white = np.full((600, 700, 3), 255, np.uint8)
+    white[100:400, 100:520] = IMAGE
+    np.testing.assert_array_equal(slide.read((x, y), size, MPP), white[100 + y :, 100 + x :][:size, :size])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(x=st.integers(-20, 380), y=st.integers(-20, 280), size=st.integers(4, 40), scale=st.integers(2, 6))
+def test_whole_multiples_are_area_averages_of_any_picture(slide, x, y, size, scale):
+    got = slide.read((x, y), size, slide.mpp * scale)
+    assert np.abs(got - area_average(IMAGE, x, y, scale, size)).max() <= 2
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(x=st.integers(0, 200), y=st.integers(0, 100), size=st.integers(4, 30), scale=st.floats(1.2, 6))
+def test_other_scales_neither_shift_nor_stretch_the_picture(smooth_slide, x, y, size, scale):
+    """Pillow's box filter weighs whole pixels, so the oracle is met where neighbours are alike."""
+    got = smooth_slide.read((x, y), size, smooth_slide.mpp * scale)
+    assert np.abs(got - area_average(SMOOTH, x, y, scale, size)).max() <= 3
+
+
+def test_the_result_is_a_writable_array_of_its_own(slide):
+    patch = slide.read((0, 0), 8, MPP)
+    patch[:] = 0
+    np.testing.assert_array_equal(slide.read((0, 0), 8, MPP), IMAGE[:8, :8])
+
+
+@pytest.mark.parametrize(
+    ("mpp", "level"),
+    [(0.5, 0), (0.9, 0), (1.0, 1), (0.9999, 1), (1.9, 1), (2.0, 2), (7.0, 2)],
+)
+def test_the_coarsest_level_that_is_fine_enough_is_read(tmp_path, mpp, level):
+    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200)]
+    levels = [np.full((256 // 2**k, 256 // 2**k, 3), c, np.uint8) for k, c in enumerate(colours)]
+    with Slide(write_slide(tmp_path / "levels.tif", levels)) as slide:
+        assert (slide.read((0, 0), 16, mpp) == colours[level]).all()
+
+
+def test_a_lower_level_gives_its_own_pixels_at_positions_between_its_pixels(tmp_path):
+    half = IMAGE[:150, :210]
+    with Slide(write_slide(tmp_path / "levels.tif", (IMAGE, half))) as slide:
+        np.testing.assert_array_equal(slide.read((20, 40), 32, 2 * MPP), half[20:52, 10:42])
+        between = slide.read((21, 40), 32, 2 * MPP)
+    assert any(np.array_equal(between, half[20:52, x : x + 32]) for x in (10, 11))
+
+
+def test_levels_of_odd_size_do_not_shift_the_picture(tmp_path):
+    """A ramp stays where it is although 1001 / 250 is no whole number."""
+    ramp = np.repeat(np.linspace(0, 250, 1001).astype(np.uint8)[None, :, None], 120, 0).repeat(3, 2)
+    small = np.repeat(np.linspace(0, 250, 250).astype(np.uint8)[None, :, None], 30, 0).repeat(3, 2)
+    with Slide(write_slide(tmp_path / "ramp.tif", (ramp, small))) as slide:
+        for x in (0, 333, 700):
+            got = slide.read((x, 0), 20, MPP * 6)[5, :, 0].astype(float)
+            assert np.abs(got - area_average(ramp, x, 0, 6, 20)[5, :, 0]).max() < 2
+
+
+@pytest.mark.parametrize("unit", ["CENTIMETER", "INCH"])
+def test_mpp_comes_from_tiff_resolution_tags(tmp_path, unit):
+    with Slide(write_slide(tmp_path / "s.tif", mpp=(0.25, 0.25), unit=unit)) as slide:
+        assert slide.mpp == pytest.approx(0.25, rel=1e-4)
+
+
+def test_resolution_tags_count_where_openslide_has_no_number():
+    tags = {"tiff.XResolution": "20000", "tiff.ResolutionUnit": "centimeter", "openslide.mpp-x": "n/a"}
+    assert reader._stated_mpp(tags, "x") == pytest.approx(0.5)
+    assert reader._stated_mpp(tags, "y") is None
+
+
+@pytest.mark.parametrize("mpp", [None, (352.8, 352.8), (0.01, 0.01)])
+def test_without_a_plausible_mpp_only_mpp_fails_and_says_how_to_give_it(tmp_path, mpp):
+    path = write_slide(tmp_path / "bare.tif", mpp=mpp)
+    with Slide(path) as slide:
+        assert slide.thumbnail(100)[0].shape[1] == 100
+        with pytest.raises(WsiFlError, match=r"^bare\.tif: .*mpp_override = 0\.5 in sites/<site>\.toml$"):
+            _ = slide.mpp
+    with Slide(path, mpp_override=0.4) as slide:
+        assert slide.mpp == 0.4
+
+
+def test_the_override_wins_over_the_file(tmp_path):
+    with Slide(write_slide(tmp_path / "s.tif"), mpp_override=0.25) as slide:
+        assert slide.mpp == 0.25
+        np.testing.assert_array_equal(slide.read((3, 4), 10, 0.25), IMAGE[4:14, 3:13])
+
+
+@pytest.mark.parametrize("override", [0.0, -1.0, float("nan")])
+def test_an_override_must_be_a_positive_number(tmp_path, override):
+    with pytest.raises(UsageError, match="positive"):
+        Slide(write_slide(tmp_path / "s.tif"), mpp_override=override)
+
+
+def test_oblong_pixels_are_refused_unless_slight(tmp_path):
+    with (
+        Slide(write_slide(tmp_path / "oblong.tif", mpp=(0.5, 0.6))) as slide,
+        pytest.raises(WsiFlError, match="square"),
+    ):
+        _ = slide.mpp
+    with Slide(write_slide(tmp_path / "slight.tif", mpp=(0.5, 0.51))) as slide:
+        assert slide.mpp == pytest.approx(0.505, rel=1e-4)
+
+
+@pytest.mark.parametrize("max_px", [420, 1000, 100, 33])
+@pytest.mark.parametrize("strip_px", [1 << 24, 5000])
+def test_the_thumbnail_is_an_area_average_however_it_is_cut(smooth_slide, monkeypatch, max_px, strip_px):
+    monkeypatch.setattr(reader, "_STRIP_PX", strip_px)
+    thumbnail, downsample = smooth_slide.thumbnail(max_px)
+    assert downsample == pytest.approx(max(1, 420 / max_px))
+    assert thumbnail.shape[1] == min(max_px, 420)
+    inside = int(300 / downsample)  # what reaches over the edge is mixed with white
+    expected = area_average(SMOOTH, 0, 0, downsample, thumbnail.shape[1])[:inside]
+    assert np.abs(thumbnail[:inside] - expected).max() <= 5
+
+
+def test_threads_share_one_handle(slide):
+    corners = [(x, y) for x in range(0, 400, 37) for y in range(0, 280, 41)]
+    with ThreadPoolExecutor(4) as pool:
+        patches = list(pool.map(lambda xy: slide.read(xy, 16, MPP), corners))
+    for (x, y), patch in zip(corners, patches, strict=True):
+        cut = IMAGE[y : y + 16, x : x + 16]
+        np.testing.assert_array_equal(patch[: len(cut), : cut.shape[1]], cut)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    path = write_slide(tmp_path / "damaged.tif")
+    damage_tile(path, 8)  # second row of tiles, x from 64
+    return path
+
+
+def test_a_damaged_tile_is_named_and_the_others_still_read(damaged):
+    with Slide(damaged) as slide:
+        for _ in range(3):
+            with pytest.raises(
+                WsiFlError, match=r"^damaged\.tif: cannot be read at level-0 pixel \(80, 80\): [^\n]+$"
+            ):
+                slide.read((80, 80), 16, MPP)
+            np.testing.assert_array_equal(slide.read((200, 200), 16, MPP), IMAGE[200:216, 200:216])
+
+
+def test_a_damaged_tile_in_one_thread_spoils_no_read_of_another(damaged):
+    corners = [(80, 80) if k % 3 == 0 else (130 + k, 150) for k in range(60)]
+
+    def read(xy):
+        try:
+            return slide.read(xy, 16, MPP)
+        except WsiFlError as error:
+            return error
+
+    with Slide(damaged) as slide, ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(read, corners))
+    for (x, y), result in zip(corners, results, strict=True):
+        if (x, y) == (80, 80):
+            assert isinstance(result, WsiFlError)
+        else:
+            np.testing.assert_array_equal(result, IMAGE[y : y + 16, x : x + 16])
+
+
+def unusable(folder: Path, kind: str) -> Path:
+    path = folder / f"{kind}.tif"
+    if kind == "text":
+        path.write_text("not a slide")
+    elif kind == "empty":
+        path.touch()
+    elif kind == "truncated":
+        path.write_bytes(write_slide(folder / "whole.tif").read_bytes()[:900])
+    elif kind == "folder":
+        path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("kind", ["missing", "text", "empty", "truncated", "folder"])
+def test_what_is_no_slide_fails_in_one_line_that_names_it(tmp_path, kind):
+    with pytest.raises(WsiFlError, match=f"{kind}.tif: ") as failure:
+        Slide(unusable(tmp_path, kind))
+    assert "\n" not in str(failure.value)
+
+
+def test_a_background_colour_is_used_where_the_slide_names_one():
+    assert reader._background({"openslide.background-color": "F0E1D2"}) == (0xF0, 0xE1, 0xD2)
+    assert reader._background({}) == (255, 255, 255)
+
+
+def test_no_other_module_knows_openslide():
+    sources = Path(reader.__file__).parents[1].rglob("*.py")
+    assert [path.name for path in sources if "import openslide" in path.read_text()] == ["reader.py"]
+
+
+@needs_shared
+def test_a_folder_of_dicom_files_is_a_slide(tmp_path):
+    for path in (SHARED / "slides_odd").glob("*.dcm"):
+        shutil.copy(path, tmp_path)
+    with Slide(tmp_path) as slide:
+        assert slide.vendor == "dicom"
+        assert slide.read((0, 0), 16, slide.mpp).std() > 0
+
+
+@needs_shared
+def test_a_real_slide_reads_as_openslide_reads_it():
+    path = SHARED / "slides" / "CMU-1-Small-Region.svs"
+    raw = np.asarray(openslide.OpenSlide(str(path)).read_region((700, 900), 0, (256, 256)))[..., :3]
+    with Slide(path) as slide:
+        assert slide.mpp == 0.499
+        np.testing.assert_array_equal(slide.read((700, 900), 256, 0.499), raw)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("histolab_broken.svs", "not a slide format"),
+        ("openslide-python_unopenable.tiff", "cannot be opened"),
+        ("openslide-python_unreadable.svs", "cannot be read at"),
+    ],
+)
+def test_unusable_real_files_fail_in_one_line(name, reason):
+    with (
+        pytest.raises(WsiFlError, match=f"^{name}: {reason}[^\n]*$"),
+        Slide(SHARED / "slides_odd" / name) as slide,
+    ):
+        slide.read((0, 0), 16, slide.mpp)

@@ -1,0 +1,128 @@
+"""Run folders: numbers are never shared, checkpoints load back or say that they are damaged."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from wsi_fl.runs import RunFolder, SiteFolder
+from wsi_fl.types import WsiFlError
+
+
+def test_runs_are_numbered_in_order(tmp_path):
+    runs = tmp_path / "runs"
+    names = [
+        RunFolder.create(runs, *what).name for what in (("proxyfl", "p"), ("regular", "p"), ("proxyfl", "p"))
+    ]
+    assert names == ["00001-proxyfl-p", "00002-regular-p", "00003-proxyfl-p"]
+    (runs / "00002-regular-p").rmdir()
+    (runs / "00041-older-x").mkdir()
+    (runs / "notes").mkdir()
+    assert RunFolder.create(runs, "proxyfl", "p").name == "00042-proxyfl-p"
+
+
+def test_pipeline_given_by_path_names_the_run_by_its_file(tmp_path):
+    run = RunFolder.create(tmp_path, "proxyfl", "some/where/p.v2.toml")
+    assert run.name == "00001-proxyfl-p.v2" and run.path.parent == tmp_path
+
+
+def test_runs_started_at_once_get_different_numbers(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        methods = [f"m{k}" for k in range(120)]
+        names = list(pool.map(lambda method: RunFolder.create(tmp_path, method, "p").name, methods))
+    assert sorted(int(name[:5]) for name in names) == list(range(1, 121))
+
+
+@pytest.fixture
+def site(tmp_path):
+    return SiteFolder(tmp_path / "sites" / "C1")
+
+
+TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3).T, "n": torch.tensor(7), "e": torch.empty(0)}
+
+
+def test_models_load_back(site):
+    with pytest.raises(WsiFlError, match=r"proxy\.safetensors: no such model"):
+        site.load_model("proxy")
+    site.save_model("proxy", TENSORS)
+    loaded = site.load_model("proxy")
+    assert loaded.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
+
+
+def test_damaged_model_is_one_line(site):
+    path = site.save_model("proxy", TENSORS)
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(WsiFlError, match=r"proxy\.safetensors: damaged") as caught:
+        site.load_model("proxy")
+    assert "\n" not in str(caught.value)
+
+
+def test_checkpoints_load_back_and_the_last_two_are_kept(site):
+    document = {"round": 0, "names": ["ä", "🔬"], "epsilon": 1.25, "none": None}
+    for round_ in (0, 1, 2, 10, 11):
+        site.save_checkpoint(round_, {"x": torch.full((2,), float(round_))}, document | {"round": round_})
+    assert site.checkpoints() == [10, 11]
+    for round_ in (10, 11):
+        tensors, found = site.load_checkpoint(round_)
+        assert found == document | {"round": round_}
+        assert tensors["x"].tolist() == [round_, round_]
+    assert len(list((site.path / "state").iterdir())) == 2
+
+
+def test_leftover_of_a_killed_writer_is_no_checkpoint(site):
+    site.save_checkpoint(3, TENSORS, {})
+    (site.path / "state" / ".round_00004.77.partial.safetensors").write_bytes(b"half")
+    assert site.checkpoints() == [3]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "no document"])
+def test_damaged_checkpoint_is_one_line(site, damage):
+    site.save_checkpoint(3, TENSORS, {"round": 3})
+    path = site.checkpoint_path(3)
+    if damage == "missing":
+        path.unlink()
+    elif damage == "no document":
+        path.write_bytes(site.save_model("x", TENSORS).read_bytes().replace(b'"document"', b'"documemt"'))
+    else:
+        path.write_bytes(path.read_bytes()[:60] if damage == "truncated" else b"")
+    with pytest.raises(WsiFlError, match=r"round_00003\.safetensors: damaged checkpoint") as caught:
+        site.load_checkpoint(3)
+    assert "\n" not in str(caught.value)
+
+
+def test_checkpoint_is_safetensors_and_holds_no_code(site):
+    site.save_checkpoint(0, TENSORS, {"round": 0})
+    with safe_open(site.checkpoint_path(0), "pt") as file:
+        assert set(file.metadata()) == {"document"}
+
+
+def test_rounds_that_run_again_are_forgotten(site):
+    assert site.metrics() == []
+    for round_ in range(4):
+        site.log_round({"round": round_, "site": "Universität"})
+    site.forget_rounds_from(2)
+    assert site.metrics() == [{"round": 0, "site": "Universität"}, {"round": 1, "site": "Universität"}]
+    site.log_round({"round": 2})
+    assert [line["round"] for line in site.metrics()] == [0, 1, 2]
+
+
+def test_round_cut_short_by_a_crash_is_forgotten_and_the_next_is_whole(site):
+    for round_ in range(2):
+        site.log_round({"round": round_})
+    site.metrics_path.write_bytes(site.metrics_path.read_bytes()[:-4])
+    assert site.metrics() == [{"round": 0}]
+    site.log_round({"round": 1})
+    assert site.metrics() == [{"round": 0}, {"round": 1}]
+
+
+def test_log_is_dated_lines(site):
+    site.log("started")
+    site.log("done")
+    lines = (site.path / "log.txt").read_text().splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["started", "done"]
+    assert all(line.startswith("20") for line in lines)

@@ -1,0 +1,127 @@
+"""Splits hold patients apart; samples balance labels; neither depends on the order of files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wsi_fl.slides.splits import assign_splits, sample_rows
+from wsi_fl.types import SlideRecord, UsageError
+
+
+def record(slide: int, patient: int, positive: bool, split: str | None = None) -> SlideRecord:
+    supervision = "annotated" if positive else "negative"
+    return SlideRecord(
+        Path(f"{slide}.tif"), f"s{slide}", f"p{patient:03d}", "C1", supervision, positive, None, split
+    )
+
+
+COHORTS = st.lists(st.tuples(st.integers(0, 40), st.booleans()), min_size=1, max_size=120).map(
+    lambda rows: [record(k, patient, positive) for k, (patient, positive) in enumerate(rows)]
+)
+FRACTIONS = st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.25, 0.5, 0.8])
+
+
+@given(cohort=COHORTS, fraction=FRACTIONS, seed=st.integers(0, 1000), data=st.data())
+def test_split_is_disjoint_stratified_and_independent_of_order(cohort, fraction, seed, data):
+    split = assign_splits(cohort, test_fraction=fraction, seed=seed)
+    assert [replace(r, split=None) for r in split] == cohort
+    of = {r.patient: r.split for r in split}
+    assert all(of[r.patient] == r.split for r in split), "a patient in two splits"
+    test = {patient for patient, name in of.items() if name == "test"}
+    assert set(of.values()) <= {"train", "test"}
+    if fraction == 0:
+        assert not test
+    elif len(of) > 1:
+        assert 1 <= len(test) < len(of)
+        assert abs(len(test) - fraction * len(of)) <= 1
+    else:
+        assert not test
+    ill = {r.patient for r in cohort if r.positive}
+    for stratum in (ill, set(of) - ill):
+        # one rounding for the number of test patients, one for the stratum's share of them
+        share = len(test) / len(of)
+        assert abs(len(test & stratum) - share * len(stratum)) <= 0.5 + 1e-9
+    shuffled = assign_splits(data.draw(st.permutations(cohort)), test_fraction=fraction, seed=seed)
+    assert {r.slide: r.split for r in shuffled} == {r.slide: r.split for r in split}
+
+
+def test_seed_decides_who_is_held_out():
+    cohort = [record(k, k, k % 2 == 0) for k in range(40)]
+    draws = {tuple(r.split for r in assign_splits(cohort, test_fraction=0.2, seed=seed)) for seed in range(8)}
+    assert len(draws) > 4
+    counts = np.mean(
+        [
+            [r.split == "test" for r in assign_splits(cohort, test_fraction=0.2, seed=seed)]
+            for seed in range(300)
+        ],
+        axis=0,
+    )
+    assert counts.min() > 0.1 and counts.max() < 0.3, "every patient is held out as often as any other"
+
+
+def test_prescribed_splits_are_kept():
+    cohort = [record(k, k // 2, k > 3, ("train", "val", "test")[k // 2 % 3]) for k in range(12)]
+    for seed in range(3):
+        assert assign_splits(cohort, test_fraction=0.5, seed=seed) == cohort
+
+
+def test_patient_in_two_splits_is_an_error():
+    cohort = [record(0, 7, True, "train"), record(1, 8, True, "test"), record(2, 7, False, "test")]
+    with pytest.raises(
+        UsageError, match=r"site C1: patient p007 is in two splits \(train and test\)"
+    ) as caught:
+        assign_splits(cohort, test_fraction=0.2, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_patient_without_a_split_where_others_have_one_is_an_error():
+    with pytest.raises(UsageError, match="site C1: patient p002 has no split"):
+        assign_splits([record(0, 1, True, "train"), record(1, 2, True)], test_fraction=0.2, seed=0)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=80).map(
+    lambda rows: (np.array([r[0] for r in rows], np.int64), np.array([f"s{r[1]}" for r in rows], np.str_))
+)
+
+
+@given(rows=ROWS, balance=st.booleans(), cap=st.none() | st.integers(1, 12), seed=st.integers(0, 99))
+def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
+    label, slide = rows
+    keep = sample_rows(label, slide, balance=balance, max_per_slide=cap, seed=seed)
+    assert keep.dtype == np.bool_ and keep.shape == label.shape
+    np.testing.assert_array_equal(
+        keep, sample_rows(label, slide, balance=balance, max_per_slide=cap, seed=seed)
+    )
+    available = {name: int((slide == name).sum()) for name in np.unique(slide)}
+    for name, n in available.items():
+        kept = int(keep[slide == name].sum())
+        assert kept <= min(n, cap or n)
+        assert balance or kept == min(n, cap or n), "nothing is dropped without a reason"
+    counts = [int((keep & (label == c)).sum()) for c in range(3)]
+    if balance:
+        assert len({n for n in counts if n}) <= 1
+    assert keep.any() == (len(label) > 0), "a sample of something is something"
+    if balance and cap is None:
+        present = [int((label == c).sum()) for c in np.unique(label)]
+        assert keep.sum() == min(present, default=0) * len(present)
+
+
+def test_a_label_that_the_cap_drew_away_does_not_empty_the_sample():
+    label = np.array([1] + [0] * 999)
+    for seed in range(5):
+        keep = sample_rows(label, np.full(1000, "s"), balance=True, max_per_slide=10, seed=seed)
+        assert keep.sum() in (2, 10)
+
+
+def test_balance_draws_evenly_over_the_site():
+    label = np.array([0] * 900 + [1] * 90)
+    slide = np.repeat(["a", "b", "c", "d"], [300, 300, 300, 90])
+    kept = [sample_rows(label, slide, balance=True, max_per_slide=None, seed=s) for s in range(30)]
+    per_slide = [np.mean([k[slide == name].sum() for k in kept]) for name in "abc"]
+    np.testing.assert_allclose(per_slide, 30, atol=4)

@@ -1,0 +1,510 @@
+"""Patch stores: what goes in comes out, and nothing else ever does."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from wsi_fl.stores.patches import (
+    PatchStore,
+    ShardMeta,
+    StoreMeta,
+    fingerprint,
+    pack,
+    shard_is_current,
+    write_columns,
+    write_shard,
+)
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
+
+FIXTURES = Path(__file__).parent / "fixtures"
+SPEC = GridSpec(8, 0.5, 4)
+NAMES = ("plain", "two words", "Gewebe ü 组织", "🔬 slide", "per%cent #1", "dots.in.name")
+
+
+def table_of(slide: str, n: int, seed: int = 0, split: str = "train") -> PatchTable:
+    rng = np.random.default_rng(seed)
+    return PatchTable(
+        rng.integers(0, 1 << 40, (n, 2)),
+        rng.integers(0, 2, n),
+        rng.random(n).astype(np.float32),
+        np.full(n, slide),
+        np.full(n, f"patient of {slide}"),
+        np.full(n, split),
+    )
+
+
+def pixels_of(n: int, seed: int = 0, size: int = 8) -> np.ndarray:
+    return np.random.default_rng(seed + 1000).integers(0, 256, (n, size, size, 3), np.uint8)
+
+
+def add_shard(folder: Path, slide: str, n: int, seed: int = 0) -> Path:
+    table = table_of(slide, n, seed)
+    shard = folder / "slides" / f"{slide}.h5"
+    meta = ShardMeta(slide, f"patient of {slide}", "train", SPEC, "")
+    write_shard(shard, meta, table, iter([pixels_of(n, seed)]))
+    return shard
+
+
+def make_store(folder: Path, counts: dict[str, int]) -> tuple[Path, np.ndarray]:
+    """A store, and the pixels of all its rows."""
+    shards = [add_shard(folder, slide, n, seed) for seed, (slide, n) in enumerate(counts.items())]
+    path = folder / "patches.h5"
+    write_columns(path, StoreMeta("C1", CLASSES, SPEC), shards)
+    return path, np.concatenate([pixels_of(n, seed) for seed, n in enumerate(counts.values())])
+
+
+def one_line(caught: pytest.ExceptionInfo[WsiFlError], *words: str) -> None:
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.fixture(scope="module")
+def odd_names(tmp_path_factory):
+    """A linked and a packed store of slides with odd names, and their pixels."""
+    folder = tmp_path_factory.mktemp("odd")
+    path, pixels = make_store(folder, {name: k + 1 for k, name in enumerate(NAMES)})
+    pack(path, folder / "elsewhere" / "packed.h5")
+    return path, folder / "elsewhere" / "packed.h5", pixels
+
+
+def test_linked_and_packed_stores_give_back_what_was_written(odd_names):
+    linked, packed, pixels = odd_names
+    written = PatchTable.concat([table_of(name, k + 1, k) for k, name in enumerate(NAMES)])
+    for path in (linked, packed):
+        with PatchStore(path) as store:
+            assert store.meta == StoreMeta("C1", CLASSES, SPEC)
+            assert tuple(store.slides) == NAMES
+            assert len(store) == len(written) == 21
+            for name in ("xy_l0", "label", "tumor_fraction", "slide", "patient", "split"):
+                found, wanted = getattr(store.table, name), getattr(written, name)
+                np.testing.assert_array_equal(found, wanted)
+                assert found.dtype.kind == wanted.dtype.kind
+            np.testing.assert_array_equal(store.read(np.arange(21)), pixels)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.integers(0, 20), max_size=30), packed=st.booleans())
+def test_rows_come_in_the_order_asked_for_with_repeats(odd_names, rows, packed):
+    with PatchStore(odd_names[int(packed)]) as store:
+        found = store.read(np.array(rows, np.int64))
+    assert found.dtype == np.uint8 and found.shape == (len(rows), 8, 8, 3)
+    np.testing.assert_array_equal(found, odd_names[2][rows])
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=5), batch=st.integers(1, 6))
+def test_pixels_may_come_in_batches_of_any_size(tmp_path_factory, counts, batch):
+    folder = tmp_path_factory.mktemp("batches")
+    for seed, n in enumerate(counts):
+        pixels = pixels_of(n, seed)
+        meta = ShardMeta(f"s{seed}", "p", "train", SPEC, "")
+        batches = [pixels[k : k + batch] for k in range(0, n, batch)]
+        write_shard(folder / f"{seed}.h5", meta, table_of(f"s{seed}", n), batches)
+        with h5py.File(folder / f"{seed}.h5") as file:
+            np.testing.assert_array_equal(file["pixels"][:], pixels)
+            assert file["pixels"].chunks == (1, 8, 8, 3) and file["pixels"].compression is None
+
+
+def test_missing_shard_raises_and_never_reads_black(tmp_path):
+    path, pixels = make_store(tmp_path, {"a": 3, "b": 2})
+    (tmp_path / "slides" / "a.h5").unlink()
+    with PatchStore(path) as store:
+        np.testing.assert_array_equal(store.read(np.array([3, 4])), pixels[3:])
+        with pytest.raises(WsiFlError) as caught:
+            store.read(np.array([4, 0]))
+    one_line(caught, "patches.h5", "slide a", "missing", "wsi-fl tile")
+
+
+def test_missing_shard_is_not_taken_from_the_current_folder(tmp_path, monkeypatch):
+    """HDF5 looks there when a link's target is missing: it would read another hospital's slide."""
+    path, _ = make_store(tmp_path / "C1", {"a": 3})
+    make_store(tmp_path / "C2", {"a": 3})
+    (tmp_path / "C1" / "slides" / "a.h5").unlink()
+    monkeypatch.chdir(tmp_path / "C2")
+    with PatchStore(path) as store, pytest.raises(WsiFlError, match="missing"):
+        store.read(np.array([0]))
+
+
+@pytest.mark.parametrize("keep", [0, 100, 0.5, -1])
+def test_truncated_shard_raises(tmp_path, keep):
+    path, _ = make_store(tmp_path, {"a": 40})
+    shard = tmp_path / "slides" / "a.h5"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: int(keep * len(whole)) if isinstance(keep, float) else keep])
+    with PatchStore(path) as store, pytest.raises(WsiFlError) as caught:
+        store.read(np.arange(40))
+    one_line(caught, "slide a", "damaged")
+
+
+def test_shard_without_some_of_its_patches_raises(tmp_path):
+    """Chunks that were never written read as zeros through HDF5: here they are an error."""
+    path, _ = make_store(tmp_path, {"a": 4})
+    with h5py.File(tmp_path / "slides" / "a.h5", "a") as file:
+        whole = file["pixels"][:]
+        del file["pixels"]
+        dataset = file.create_dataset("pixels", whole.shape, np.uint8, chunks=(1, 8, 8, 3))
+        dataset[:3] = whole[:3]
+    with PatchStore(path) as store:
+        np.testing.assert_array_equal(store.read(np.arange(3)), whole[:3])
+        with pytest.raises(WsiFlError) as caught:
+            store.read(np.array([3]))
+    one_line(caught, "slide a", "patch 3", "damaged")
+
+
+@pytest.mark.parametrize("change", ["other rows", "other labels", "fewer rows", "other grid"])
+def test_shard_written_after_its_columns_is_refused(tmp_path, change):
+    """`tile` with other parameters, killed half-way: old columns, new pixels."""
+    path, _ = make_store(tmp_path, {"a": 4, "b": 4})
+    table, spec = table_of("a", 4), SPEC
+    if change == "other rows":
+        table = table_of("a", 4, seed=9)
+    elif change == "other labels":
+        table = replace(table, label=1 - table.label)
+    elif change == "fewer rows":
+        table = table.take(np.arange(3))
+    else:
+        spec = GridSpec(8, 0.25, 4)
+    meta = ShardMeta("a", "patient of a", "train", spec, "")
+    write_shard(tmp_path / "slides" / "a.h5", meta, table, [pixels_of(len(table))])
+    with PatchStore(path) as store:
+        store.read(np.array([4]))
+        with pytest.raises(WsiFlError) as caught:
+            store.read(np.array([0]))
+    one_line(caught, "slide a", "other patches", "wsi-fl tile")
+
+
+def spoil(path: Path, **attributes: object) -> None:
+    with h5py.File(path, "a") as file:
+        file.attrs.update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"version": 2}, ("version 2", "reads up to 1", "update wsi-fl")),
+        ({"version": 0}, ("version 0",)),
+        ({"version": "new"}, ("version new",)),
+        ({"format": "someone else's store"}, ("not a wsi-fl patch store", "someone else's")),
+    ],
+)
+def test_store_of_another_version_or_format_is_refused_in_one_line(tmp_path, attributes, words):
+    path, _ = make_store(tmp_path, {"a": 2})
+    spoil(path, **attributes)
+    with pytest.raises(WsiFlError) as caught:
+        PatchStore(path)
+    one_line(caught, str(path), *words)
+
+
+def test_shard_of_a_newer_version_is_refused(tmp_path):
+    path, _ = make_store(tmp_path, {"a": 2})
+    spoil(tmp_path / "slides" / "a.h5", version=7)
+    with PatchStore(path) as store, pytest.raises(WsiFlError) as caught:
+        store.read(np.array([0]))
+    one_line(caught, "a.h5", "version 7")
+
+
+@pytest.mark.parametrize("content", [b"", b"not HDF5 at all\n" * 100, b"\x89HDF\r\n\x1a\n" + bytes(500)])
+def test_file_that_is_no_store_is_refused_in_one_line(tmp_path, content):
+    path = tmp_path / "patches.h5"
+    path.write_bytes(content)
+    with pytest.raises(WsiFlError) as caught:
+        PatchStore(path)
+    one_line(caught, str(path), "HDF5")
+
+
+@pytest.mark.parametrize("lost", ["xy_l0", "label", "slide", "split", "classes", "mpp"])
+def test_store_without_a_column_or_attribute_is_called_damaged(tmp_path, lost):
+    path, _ = make_store(tmp_path, {"a": 2})
+    with h5py.File(path, "a") as file:
+        del (file if lost in file else file.attrs)[lost]
+    with pytest.raises(WsiFlError) as caught:
+        PatchStore(path)
+    one_line(caught, str(path), "damaged")
+
+
+def test_store_with_an_unknown_split_is_refused(tmp_path):
+    path, _ = make_store(tmp_path, {"a": 2})
+    with h5py.File(path, "a") as file:
+        file["split"][0] = b"tests"
+    with pytest.raises(WsiFlError) as caught:
+        PatchStore(path)
+    one_line(caught, "'tests'", "train, val, test")
+
+
+def test_absent_store_says_which_command_makes_it(tmp_path):
+    with pytest.raises(WsiFlError) as caught:
+        PatchStore(tmp_path / "patches.h5")
+    one_line(caught, str(tmp_path), "wsi-fl tile")
+
+
+def test_moved_store_reads_the_same(tmp_path, monkeypatch):
+    _, pixels = make_store(tmp_path / "here", {"a": 3, "b ü": 2})
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    for path in (tmp_path / "there" / "patches.h5", Path("patches.h5")):
+        with PatchStore(path) as store:
+            np.testing.assert_array_equal(store.read(np.arange(5)), pixels)
+
+
+def test_packed_store_needs_nothing_else(tmp_path):
+    path, pixels = make_store(tmp_path / "C1", {"a": 3, "b": 2})
+    pack(path, tmp_path / "C1.h5")
+    shutil.rmtree(tmp_path / "C1")
+    with PatchStore(tmp_path / "C1.h5") as store:
+        np.testing.assert_array_equal(store.read(np.arange(5)[::-1]), pixels[::-1])
+
+
+def test_store_that_lacks_a_shard_is_not_packed(tmp_path):
+    path, _ = make_store(tmp_path, {"a": 3, "b": 2})
+    (tmp_path / "slides" / "b.h5").unlink()
+    with pytest.raises(WsiFlError, match="slide b is missing"):
+        pack(path, tmp_path / "packed.h5")
+    assert not (tmp_path / "packed.h5").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"patches.h5", "slides"}
+
+
+def open_files() -> list[str]:
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+def test_three_hundred_slides_read_where_the_system_allows_64_open_files(tmp_path):
+    path, pixels = make_store(tmp_path, {f"s{k}": 1 for k in range(300)})
+    rows = np.random.default_rng(0).permutation(300)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(open_files())
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        with PatchStore(path) as store:
+            assert len(open_files()) < opened + 64
+            found = store.read(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    np.testing.assert_array_equal(found, pixels[rows])
+
+
+def test_closed_store_holds_no_file_open(tmp_path):
+    path, _ = make_store(tmp_path, {"a": 1, "b": 1})
+    before = open_files()
+    with PatchStore(path) as store:
+        store.read(np.array([0, 1]))
+        assert len(open_files()) > len(before)
+    assert open_files() == before
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted(n: int):
+    yield pixels_of(n)
+    raise Interrupted
+
+
+@pytest.mark.parametrize("had_one", [False, True])
+def test_interrupted_write_leaves_what_was_there(tmp_path, had_one):
+    shard = tmp_path / "slides" / "a.h5"
+    if had_one:
+        add_shard(tmp_path, "a", 3)
+    before = shard.read_bytes() if had_one else None
+    with pytest.raises(Interrupted):
+        write_shard(shard, ShardMeta("a", "p", "test", SPEC, ""), table_of("a", 5), interrupted(2))
+    assert [p.name for p in shard.parent.iterdir()] == (["a.h5"] if had_one else [])
+    assert not had_one or shard.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([pixels_of(2)], ("got 2 patches", "expected 3")),
+        ([pixels_of(2), pixels_of(2)], ("more than the 3",)),
+        ([pixels_of(3, size=9)], ("9, 9, 3", "8 px")),
+        ([pixels_of(3).astype(np.float32)], ("float32", "uint8")),
+    ],
+)
+def test_pixels_that_do_not_fit_the_columns_are_refused(tmp_path, batches, words):
+    with pytest.raises(WsiFlError) as caught:
+        write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 3), batches)
+    one_line(caught, "a.h5", *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shard_of_no_patch_is_refused(tmp_path):
+    with pytest.raises(WsiFlError, match="at least one patch"):
+        write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 0), [])
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+import numpy as np
+sys.path.insert(0, {tests!r})
+from test_stores import SPEC, pixels_of, table_of
+from wsi_fl.stores.patches import ShardMeta, write_shard
+def slowly():
+    yield pixels_of(2)
+    print("writing", flush=True)
+    time.sleep(60)
+write_shard(Path({path!r}), ShardMeta("a", "p", "test", SPEC, ""), table_of("a", 5), {pixels})
+"""
+
+
+def writer(path: Path, pixels: str, before: str = "") -> subprocess.Popen[str]:
+    code = before + WRITER.format(tests=str(Path(__file__).parent), path=str(path), pixels=pixels)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_killed_writer_leaves_the_old_shard(tmp_path):
+    shard = add_shard(tmp_path, "a", 3)
+    before = shard.read_bytes()
+    with writer(shard, "slowly()") as process:
+        assert process.stdout is not None and process.stdout.readline() == "writing\n"
+        process.send_signal(signal.SIGKILL)
+    assert shard.read_bytes() == before
+
+
+@pytest.mark.parametrize("limit_bytes", [500, 6_000, 15_000])
+def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_bytes):
+    shard = add_shard(tmp_path, "a", 3)
+    before = shard.read_bytes()
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+    big = "[np.zeros((1, 8, 8, 3), np.uint8)] * 5"
+    with writer(shard, big, limit) as process:
+        assert process.wait(60) == 0, "the limit itself leaves room enough"
+    add_shard(tmp_path, "a", 3)
+    with writer(shard, big, limit.replace("200_000", str(limit_bytes))) as process:
+        error = process.stderr.read() if process.stderr else ""
+    assert process.returncode == 1, "HDF5 took the process down"
+    assert error.strip().split("\n")[-1].startswith("wsi_fl.types.WsiFlError: ") and "disk is full" in error
+    assert str(shard) in error.strip().split("\n")[-1]
+    assert shard.read_bytes() == before
+    assert [p.name for p in shard.parent.iterdir()] == ["a.h5"]
+
+
+def test_no_space_left_is_one_line_whatever_wraps_it(tmp_path):
+    def full():
+        yield pixels_of(1)
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise RuntimeError("a library's own words") from error
+
+    with pytest.raises(WsiFlError) as caught:
+        write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 3), full())
+    one_line(caught, "a.h5", "disk is full")
+
+
+META = ShardMeta("a", "p", "train", SPEC, "hash")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        replace(META, slide="b"),
+        replace(META, patient="q"),
+        replace(META, split="test"),
+        replace(META, quickhash=""),
+        replace(META, spec=GridSpec(16, 0.5, 4)),
+        replace(META, spec=GridSpec(8, 0.25, 4)),
+        replace(META, spec=GridSpec(8, 0.5, 8)),
+    ],
+)
+def test_fingerprint_tells_every_parameter_apart(tmp_path, meta):
+    table = table_of("a", 3)
+    assert (
+        fingerprint(meta, table) != fingerprint(META, table) == fingerprint(replace(META), table_of("a", 3))
+    )
+    write_shard(tmp_path / "a.h5", META, table, [pixels_of(3)])
+    assert shard_is_current(tmp_path / "a.h5", fingerprint(META, table)) is True
+    assert shard_is_current(tmp_path / "a.h5", fingerprint(meta, table)) is False
+    assert shard_is_current(tmp_path / "b.h5", fingerprint(meta, table)) is None
+
+
+@pytest.mark.parametrize("column", ["xy_l0", "label", "tumor_fraction"])
+@pytest.mark.parametrize("row", [0, 2])
+def test_fingerprint_tells_every_column_apart(column, row):
+    table = table_of("a", 3)
+    values = getattr(table, column).copy()
+    values[row] = values[row] + 1
+    assert fingerprint(META, replace(table, **{column: values})) != fingerprint(META, table)
+    assert fingerprint(META, table.take(np.array([0, 1]))) != fingerprint(META, table)
+
+
+def test_damaged_shard_is_not_current(tmp_path):
+    (tmp_path / "a.h5").write_bytes(b"half a shard")
+    assert shard_is_current(tmp_path / "a.h5", "anything") is False
+
+
+def test_columns_and_shards_of_different_grids_do_not_mix(tmp_path):
+    shard = add_shard(tmp_path, "a", 2)
+    with pytest.raises(WsiFlError, match="another grid"):
+        write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, GridSpec(8, 1.0, 4)), [shard])
+    assert not (tmp_path / "patches.h5").exists()
+
+
+def test_store_of_no_slide_opens_empty(tmp_path):
+    table = write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [])
+    with PatchStore(tmp_path / "patches.h5") as store:
+        assert len(store) == len(table) == 0 and store.slides == []
+        assert store.read(np.empty(0, np.int64)).shape == (0, 8, 8, 3)
+
+
+def test_same_content_is_the_same_bytes(tmp_path):
+    for name in ("first", "second"):
+        path, _ = make_store(tmp_path / name, {"a": 3, "🔬 b": 2})
+        pack(path, tmp_path / name / "packed.h5")
+        time.sleep(1.1 if name == "first" else 0)  # HDF5 can keep times, in seconds
+    for file in ("patches.h5", "slides/a.h5", "slides/🔬 b.h5", "packed.h5"):
+        assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
+
+
+@pytest.mark.parametrize("path", ["patches-v1/patches.h5", "patches-v1-packed.h5"])
+def test_store_written_by_version_1_opens_forever(path):
+    """The fixtures were written once, at the release of version 1 of the format, and must never be rewritten:
+
+    spec, folder, shards = GridSpec(8, 0.5, 4), Path("tests/fixtures/patches-v1"), []
+    for k, (slide, patient, split) in enumerate([("north", "p-1", "train"), ("süd 2", "p-2", "test")]):
+        n = 3 - k
+        row = np.arange(n)
+        table = PatchTable(
+            np.stack([row * 4 + k, row * 8], 1), (row + k) % 2, (row / 4 + k / 8).astype(np.float32),
+            np.full(n, slide), np.full(n, patient), np.full(n, split),
+        )
+        pixels = (np.arange(n * 192) * 7 + k * 50).astype(np.uint8).reshape(n, 8, 8, 3)
+        shards.append(folder / "slides" / f"{slide}.h5")
+        write_shard(shards[-1], ShardMeta(slide, patient, split, spec, "ab12"), table, [pixels])
+    write_columns(folder / "patches.h5", StoreMeta("C1", ("healthy", "tumor"), spec), shards)
+    pack(folder / "patches.h5", Path("tests/fixtures/patches-v1-packed.h5"))
+    """
+    with PatchStore(FIXTURES / path) as store:
+        assert store.meta == StoreMeta("C1", ("healthy", "tumor"), GridSpec(8, 0.5, 4))
+        assert store.slides == ["north", "süd 2"]
+        table = store.table
+        assert table.xy_l0.tolist() == [[0, 0], [4, 8], [8, 16], [1, 0], [5, 8]]
+        assert table.label.tolist() == [0, 1, 0, 1, 0]
+        assert table.tumor_fraction.tolist() == [0.0, 0.25, 0.5, 0.125, 0.375]
+        assert table.slide.tolist() == ["north"] * 3 + ["süd 2"] * 2
+        assert table.patient.tolist() == ["p-1"] * 3 + ["p-2"] * 2
+        assert table.split.tolist() == ["train"] * 3 + ["test"] * 2
+        assert store.shard("north").attrs["quickhash"] == "ab12"
+        pixels = store.read(np.arange(5)).reshape(-1)
+    first, second = np.arange(3 * 192) * 7 % 256, (np.arange(2 * 192) * 7 + 50) % 256
+    assert pixels.tolist() == [*first.tolist(), *second.tolist()]

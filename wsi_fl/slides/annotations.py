@@ -1,0 +1,249 @@
+"""Outlines drawn by pathologists: ASAP XML and QuPath GeoJSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+from xml.etree import ElementTree
+
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+
+from wsi_fl.types import WsiFlError
+
+TUMOR_GROUPS = ("metastases", "metastasis", "tumor", "tumour", "_0", "_1")
+HOLE_GROUPS = ("normal", "exclusion", "_2")
+UNSURE_GROUPS = ("none", "unsure", "ignore*")
+"""What Camelyon16, Camelyon17, ASAP and QuPath call them; compared without regard to case."""
+
+_MAX_VERTICES = 128
+_MAX_DEPTH = 40
+_NOT_DRAWN = {"detection", "cell", "tile", "tma_core"}
+"""QuPath's objects that an analysis made, not a person."""
+
+_NO_GROUP = ("", "none")
+
+Geometry: TypeAlias = Any
+_Role: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
+_OUTCOMES: tuple[_Role, _Role] = ("tumor", "unsure")
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The outlines of one slide, in level-0 pixels.
+
+    Attributes:
+        tumor: shapely (Multi)Polygon, holes taken out.
+        unsure: (Multi)Polygon of outlines that do not say what they hold.
+        groups: how many outlines each group has, as spelled in the file ("" for none).
+    """
+
+    tumor: Geometry
+    unsure: Geometry
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def tumor_tree(self) -> Geometry:
+        """An STRtree of small pieces that make up the tumour."""
+        return shapely.STRtree(_pieces(self.tumor))
+
+    @cached_property
+    def unsure_tree(self) -> Geometry:
+        """An STRtree of small pieces that make up the unsure area."""
+        return shapely.STRtree(_pieces(self.unsure))
+
+
+def read_annotations(
+    path: Path,
+    *,
+    tumor_groups: Collection[str] = TUMOR_GROUPS,
+    hole_groups: Collection[str] = HOLE_GROUPS,
+    unsure_groups: Collection[str] = UNSURE_GROUPS,
+    ignored_groups: Collection[str] = (),
+) -> Annotations:
+    """The outlines of an ASAP XML or GeoJSON file, told apart by content.
+
+    Holes are painted last, as Camelyon17 asks: they are taken out of all tumour. An outline without a group
+    (ASAP's `None`, QuPath without classification or name) is tumour in a file that names no group at all; in a
+    file that does, nobody has said what it is, and it counts as unsure. Outlines that cross themselves are
+    repaired so that everything they go around is inside; what has no area is dropped.
+
+    Raises:
+        WsiFlError: when the file is missing or malformed, or holds a group that no argument names.
+    """
+    outlines = list(_outlines(path))
+    groups = Counter(group for group, _ in outlines)
+    roles: dict[str, _Role] = {_key(group): "ignored" for group in ignored_groups}
+    named: tuple[tuple[_Role, Collection[str]], ...] = (
+        ("unsure", unsure_groups),
+        ("hole", hole_groups),
+        ("tumor", tumor_groups),
+    )
+    for role, members in named:
+        roles |= {_key(group): role for group in members}
+    if all(_key(group) in _NO_GROUP for group in groups):
+        roles |= dict.fromkeys(_NO_GROUP, "tumor")
+    roles.setdefault("", roles.get("none", "unsure"))
+    unknown = sorted({group for group in groups if _key(group) not in roles})
+    if unknown:
+        raise WsiFlError(
+            f"{path}: unknown annotation groups {', '.join(unknown)}; known are tumour ({', '.join(tumor_groups)}), "
+            f"holes ({', '.join(hole_groups)}) and unsure ({', '.join(unsure_groups)}); rename them in the file"
+        )
+
+    def area(role: _Role) -> Geometry:
+        return shapely.union_all([geometry for group, geometry in outlines if roles[_key(group)] == role])
+
+    holes = area("hole")
+    tumor, unsure = (_polygonal(shapely.difference(area(role), holes)) for role in _OUTCOMES)
+    return Annotations(tumor, unsure, dict(groups))
+
+
+def tumor_fraction(annotations: Annotations, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[np.float32]:
+    """Exact share float32[n] of each square's area that is tumour.
+
+    Args:
+        xy_l0: [n, 2] top-left corners in level-0 pixels.
+        size_l0: side of the squares in level-0 pixels.
+    """
+    return _share(annotations.tumor_tree, xy_l0, size_l0)
+
+
+def unsure_fraction(
+    annotations: Annotations, xy_l0: NDArray[np.int64], size_l0: float
+) -> NDArray[np.float32]:
+    """Exact share float32[n] of each square's area inside outlines that do not say what they hold."""
+    return _share(annotations.unsure_tree, xy_l0, size_l0)
+
+
+def _share(tree: Geometry, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[np.float32]:
+    """Covered share of each square; below a billionth is rounding, not area."""
+    left, top = xy_l0[:, 0].astype(np.float64), xy_l0[:, 1].astype(np.float64)
+    squares = shapely.box(left, top, left + size_l0, top + size_l0)
+    square, piece = tree.query(squares)
+    areas = shapely.area(shapely.intersection(squares[square], tree.geometries[piece]))
+    share = np.bincount(square, weights=areas, minlength=len(squares)) / size_l0**2
+    share[share < 1e-9] = 0
+    share[share > 1 - 1e-9] = 1
+    return share.astype(np.float32)
+
+
+def _pieces(geometry: Geometry) -> list[Geometry]:
+    """Polygons of at most _MAX_VERTICES vertices that make up the geometry: halved until they are small."""
+    done: list[Geometry] = []
+    waiting = [(part, 0) for part in _polygons(geometry)]
+    while waiting:
+        part, depth = waiting.pop()
+        if shapely.get_num_coordinates(part) <= _MAX_VERTICES or depth == _MAX_DEPTH:
+            done.append(part)
+            continue
+        left, top, right, bottom = part.bounds
+        if right - left > bottom - top:
+            middle = (left + right) / 2
+            halves = shapely.box([left, middle], top, [middle, right], bottom)
+        else:
+            middle = (top + bottom) / 2
+            halves = shapely.box(left, [top, middle], right, [middle, bottom])
+        for half in shapely.intersection(part, halves):
+            waiting += [(piece, depth + 1) for piece in _polygons(half)]
+    return done
+
+
+def _key(group: str) -> str:
+    return group.strip().casefold()
+
+
+def _polygons(geometry: Geometry) -> list[Geometry]:
+    """The polygons with area in a geometry of any kind."""
+    flat = shapely.get_parts(shapely.get_parts(np.atleast_1d(geometry)))
+    return [part for part in flat if part.geom_type == "Polygon" and part.area > 0]
+
+
+def _polygonal(geometry: Geometry) -> Geometry:
+    """The polygons of a geometry as one, without lines and points."""
+    return shapely.union_all(_polygons(geometry))
+
+
+def _repaired(shell: Any, holes: Any = ()) -> list[Geometry]:
+    """Valid polygons of a ring [n, ≥2] and its holes; none when it has fewer than three points."""
+    rings = [np.asarray([point[:2] for point in ring], np.float64) for ring in (shell, *holes)]
+    if any(not np.isfinite(ring).all() for ring in rings):
+        raise ValueError("a coordinate is not a finite number")
+    if len(rings[0]) < 3:
+        return []
+    polygon = shapely.Polygon(rings[0], [ring for ring in rings[1:] if len(ring) >= 3])
+    if not polygon.is_valid:
+        polygon = shapely.make_valid(polygon, method="structure", keep_collapsed=False)
+    return _polygons(polygon)
+
+
+def _outlines(path: Path) -> Iterator[tuple[str, Geometry]]:
+    """(group, polygon) of every outline with area."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise WsiFlError(f"{path}: cannot read the annotation: {error.strerror}") from None
+    read = _asap if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<") else _geojson
+    try:
+        yield from read(text)
+    except (ElementTree.ParseError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise WsiFlError(f"{path}: malformed annotation: {error}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise WsiFlError(f"{path}: not ASAP XML or QuPath GeoJSON: {_said(error)}") from None
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"no {text}" if isinstance(error, KeyError) else text
+
+
+def _asap(text: bytes) -> Iterator[tuple[str, Geometry]]:
+    root = ElementTree.fromstring(text)
+    if root.tag != "ASAP_Annotations":
+        raise ValueError(f"its root element is {root.tag}, not ASAP_Annotations")
+    for annotation in root.iter("Annotation"):
+        points = annotation.findall("Coordinates/Coordinate")
+        points.sort(key=lambda point: float(point.attrib.get("Order", 0)))
+        ring = [(float(point.attrib["X"]), float(point.attrib["Y"])) for point in points]
+        for polygon in _repaired(ring):
+            yield annotation.get("PartOfGroup", ""), polygon
+
+
+def _geojson(text: bytes) -> Iterator[tuple[str, Geometry]]:
+    document = json.loads(text.decode("utf-8-sig"))
+    features = document if isinstance(document, list) else document.get("features", [document])
+    for feature in features:
+        is_feature = feature["type"] == "Feature"
+        properties = (feature.get("properties") or {}) if is_feature else {}
+        geometry = feature["geometry"] if is_feature else feature
+        if geometry is None or properties.get("objectType") in _NOT_DRAWN:
+            continue
+        for polygon in _geojson_polygons(geometry):
+            yield _geojson_group(properties), polygon
+
+
+def _geojson_group(properties: Mapping[str, Any]) -> str:
+    """QuPath's classification (a derived class counts as its base), else the object's name."""
+    classification = properties.get("classification") or ""
+    if isinstance(classification, Mapping):
+        classification = classification.get("name") or (classification.get("names") or [""])[0]
+    return str(classification or properties.get("name") or "")
+
+
+def _geojson_polygons(geometry: Mapping[str, Any]) -> Iterator[Geometry]:
+    kind = geometry["type"]
+    if kind == "GeometryCollection":
+        for member in geometry["geometries"]:
+            yield from _geojson_polygons(member)
+    elif kind in {"Polygon", "MultiPolygon"}:
+        for rings in [geometry["coordinates"]] if kind == "Polygon" else geometry["coordinates"]:
+            if rings:
+                yield from _repaired(rings[0], rings[1:])
+    elif kind not in {"Point", "MultiPoint", "LineString", "MultiLineString"}:
+        raise ValueError(f"unknown geometry {kind}")
