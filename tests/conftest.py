@@ -93,6 +93,7 @@ def wsi_fl():
         return subprocess.run(
             [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
             cwd=cwd,
+            check=False,
             capture_output=True,
             text=True,
             timeout=timeout,

@@ -16,6 +16,7 @@ from wsi_fl.learning.examples import normalised, to_unit
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.stages import workshop
 from wsi_fl.stages.train import resume, train
 from wsi_fl.stages.workshop import open_store
 from wsi_fl.types import WsiFlError
@@ -212,3 +213,15 @@ def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_pat
     assert metrics(sorted(study.runs.glob("*"))[-1], "S0")[0].keys() >= {
         "own"
     }  # and nobody read the other's store
+
+
+@pytest.mark.parametrize(
+    ("override", "secret"), [("privacy.enabled=true", True), (OPEN, False), (SEEDED, False)]
+)
+def test_augmentation_is_secret_wherever_epsilon_is_promised(study, monkeypatch, override, secret):
+    seeds = []
+    monkeypatch.setattr(workshop, "augmentation", lambda name, seed: seeds.append(seed))
+    for _ in range(2):
+        run(study, "regular", override, "train.rounds=2")
+    assert len(set(seeds[:8])) == 8
+    assert (seeds[:8] == seeds[8:]) is not secret

@@ -164,7 +164,7 @@ def test_nothing_to_keep_is_an_error_with_its_numbers(record, tmp_path):
     outlines = write_outlines(tmp_path / "half.xml", {(2, 1)}, shift=0.6 * CELL)
     partial = replace(record, supervision="partial", annotation=outlines)
     said = str(failure(partial, params=PlanParams(min_tumor=0.9)))
-    assert "30 of 80 grid positions hold 25% tissue, of these 2 are less than 90% tumour" in said
+    assert "30 of 80 grid positions hold 20% tissue, of these 2 are less than 90% tumour" in said
     assert "28 lie outside on a slide whose supervision is partial" in said
 
 

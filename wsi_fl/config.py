@@ -37,8 +37,12 @@ class Tile(Section):
     mpp: float = Field(0.5, gt=0)
     stride_px: int | None = Field(None, ge=1)
     """Default: size_px."""
-    min_tissue: float = Field(0.25, ge=0, le=1)
+    min_tissue: float = Field(0.2, ge=0, le=1)
     min_tumor: float = Field(0.5, gt=0, le=1)
+    tumor_groups: list[str] | None = None
+    """Annotation groups that are tumour, holes in it, or nothing; default: what Camelyon, ASAP and QuPath use."""
+    hole_groups: list[str] | None = None
+    ignored_groups: list[str] = []
     balance: bool = True
     max_per_slide: int | None = Field(None, ge=1)
     test_fraction: float = Field(0.2, ge=0, lt=1)

@@ -158,7 +158,7 @@ def _train_round(
     noise = entropy_generator(site.device, fixed)
     sampler = entropy_generator("cpu", fixed if poisson else seed)
     if poisson:
-        pass
+        seed = int(torch.randint(2**62, (), generator=sampler))
     rows = epoch_rows(
         len(site.train), schedule.batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson
     )

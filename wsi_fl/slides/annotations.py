@@ -93,8 +93,9 @@ def read_annotations(
     unknown = sorted({group for group in groups if _key(group) not in roles})
     if unknown:
         raise WsiFlError(
-            f"{path}: unknown annotation groups {', '.join(unknown)}; known are tumour ({', '.join(tumor_groups)}), "
-            f"holes ({', '.join(hole_groups)}) and unsure ({', '.join(unsure_groups)}); rename them in the file"
+            f"{path}: unknown annotation groups {', '.join(unknown)}; known are tumor ({', '.join(tumor_groups)}), "
+            f"holes ({', '.join(hole_groups)}), unsure ({', '.join(unsure_groups)}); name them in tile.tumor_groups, "
+            "tile.hole_groups or tile.ignored_groups"
         )
 
     def area(role: _Role) -> Geometry:

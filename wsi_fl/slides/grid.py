@@ -10,11 +10,21 @@ from numpy.typing import NDArray
 from wsi_fl.types import GridSpec
 
 _TOLERANCE_PX = 1e-6
+_SNAP_PX = 0.01
 
 
 def size_in_l0(spec: GridSpec, slide_mpp: float) -> float:
-    """Side of a patch in level-0 pixels."""
-    return spec.size_px * spec.mpp / slide_mpp
+    """Side of a patch in level-0 pixels.
+
+    Files store µm per pixel rounded; a side that misses a whole number by less than a hundredth of a pixel is
+    that number, so that patches which only touch an outline share no area with it.
+
+    Example:
+        >>> size_in_l0(GridSpec(96, 0.972, 96), slide_mpp=0.9719999), size_in_l0(GridSpec(96, 0.5, 96), 0.23)
+        (96.0, 208.69565217391303)
+    """
+    side = spec.size_px * spec.mpp / slide_mpp
+    return float(round(side)) if abs(side - round(side)) < _SNAP_PX else side
 
 
 def grid_positions(size_l0: tuple[int, int], spec: GridSpec, slide_mpp: float) -> NDArray[np.int64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import ceil
@@ -13,8 +13,15 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
-from wsi_fl.slides.grid import grid_positions
+from wsi_fl.slides.annotations import (
+    HOLE_GROUPS,
+    TUMOR_GROUPS,
+    Annotations,
+    read_annotations,
+    tumor_fraction,
+    unsure_fraction,
+)
+from wsi_fl.slides.grid import grid_positions, size_in_l0
 from wsi_fl.slides.labels import label_patches
 from wsi_fl.slides.reader import Slide
 from wsi_fl.slides.tissue import TissueParams, tissue_fraction, tissue_mask
@@ -30,9 +37,12 @@ _BATCH, _BATCH_BYTES = 32, 1 << 23
 class PlanParams:
     """What makes a patch worth keeping; shares of its area."""
 
-    min_tissue: float = 0.25
+    min_tissue: float = 0.2
     min_tumor: float = 0.5
     tissue: TissueParams = field(default_factory=TissueParams)
+    tumor_groups: Collection[str] = TUMOR_GROUPS
+    hole_groups: Collection[str] = HOLE_GROUPS
+    ignored_groups: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -75,14 +85,14 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
                 f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
                 f"set tile.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
             )
-        patch_l0 = spec.size_px * spec.mpp / mpp
+        patch_l0 = size_in_l0(spec, mpp)
         wanted_px = ceil(max(size_l0) / patch_l0 * _PATCH_IN_THUMBNAIL_PX)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, _PICTURE_PX), _MOST_THUMBNAIL_PX))
     try:
         mask = tissue_mask(thumbnail, downsample * mpp, params.tissue)
     except WsiFlError as error:
         raise type(error)(f"{record.path.name}: {error}") from None
-    annotations = _annotations_of(record, size_l0)
+    annotations = _annotations_of(record, size_l0, params)
     xy_l0 = grid_positions(size_l0, spec, mpp)
     tissue = tissue_fraction(mask, xy_l0, patch_l0, downsample)
     tumor, unsure = _shares(annotations, xy_l0, patch_l0, tissue >= params.min_tissue)
@@ -149,7 +159,7 @@ def read_patches(
             pool.shutdown(cancel_futures=True)
 
 
-def _annotations_of(record: SlideRecord, size_l0: tuple[int, int]) -> Annotations | None:
+def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:
     """The slide's outlines, checked against its label; None where labels are weak or nothing is outlined."""
     outlined = record.supervision in {"annotated", "partial"}
     if record.supervision == "weak" or (record.annotation is None and not outlined):
@@ -158,7 +168,12 @@ def _annotations_of(record: SlideRecord, size_l0: tuple[int, int]) -> Annotation
         raise WsiFlError(
             f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
         )
-    annotations = read_annotations(record.annotation)
+    annotations = read_annotations(
+        record.annotation,
+        tumor_groups=params.tumor_groups,
+        hole_groups=params.hole_groups,
+        ignored_groups=params.ignored_groups,
+    )
     inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *size_l0))
     if record.positive and not inside:
         found = (

@@ -164,8 +164,8 @@ def print_evaluation(document: dict[str, Any]) -> None:
 
     where = "merged test set" if document["merged"] is not None else "own test set"
     table = Table(title=f"private models on the {where}", title_justify="left")
-    for heading in ("site", "n", *SCORES, "own accuracy"):
-        table.add_column(heading.replace("_", "-"), justify="left" if heading == "site" else "right")
+    for heading in ("site", "n", "accuracy", "macro-acc.", "AUROC", "own part"):
+        table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
     for row in document["sites"]:
         table.add_row(
             row["site"],

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from wsi_fl.config import Pipeline, Study
 from wsi_fl.config import Site as SiteConfig
 from wsi_fl.files import remove_leftovers, write_bytes
+from wsi_fl.slides.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.slides.overview import draw_overview
 from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patches
@@ -120,7 +121,14 @@ def _plan_all(
     watcher: Watcher,
 ) -> list[SlidePlan]:
     """Plans of the slides that work, in order; the others go to `failed` with their reason."""
-    params = PlanParams(min_tissue=pipeline.tile.min_tissue, min_tumor=pipeline.tile.min_tumor)
+    settings = pipeline.tile
+    params = PlanParams(
+        min_tissue=settings.min_tissue,
+        min_tumor=settings.min_tumor,
+        tumor_groups=settings.tumor_groups or TUMOR_GROUPS,
+        hole_groups=settings.hole_groups or HOLE_GROUPS,
+        ignored_groups=settings.ignored_groups,
+    )
     plans: list[SlidePlan] = []
 
     def plan(record: SlideRecord) -> SlidePlan | SetAside:
