@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.config import Study
 from wsi_fl.stores.patches import ShardMeta, StoreMeta, write_columns, write_shard
+from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable
 
 SHARED = Path(__file__).parents[1].parent / "shared"

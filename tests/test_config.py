@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.config import Pipeline, Site, Study, dump_toml, load_pipeline, shipped, toml_value
+from wsi_fl.config import Pipeline, Site, dump_toml, toml_value
+from wsi_fl.study import Study, load_pipeline, shipped
 from wsi_fl.types import UsageError
 
 

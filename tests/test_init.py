@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from test_layouts import HEADER, camelyon17, generic, touch
 
-from wsi_fl.config import Study, shipped
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.init import init
 from wsi_fl.stages.tile import sources_of
+from wsi_fl.study import Study, shipped
 from wsi_fl.types import UsageError
 
 

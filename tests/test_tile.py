@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from conftest import SHARED
 
-from wsi_fl.config import Study
 from wsi_fl.slides import phantom
 from wsi_fl.slides.reader import Slide
 from wsi_fl.stages.init import init
 from wsi_fl.stages.tile import tile
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]

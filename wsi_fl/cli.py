@@ -14,7 +14,7 @@ from wsi_fl import __version__
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
-    from wsi_fl.config import Study
+    from wsi_fl.study import Study
 
 _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """Click's UsageError, wherever typer keeps its click."""
@@ -59,7 +59,7 @@ def _root(
 
 
 def _study() -> Study:
-    from wsi_fl.config import Study
+    from wsi_fl.study import Study
 
     return Study.find()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +40,11 @@ class RunFolder:
             path = runs / f"{max(taken, default=0) + 1:05d}-{method}-{name}"
             path.mkdir()
         return RunFolder(path)
+
+    def discard_if_unstarted(self) -> None:
+        """Removes the directory of a run that failed before any site had finished anything."""
+        if not any(self.path.glob("sites/*/state/*")):
+            shutil.rmtree(self.path)
 
     def site(self, name: str) -> SiteFolder:
         return SiteFolder(self.path / "sites" / name)

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.config import Study
 from wsi_fl.slides.phantom import paint_archive
 from wsi_fl.stages.console import Bars, say
 from wsi_fl.stages.evaluate import evaluate, print_evaluation
@@ -14,6 +13,7 @@ from wsi_fl.stages.init import init
 from wsi_fl.stages.report import report
 from wsi_fl.stages.tile import print_tile, tile
 from wsi_fl.stages.train import print_summary, train
+from wsi_fl.study import Study
 from wsi_fl.types import UsageError
 
 _PIPELINE = "demo"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.config import Pipeline, Site, Study, load_pipeline
+from wsi_fl.config import Pipeline, Site
 from wsi_fl.files import read_json, write_json, write_text
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
@@ -27,6 +27,7 @@ from wsi_fl.learning.metrics import (
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.workshop import build_model, device_of_rank, examples_of, input_px, may_merge, open_store
+from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import PatchTable, WsiFlError
 
 Probabilities = NDArray[np.float64]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.config import Site, dump_toml, shipped, validated
+from wsi_fl.config import Site, dump_toml, validated
 from wsi_fl.files import write_text
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, describe, detect
 from wsi_fl.stages.console import say
+from wsi_fl.study import shipped
 from wsi_fl.types import UsageError
 
 _PIPELINE = "camelyon17"

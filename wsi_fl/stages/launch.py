@@ -19,6 +19,10 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 
 
+class RankDied(WsiFlError):
+    """A rank ended without giving a reason."""
+
+
 def launched_ranks() -> int | None:
     """How many ranks mpiexec or srun started with this one; None when nobody did."""
     for name in _SIZE_VARIABLES:
@@ -93,7 +97,7 @@ def run_ranks(n_ranks: int, arguments: list[str], *, log: Path, watcher: Watcher
         kind = UsageError if failures[0].get("usage") else WsiFlError
         raise kind(failures[0]["error"])
     if code != 0:
-        raise WsiFlError(
+        raise RankDied(
             f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
         )
 

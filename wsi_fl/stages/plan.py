@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from wsi_fl.config import Pipeline, Study
+from wsi_fl.config import Pipeline
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import batches
@@ -27,6 +27,7 @@ from wsi_fl.stages.workshop import (
     planned,
     schedule_of,
 )
+from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 _TIMED_STEPS = 3

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.config import Study
 from wsi_fl.files import read_json, write_text
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.page import Page, render
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.workshop import open_store
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
 
 _SAMPLES_PER_CLASS = 6
 

@@ -8,6 +8,7 @@ fits is not read again, so a killed job loses at most the slide in hand.
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
 import shutil
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.config import Pipeline, Study
+from wsi_fl.config import Pipeline
 from wsi_fl.config import Site as SiteConfig
 from wsi_fl.files import remove_leftovers, write_bytes
 from wsi_fl.slides.annotations import HOLE_GROUPS, TUMOR_GROUPS
@@ -37,6 +38,7 @@ from wsi_fl.stores.patches import (
     write_columns,
     write_shard,
 )
+from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, SetAside, SlideRecord, WsiFlError
 
 _SPARE_BYTES = 64 << 20
@@ -68,6 +70,7 @@ def tile(
 def sources_of(study: Study, site: SiteConfig) -> Sources:
     """The paths of a site file, resolved against the study."""
     patterns = [site.slides] if isinstance(site.slides, str) else site.slides
+    escaped = Study(Path(glob.escape(str(study.root))))  # the study's own folder may hold a [ or *
 
     def path(text: str | None) -> Path | None:
         return study.resolve(text) if text is not None else None
@@ -75,7 +78,7 @@ def sources_of(study: Study, site: SiteConfig) -> Sources:
     return Sources(
         site=site.name,
         label=f"sites/{site.name}.toml",
-        slides=tuple(str(study.resolve(pattern)) for pattern in patterns),
+        slides=tuple(str(escaped.resolve(pattern)) for pattern in patterns),
         annotations=path(site.annotations),
         labels=path(site.labels),
         split=path(site.split),

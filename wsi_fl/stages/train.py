@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from wsi_fl.config import Pipeline, Study, dump_toml, load_pipeline
+from wsi_fl.config import Pipeline, dump_toml
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, LocalComm, MpiComm, Traffic
 from wsi_fl.federation.methods import METHODS
@@ -32,6 +32,7 @@ from wsi_fl.stages.workshop import (
     schedule_of,
     versions,
 )
+from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -61,7 +62,13 @@ def train(
     inputs = {site.name: _store_digest(study, site.name) for site in study.sites(pipeline)}
     run = RunFolder.create(study.runs, method, name)
     _describe(study, run, pipeline, method, name, inputs)
-    return _start(study, run, len(inputs), backend, watcher)
+    try:
+        return _start(study, run, len(inputs), backend, watcher)
+    except launch.RankDied:
+        raise  # its log lies in the run's folder
+    except WsiFlError:
+        run.discard_if_unstarted()
+        raise
 
 
 def resume(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from wsi_fl import config
-from wsi_fl.config import Pipeline, Study
+from wsi_fl.config import Pipeline
 from wsi_fl.federation.loop import Schedule, Site
 from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
 from wsi_fl.files import read_json
@@ -24,6 +24,7 @@ from wsi_fl.privacy.accounting import Mechanism, plan
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000

@@ -1,0 +1,151 @@
+"""Camelyon17 and Camelyon16: folders of TIFFs, ASAP XML beside them.
+
+Facts on the archives: camelyon17.grand-challenge.org; centre = patient // 20 in Camelyon17, and in Camelyon16 the
+first 100 normal and 70 tumour training slides are Radboud's, the others Utrecht's.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+
+from wsi_fl.slides.layouts.common import (
+    ArchiveSite,
+    Sources,
+    first_existing,
+    label_of,
+    rows_of,
+    slide_files,
+    tiffs,
+    with_splits,
+)
+from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
+
+C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
+
+_C17_FOLDER = re.compile(r"cent(?:er|re)_(\d)", re.IGNORECASE)
+
+_C17_PER_CENTRE = 20
+
+_C17_TRAINING_PATIENTS = 100
+
+C16_SLIDE = re.compile(r"(normal|tumor)_(\d{3})", re.IGNORECASE)
+
+_C16_RADBOUD = {"normal": 100, "tumor": 70}
+
+
+def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
+    annotations = first_existing(
+        archive, ("annotations", "lesion_annotations", "training/lesion_annotations"), Path.is_dir
+    )
+    stages = first_existing(
+        archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file
+    )
+    patterns: dict[int, set[str]] = {}
+    counts: dict[int, int] = {}
+    for path in tiffs(archive):
+        match = C17_SLIDE.match(path.name)
+        if not match or int(match[1]) >= _C17_TRAINING_PATIENTS or "mask" in path.name:
+            continue
+        centre = int(match[1]) // _C17_PER_CENTRE
+        folder = _C17_FOLDER.fullmatch(path.parent.name)
+        stem = "*" if folder else f"patient_{match[1][:2]}?_node_*"
+        patterns.setdefault(centre, set()).add(f"{glob.escape(str(path.parent))}/{stem}{path.suffix}")
+        counts[centre] = counts.get(centre, 0) + 1
+    return [
+        ArchiveSite(f"C{centre + 1}", tuple(sorted(patterns[centre])), annotations, stages, counts[centre])
+        for centre in sorted(patterns)
+    ]
+
+
+def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+    if sources.labels is None:
+        raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
+    stages = _stages(sources.labels)
+    records: list[SlideRecord] = []
+    aside: list[SetAside] = []
+    for path in slide_files(sources):
+        match = C17_SLIDE.match(path.name)
+        stage = stages.get(path.stem)
+        if match is None:
+            aside.append(SetAside(path.stem, "not named patient_PPP_node_N"))
+        elif stage is None:
+            aside.append(SetAside(path.stem, f"no stage in {sources.labels.name}"))
+        else:
+            _add(_outlined(sources, path, f"patient_{match[1]}", stage), records, aside)
+    return with_splits(records, sources), aside
+
+
+def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
+    folders = ("training/lesion_annotations", "lesion_annotations", "annotations", "training/annotations")
+    annotations = first_existing(archive, folders, Path.is_dir)
+    patterns: dict[str, set[str]] = {}
+    counts: dict[str, int] = {}
+    for path in tiffs(archive):
+        match = C16_SLIDE.fullmatch(path.stem)
+        if not match:
+            continue
+        kind, number = match[1].lower(), int(match[2])
+        site = "RUMC" if number <= _C16_RADBOUD[kind] else "UMCU"
+        patterns.setdefault(site, set()).add(glob.escape(str(path)))
+        counts[site] = counts.get(site, 0) + 1
+    return [
+        ArchiveSite(site, tuple(sorted(patterns[site])), annotations, None, counts[site])
+        for site in sorted(patterns)
+    ]
+
+
+def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+    records: list[SlideRecord] = []
+    aside: list[SetAside] = []
+    for path in slide_files(sources):
+        match = C16_SLIDE.fullmatch(path.stem)
+        if match is None:
+            aside.append(SetAside(path.stem, "not named normal_NNN or tumor_NNN"))
+            continue
+        _add(_outlined(sources, path, path.stem, match[1].lower()), records, aside)
+    return with_splits(records, sources), aside
+
+
+def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | SetAside:
+    """A slide of an archive whose tumour is outlined: a positive one without its outline cannot be used."""
+    negative, partial = label_of(
+        label, f"{sources.labels.name if sources.labels else path.name}: {path.name}"
+    )
+    annotation = None
+    supervision: Supervision = "negative"
+    if not negative and sources.annotations is None:
+        supervision = "weak"
+    elif not negative and sources.annotations is not None:
+        annotation = sources.annotations / f"{path.stem}.xml"
+        if not annotation.is_file():
+            return SetAside(path.stem, f"{label}, but its tumour is not outlined (no {annotation.name})")
+        supervision = "partial" if partial else "annotated"
+    return SlideRecord(
+        path,
+        path.stem,
+        patient,
+        sources.site,
+        supervision,
+        not negative,
+        annotation,
+        None,
+        sources.mpp_override,
+    )
+
+
+def _add(found: SlideRecord | SetAside, records: list[SlideRecord], aside: list[SetAside]) -> None:
+    if isinstance(found, SlideRecord):
+        records.append(found)
+    else:
+        aside.append(found)
+
+
+def _stages(path: Path) -> dict[str, str]:
+    """Rows `patient_000_node_0.tif,negative`; patient rows (`patient_000.zip,pN0`) are passed over."""
+    return {
+        Path(row["patient"]).stem: row["stage"]
+        for row in rows_of(path, ("patient", "stage"))
+        if C17_SLIDE.match(row["patient"])
+    }

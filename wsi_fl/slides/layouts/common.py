@@ -1,0 +1,115 @@
+"""What all layouts share: where things lie, tables, labels, splits."""
+
+from __future__ import annotations
+
+import csv
+import glob
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wsi_fl.types import SPLITS, SlideRecord, UsageError, WsiFlError
+
+_NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
+
+_POSITIVE = {"positive", "tumor", "tumour", "metastasis", "metastases", "macro", "micro", "1"}
+
+_PARTIAL = {"itc"}
+
+
+@dataclass(frozen=True)
+class ArchiveSite:
+    """One site found in an archive: what its site file will say."""
+
+    name: str
+    slides: tuple[str, ...]
+    annotations: str | None
+    labels: str | None
+    n_slides: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where the slides of one site and what is known about them lie.
+
+    Attributes:
+        label: how to name the site file in messages.
+        slides: glob patterns.
+    """
+
+    site: str
+    label: str
+    slides: tuple[str, ...]
+    annotations: Path | None = None
+    labels: Path | None = None
+    split: Path | None = None
+    mpp_override: float | None = None
+
+
+def label_of(text: str, where: str) -> tuple[bool, bool]:
+    """(negative, partially outlined) of a slide label."""
+    label = text.strip().lower()
+    if label in _NEGATIVE | _POSITIVE | _PARTIAL:
+        return label in _NEGATIVE, label in _PARTIAL
+    known = ", ".join(sorted(_NEGATIVE | _POSITIVE | _PARTIAL))
+    raise UsageError(f"{where}: unknown label {text!r}; known: {known}")
+
+
+def rows_of(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as handle:
+            reader = csv.DictReader(handle)
+            missing = [name for name in needed if name not in (reader.fieldnames or [])]
+            if missing:
+                raise UsageError(
+                    f"{path}: column {missing[0]!r} is missing; has {', '.join(reader.fieldnames or [])}"
+                )
+            return [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise WsiFlError(f"{path}: not a readable CSV ({error})") from None
+
+
+def slide_files(sources: Sources) -> list[Path]:
+    files = sorted(
+        {
+            Path(name)
+            for pattern in sources.slides
+            for name in glob.glob(pattern)  # noqa: PTH207 absolute patterns
+            if Path(name).is_file()
+        }
+    )
+    if not files:
+        raise UsageError(f"{sources.label}: slides matched no file ({', '.join(sources.slides)})")
+    return files
+
+
+def with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecord]:
+    """The records with the splits of the site's split table, which names patients or slides."""
+    if sources.split is None:
+        return records
+    rows = rows_of(sources.split, ("split",))
+    given: dict[str, str] = {}
+    for number, row in enumerate(rows, 2):
+        key = row.get("slide") or row.get("patient")
+        if not key or row["split"] not in SPLITS:
+            raise UsageError(
+                f"{sources.split.name} line {number}: needs patient or slide, and split ({', '.join(SPLITS)})"
+            )
+        if given.setdefault(key, row["split"]) != row["split"]:
+            raise UsageError(
+                f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
+            )
+    found = [given.get(r.slide) or given.get(r.path.name) or given.get(r.patient) for r in records]
+    if records and not any(found):
+        raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients")
+    return [replace(r, split=name or r.split) for r, name in zip(records, found, strict=True)]
+
+
+def tiffs(archive: Path) -> list[Path]:
+    return sorted(p for suffix in ("tif", "tiff") for p in archive.rglob(f"*.{suffix}") if p.is_file())
+
+
+def first_existing(archive: Path, names: Iterable[str], test: Callable[[Path], bool]) -> str | None:
+    return next((str(archive / name) for name in names if test(archive / name)), None)

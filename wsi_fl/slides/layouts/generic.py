@@ -1,0 +1,91 @@
+"""The generic layout: slides.csv beside slides/."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable
+from pathlib import Path
+
+from wsi_fl.slides.layouts.common import (
+    ArchiveSite,
+    Sources,
+    label_of,
+    rows_of,
+    slide_files,
+    with_splits,
+)
+from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
+
+
+def describe_generic(archive: Path) -> list[ArchiveSite]:
+    table = archive / "slides.csv"
+    names: dict[str, int] = {}
+    for row in rows_of(table, ("slide", "patient", "site", "label")):
+        names[row["site"]] = names.get(row["site"], 0) + 1
+    return [
+        ArchiveSite(name, (f"{glob.escape(str(archive / 'slides'))}/*",), None, str(table), count)
+        for name, count in sorted(names.items())
+    ]
+
+
+def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+    if sources.labels is None:
+        raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
+    files = slide_files(sources)
+    records: list[SlideRecord] = []
+    aside: list[SetAside] = []
+    for number, row in enumerate(rows_of(sources.labels, ("slide", "patient", "site", "label")), 2):
+        if row["site"] != sources.site:
+            continue
+        where = f"{sources.labels.name} line {number}"
+        if not row["patient"]:
+            raise UsageError(f"{where}: patient is empty")
+        named = files_named(Path(row["slide"]).name, files)
+        if len(named) == 1:
+            records.append(_generic_record(sources, row, named[0], where))
+        elif named:
+            several = ", ".join(path.name for path in named)
+            aside.append(
+                SetAside(row["slide"], f"several files are called so ({several}); add the suffix ({where})")
+            )
+        else:
+            aside.append(SetAside(row["slide"], f"no such slide file ({where})"))
+    if not records and not aside:
+        raise UsageError(f"{sources.label}: {sources.labels.name} has no row of site {sources.site}")
+    return with_splits(records, sources), aside
+
+
+def files_named(name: str, files: Iterable[Path]) -> list[Path]:
+    """The file of this very name, else those of this name without their suffix."""
+    return [p for p in files if p.name == name] or [p for p in files if p.stem == name]
+
+
+def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: str) -> SlideRecord:
+    assert sources.labels is not None
+    negative, partial = label_of(row["label"], where)
+    annotation = None
+    if row.get("annotation"):
+        base = sources.annotations or sources.labels.parent
+        annotation = base / row["annotation"]
+        if not annotation.is_file():
+            raise UsageError(f"{where}: no such annotation ({annotation})")
+    split = row.get("split") or None
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
+    mpp = _mpp(row["mpp"], where) if row.get("mpp") else sources.mpp_override
+    supervision: Supervision = "negative" if negative else "weak"
+    if annotation is not None and not negative:
+        supervision = "partial" if partial else "annotated"
+    return SlideRecord(
+        path, path.stem, row["patient"], sources.site, supervision, not negative, annotation, split, mpp
+    )
+
+
+def _mpp(text: str, where: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{where}: mpp is {text!r}, not a positive number")
+    return value

@@ -1,0 +1,184 @@
+"""A study: a folder with pipelines/ and sites/, in which stores, runs and ledgers grow.
+
+Like `config`, only `stages` and `cli` know it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from wsi_fl.config import Pipeline, Site, toml_or_repr, validated
+from wsi_fl.types import UsageError
+
+
+def shipped(kind: Literal["pipelines", "sites"]) -> Path:
+    """The folder of shipped pipelines or site files, in an installed package or a checkout."""
+    package = Path(__file__).parent
+    installed = package / "shipped" / kind
+    return installed if installed.is_dir() else package.parent / kind
+
+
+class Study:
+    """A folder with pipelines/ and sites/; stores, runs and ledgers grow in it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @staticmethod
+    def find(start: Path | None = None) -> Study:
+        """The nearest study at or above `start` (default: the current folder)."""
+        here = (start or Path.cwd()).resolve()
+        for folder in (here, *here.parents):
+            if (folder / "pipelines").is_dir() and (folder / "sites").is_dir():
+                return Study(folder)
+        raise UsageError(
+            f"{here}: no study here or above (a folder with pipelines/ and sites/); make one with `wsi-fl init`"
+        )
+
+    @property
+    def runs(self) -> Path:
+        return self.root / "runs"
+
+    def store(self, site: str) -> Path:
+        return self.root / "stores" / site / "patches.h5"
+
+    def ledger(self, site: str) -> Path:
+        return self.root / "ledgers" / f"{site}.jsonl"
+
+    def relative(self, path: Path) -> str:
+        """As it stands in JSON: relative to the study unless it lies outside."""
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else str(path)
+
+    def run(self, name: str) -> Path:
+        """The directory of a run given by path, name or unique number."""
+        for candidate in (Path(name), self.root / name, self.runs / name):
+            if (candidate / "config.toml").is_file():
+                return candidate.resolve()
+        matches = sorted(self.runs.glob(f"{name.zfill(5)}-*")) if name.isdigit() else []
+        if len(matches) == 1:
+            return matches[0]
+        known = sorted(p.name for p in self.runs.glob("*-*"))[-5:]
+        raise UsageError(f"no run {name!r}; {'the last are ' + ', '.join(known) if known else 'none yet'}")
+
+    def site_names(self) -> list[str]:
+        return sorted(p.stem for p in (self.root / "sites").glob("*.toml"))
+
+    def site(self, name: str) -> Site:
+        """One site; its file's name and its `name` are the same."""
+        path = self.root / "sites" / f"{name}.toml"
+        if not path.is_file():
+            names = self.site_names()
+            close = difflib.get_close_matches(name, names, 1)
+            raise UsageError(
+                f"unknown site {name!r}"
+                + (f"; did you mean {close[0]!r}?" if close else "")
+                + f"; sites/ has {', '.join(names) or 'none'}"
+            )
+        site = validated(Site, _read_toml(path), self._label(path))
+        if site.name != name:
+            raise UsageError(f"{self._label(path)}: name is {site.name!r}, but the file says {name!r}")
+        return site
+
+    def sites(self, pipeline: Pipeline) -> list[Site]:
+        """The sites of a pipeline, in order."""
+        names = pipeline.sites if pipeline.sites is not None else self.site_names()
+        if not names:
+            raise UsageError(
+                "sites/ is empty; write a site file, or make a study with `wsi-fl init DIR --from ARCHIVE`"
+            )
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UsageError(f"sites: {twice[0]} is listed twice")
+        return [self.site(name) for name in names]
+
+    def pipeline_name(self, name: str | None) -> str:
+        """The name asked for, else the study's only pipeline, else camelyon17."""
+        own = sorted(p.stem for p in (self.root / "pipelines").glob("*.toml"))
+        return name or (own[0] if len(own) == 1 else "camelyon17")
+
+    def pipeline(self, name: str, overrides: Sequence[str] = ()) -> Pipeline:
+        """The pipeline with its `extends` resolved and `--set key=value` applied.
+
+        Raises:
+            UsageError: one line with file, key and allowed values.
+        """
+        path = self._pipeline_path(name)
+        values = self._resolved(path, seen=())
+        for override in overrides:
+            _override(values, override)
+        label = self._label(path) + (" with --set" if overrides else "")
+        return validated(Pipeline, values, label)
+
+    def _pipeline_path(self, name: str) -> Path:
+        if name.endswith(".toml"):
+            if not Path(name).is_file():
+                raise UsageError(f"{name}: no such file")
+            return Path(name).resolve()
+        folders = [self.root / "pipelines", shipped("pipelines")]
+        for folder in folders:
+            if (folder / f"{name}.toml").is_file():
+                return folder / f"{name}.toml"
+        known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")})
+        raise UsageError(f"unknown pipeline {name!r}; known: {', '.join(known)}")
+
+    def _resolved(self, path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+        if path in seen:
+            raise UsageError(f"{self._label(path)}: extends itself")
+        values = _read_toml(path)
+        base = values.pop("extends", None)
+        if base is None:
+            return values
+        name = str(path.parent / str(base)) if str(base).endswith(".toml") else str(base)
+        try:
+            base_path = self._pipeline_path(name)
+        except UsageError as error:
+            raise UsageError(f"{self._label(path)}: extends = {toml_or_repr(base)}: {error}") from None
+        return _merged(self._resolved(base_path, (*seen, path)), values)
+
+    def _label(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix() if path.is_relative_to(self.root) else path.name
+
+    def resolve(self, path: str) -> Path:
+        """A path in a site file: relative to the study unless absolute; `~` and variables expand."""
+        return self.root / os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 unknown users stay
+
+
+def load_pipeline(path: Path) -> Pipeline:
+    """A complete pipeline file, as a run keeps it."""
+    return validated(Pipeline, _read_toml(path), path.name)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: {error}") from None
+
+
+def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in top.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
+
+
+def _override(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")
+    text = text.lower() if text in ("True", "False") else text
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise UsageError(f"--set {override!r}: {section} is not a section")
+    values[last] = value
