@@ -454,7 +454,7 @@ def test_the_opening_is_composed_from_the_data(document: Document) -> None:
         "Four sites trained together with ProxyFL; no slide left its site.",
         "On the merged test set of 600 patches from 24 slides their private models reach an accuracy of",
         "a site alone without DP 0.64 ± 0.03 , a site alone with DP 0.55 ± 0.03 , all data pooled without DP 0.83",
-        "Federation helped: accuracy is 0.07 above that of a site alone without DP.",
+        "In this run federation helped: accuracy is 0.07 above that of a site alone without DP.",
     ):
         assert words_ in document.text
 
@@ -469,7 +469,9 @@ def test_a_federation_that_did_not_help_is_called_so() -> None:
     assert tone(0.70).tone == "good"
     assert tone(0.66).tone == "unclear" and "does not show that federation helped" in tone(0.66).text
     assert tone(0.70, sd=0.08).tone == "unclear"
-    assert tone(0.55) == words.Finding("bad", "Federation did not help: accuracy is 0.09 below that of X.")
+    assert tone(0.55) == words.Finding(
+        "bad", "In this run federation did not help: accuracy is 0.09 below that of X."
+    )
     by_auroc = tone(0.70, auroc={"mean": 0.6, "sd": None})
     assert by_auroc.tone == "unclear" and "other way round (−0.10)" in by_auroc.text
 
@@ -477,7 +479,9 @@ def test_a_federation_that_did_not_help_is_called_so() -> None:
 def test_the_comparison_is_with_the_best_run_of_its_kind(small: Page) -> None:
     better = {**small.baselines[1], "run": "00009-regular", "accuracy": {"mean": 0.75, "sd": 0.01}}
     text = Document(render(replace(small, baselines=[*small.baselines, better]))).text
-    assert "Federation did not help: accuracy is 0.04 below that of a site alone without DP." in text
+    assert (
+        "In this run federation did not help: accuracy is 0.04 below that of a site alone without DP." in text
+    )
     assert "a site alone without DP 0.75 ± 0.01" in text
 
 
@@ -752,3 +756,23 @@ def test_a_browser_paints_the_page(tmp_path: Path, page: Page) -> None:
     ink = np.abs(pixels - pixels[2, 2]).max(axis=-1) > 60
     assert 0.01 < ink.mean() < 0.5
     assert all(band.any() for band in np.array_split(ink[:1200], 6)), "part of the page is empty"
+
+
+def test_hospitals_that_keep_their_patches_to_themselves_get_a_page_without_merged_numbers(
+    page: Page,
+) -> None:
+    assert page.evaluation
+    text = Document(render(replace(page, evaluation={**page.evaluation, "merged": None}))).text
+    assert "evaluated on its own site's part alone" in text
+    assert "reach an accuracy of" not in text
+
+
+def test_what_noise_costs_is_not_called_a_gain_of_federation(small: Page) -> None:
+    with_noise = {
+        **small.baselines[1],
+        "run": "00009-regular",
+        "dp": True,
+        "accuracy": {"mean": 0.5, "sd": 0.01},
+    }
+    text = Document(render(replace(small, baselines=[with_noise]))).text
+    assert "whose model carries the noise itself" in text and "federation helped" not in text

@@ -23,7 +23,7 @@ CELLS_IN_TABLE = 12
 
 def headline(page: Page, n_sites: int) -> dict[str, Any]:
     """The opening: what was done, what came out, and whether federation helped."""
-    merged = (page.evaluation or {}).get("merged", {})
+    merged = (page.evaluation or {}).get("merged") or {}
     evaluated = (page.evaluation or {}).get("sites", ())
     reached = words.known((merged.get("accuracy") or {}).get("mean"))
     references = words.references(_others(page))
@@ -38,7 +38,10 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "reached": reached,
         "whose": "private models" if page.method in ("proxyfl", "fml") else "models",
         "references": references,
-        "verdicts": [words.verdict(merged, run, name) for name, run in alone.items()],
+        "verdicts": [
+            (words.without_noise if run["dp"] else words.verdict)(merged, run, name)
+            for name, run in alone.items()
+        ],
         "gain_over": gain_over,
         "gain": merged["accuracy"]["mean"] - alone[gain_over]["accuracy"]["mean"] if gain_over else None,
         "majority": words.majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
@@ -75,7 +78,7 @@ def rows(page: Page) -> list[dict[str, Any]]:
         "epsilon": spent_by_all["epsilon"],
         "guarantee": spent_by_all["guarantee"],
         "this": True,
-        **{metric: (page.evaluation or {}).get("merged", {}).get(metric) for metric in METRICS},
+        **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in METRICS},
     }
     others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in _others(page)]
     runs = [this, *others] if page.evaluation else others

@@ -230,7 +230,7 @@ def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str)
     deviation) and than SMALLEST_DIFFERENCE.
 
     >>> verdict({"accuracy": {"mean": 0.71, "sd": 0.02}}, {"accuracy": {"mean": 0.64, "sd": 0.03}}, "X").text
-    'Federation helped: accuracy is 0.07 above that of X.'
+    'In this run federation helped: accuracy is 0.07 above that of X.'
     """
     difference, noise = _difference(merged, reference, "accuracy")
     if abs(difference) <= noise:
@@ -240,9 +240,9 @@ def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str)
             "this run does not show that federation helped.",
         )
     tone, opening, side = (
-        ("good", "Federation helped", "above")
+        ("good", "In this run federation helped", "above")
         if difference > 0
-        else ("bad", "Federation did not help", "below")
+        else ("bad", "In this run federation did not help", "below")
     )
     text = f"{opening}: accuracy is {number(abs(difference), 2)} {side} that of {words}."
     if known((merged.get("auroc") or {}).get("mean")) and known((reference.get("auroc") or {}).get("mean")):
@@ -250,6 +250,20 @@ def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str)
         if by_auroc * difference < 0 and abs(by_auroc) > auroc_noise:
             return Finding("unclear", f"{text} By AUROC it is the other way round ({signed(by_auroc)}).")
     return Finding(tone, text)
+
+
+def without_noise(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str) -> Finding:
+    """The difference to a model that itself carries the noise: what that noise costs, not what federation gives.
+
+    >>> without_noise({"accuracy": {"mean": 0.71}}, {"accuracy": {"mean": 0.64}}, "X").text
+    'Accuracy is 0.07 above that of X, whose model carries the noise itself.'
+    """
+    difference, _ = _difference(merged, reference, "accuracy")
+    side = "above" if difference >= 0 else "below"
+    size = number(abs(difference), 2)
+    return Finding(
+        "unclear", f"Accuracy is {size} {side} that of {words}, whose model carries the noise itself."
+    )
 
 
 def _difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], metric: str) -> tuple[float, float]:
