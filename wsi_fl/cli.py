@@ -145,6 +145,38 @@ def pack(
 
 
 @app.command()
+def partition(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
+    sites: Annotated[int, typer.Option(help="Number of sites.")],
+    per_site: Annotated[
+        int | None, typer.Option(help="Training images per site. Default: all there are.")
+    ] = None,
+    skew: Annotated[str, typer.Option(help="iid, major:0.8 or dirichlet:0.5.")] = "iid",
+    seed: Annotated[int, typer.Option(help="Of the division.")] = 0,
+    test_fraction: Annotated[float, typer.Option(help="Held out where the data bring no test set.")] = 0.2,
+    size_px: Annotated[int | None, typer.Option(help="Scale images to squares of this size.")] = None,
+    prefix: Annotated[str, typer.Option(help="Sites are called PREFIX1, PREFIX2, …")] = "S",
+    as_json: Json = False,
+) -> None:
+    """Divide an image data set among simulated sites."""
+    study = _study()
+    from wsi_fl.stages.partition import partition, print_partition
+
+    document = partition(
+        study,
+        data,
+        n_sites=sites,
+        per_site=per_site,
+        skew=skew,
+        seed=seed,
+        test_fraction=test_fraction,
+        size_px=size_px,
+        prefix=prefix,
+    )
+    _out(document) if as_json else print_partition(document)
+
+
+@app.command()
 def train(
     method: Annotated[str, typer.Option(help="proxyfl, or regular: every site alone.")] = "proxyfl",
     pipeline: Pipeline = None,

@@ -117,7 +117,8 @@ class Site(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     real: bool = True
-    slides: str | list[str]
+    slides: str | list[str] | None = None
+    """None for a site whose store was made by `partition`."""
     annotations: str | None = None
     layout: Layout = "generic"
     labels: str | None = None

@@ -98,13 +98,16 @@ def _evaluate_site(
     tables = {name: seen[name][1] for name in predicted}
     write_text(folder / "predictions.csv", _predictions(predicted, tables, store.meta.classes))
     repeats = pipeline.evaluate.bootstrap
+    slides = store.meta.spec.mpp > 0  # images of a partitioned data set are no slides
     own = (
-        _metrics(predicted[site.name], tables[site.name], repeats)
+        _metrics(predicted[site.name], tables[site.name], repeats, slides=slides)
         if site.name in predicted
         else {"n": 0} | dict.fromkeys(SCORES)
     )
     everything = (
-        _metrics(np.concatenate(list(predicted.values())), _pooled(tables), repeats) if len(seen) > 1 else own
+        _metrics(np.concatenate(list(predicted.values())), _pooled(tables), repeats, slides=slides)
+        if len(seen) > 1
+        else own
     )
     return {
         "site": site.name,
@@ -114,14 +117,14 @@ def _evaluate_site(
     }
 
 
-def _metrics(predicted: Probabilities, table: PatchTable, repeats: int) -> dict[str, Any]:
+def _metrics(predicted: Probabilities, table: PatchTable, repeats: int, *, slides: bool) -> dict[str, Any]:
     """Everything said about one model on one set, at patch and slide level."""
     return {
         **scores(predicted, table.label),
         "intervals": bootstrap_intervals(predicted, table.label, table.patient, repeats=repeats),
         "confusion": confusion(predicted, table.label),
         "calibration": calibration(predicted, table.label),
-        "slides": slide_level(predicted, table.label, table.slide),
+        "slides": slide_level(predicted, table.label, table.slide) if slides else None,
     }
 
 

@@ -39,7 +39,7 @@ from wsi_fl.stores.patches import (
     write_shard,
 )
 from wsi_fl.study import Study
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, SetAside, SlideRecord, WsiFlError
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, SetAside, SlideRecord, UsageError, WsiFlError
 
 _SPARE_BYTES = 64 << 20
 
@@ -69,6 +69,10 @@ def tile(
 
 def sources_of(study: Study, site: SiteConfig) -> Sources:
     """The paths of a site file, resolved against the study."""
+    if site.slides is None:
+        raise UsageError(
+            f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
+        )
     patterns = [site.slides] if isinstance(site.slides, str) else site.slides
     escaped = Study(Path(glob.escape(str(study.root))))  # the study's own folder may hold a [ or *
 

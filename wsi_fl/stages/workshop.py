@@ -125,7 +125,7 @@ def build_model(
     return build(
         name,
         n_classes=len(store.meta.classes),
-        in_channels=3,
+        in_channels=store.channels,
         size_px=input_px(pipeline, store),
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
     )
@@ -219,7 +219,7 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
     from wsi_fl.models import schema
 
     with open_store(study, site.name) as store:
-        meta = store.meta
+        meta, channels = store.meta, store.channels
     travels = METHODS[method_name].travels
     train = pipeline.train
     return {
@@ -228,7 +228,7 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
         "classes": list(meta.classes),
         "size_px": meta.spec.size_px,
         "mpp": meta.spec.mpp,
-        "channels": 3,
+        "channels": channels,
         "schema": schema(site.learners[travels].model) if travels else "",
         "schedule": [train.rounds, train.batch_size, train.epochs_per_round, pipeline.topology.self_weight],
         "versions": versions(),

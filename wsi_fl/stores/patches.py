@@ -73,11 +73,14 @@ def shard_is_current(path: Path, wanted: str) -> bool | None:
         return False
 
 
-def write_shard(path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable[NDArray[np.uint8]]) -> None:
+def write_shard(
+    path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable[NDArray[np.uint8]], *, channels: int = 3
+) -> None:
     """Writes one slide's patches atomically.
 
     Args:
-        pixels: batches uint8[b, size_px, size_px, 3] in the table's order, n rows in all.
+        pixels: batches uint8[b, size_px, size_px, channels] in the table's order, n rows in all.
+        channels: 3 for RGB, 1 for grey images.
 
     Raises:
         WsiFlError: when the pixels are not n ≥ 1 patches of the right shape, or the disk is full.
@@ -85,7 +88,7 @@ def write_shard(path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable
     n, size = len(table), meta.spec.size_px
     if n == 0:
         raise WsiFlError(f"{path}: a shard holds at least one patch")
-    with atomic(path) as temporary, _created(temporary, n * (size * size * 3 + _ROW_BYTES)) as file:
+    with atomic(path) as temporary, _created(temporary, n * (size * size * channels + _ROW_BYTES)) as file:
         file.attrs.update(
             _spec_attrs(meta.spec)
             | {
@@ -101,13 +104,15 @@ def write_shard(path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable
         )
         for name in ("xy_l0", "label", "tumor_fraction"):
             file[name] = getattr(table, name)
+        if (table.patient != meta.patient).any():  # images of many patients in one shard
+            file["patient"] = _encoded(table.patient)
         dataset = file.create_dataset(
-            "pixels", (n, size, size, 3), np.uint8, chunks=(1, size, size, 3), fillvalue=0
+            "pixels", (n, size, size, channels), np.uint8, chunks=(1, size, size, channels), fillvalue=0
         )
         file.flush()  # from here on only whole patches are written, which fail cleanly
         row = 0
         for batch in pixels:
-            if batch.shape[1:] != (size, size, 3) or batch.dtype != np.uint8:
+            if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
                 raise WsiFlError(
                     f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
                 )
@@ -206,6 +211,11 @@ class PatchStore:
         self._shards.clear()
         self._file.close()
 
+    @property
+    def channels(self) -> int:
+        """3 for RGB, 1 for grey; every shard of a store has as many as the first."""
+        return int(self.shard(self.slides[0])["pixels"].shape[-1]) if self.slides else 3
+
     def shard(self, slide: str) -> Any:
         """The HDF5 group of one slide; a shard that is missing, damaged or of other patches raises WsiFlError."""
         if slide not in self._shards:
@@ -238,7 +248,7 @@ class PatchStore:
         same = (
             bool(np.all(self.table.slide[rows] == slide))
             and {key: group.attrs[key] for key in _spec_attrs(self.meta.spec)} == _spec_attrs(self.meta.spec)
-            and group["pixels"].shape == (n, size, size, 3)
+            and group["pixels"].shape in {(n, size, size, 1), (n, size, size, 3)}
             and np.array_equal(group["xy_l0"], self.table.xy_l0[rows])
             and np.array_equal(group["label"], self.table.label[rows])
         )
@@ -248,15 +258,15 @@ class PatchStore:
             )
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Pixels uint8[b, size_px, size_px, 3] of the rows, in the order asked for."""
+        """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for."""
         size = self.meta.spec.size_px
-        out = np.empty((len(rows), size, size, 3), np.uint8)
+        out = np.empty((len(rows), size, size, self.channels), np.uint8)
         for position, row in enumerate(rows):
             slide = str(self.table.slide[row])
             pixels = self.shard(slide)["pixels"]
             try:
                 _, chunk = pixels.id.read_direct_chunk((int(row) - self._rows[slide].start, 0, 0, 0))
-                out[position] = np.frombuffer(chunk, np.uint8).reshape(size, size, 3)
+                out[position] = np.frombuffer(chunk, np.uint8).reshape(out.shape[1:])
             except (OSError, RuntimeError, ValueError) as error:
                 raise WsiFlError(
                     f"{self.path}: patch {row} in the shard of slide {slide} is damaged "
@@ -305,9 +315,14 @@ def _write_root(file: h5py.File, meta: StoreMeta, table: PatchTable) -> None:
     for name in ("xy_l0", "label", "tumor_fraction"):
         file[name] = getattr(table, name)
     for name in ("slide", "patient", "split"):
-        encoded = [str(value).encode() for value in getattr(table, name)]
-        width = max((len(value) for value in encoded), default=0) or 1
-        file[name] = np.array(encoded, h5py.string_dtype("utf-8", width))
+        file[name] = _encoded(getattr(table, name))
+
+
+def _encoded(texts: NDArray[np.str_]) -> NDArray[Any]:
+    """As fixed-length UTF-8."""
+    encoded = [str(text).encode() for text in texts]
+    width = max((len(text) for text in encoded), default=0) or 1
+    return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
 def _check_format(node: Any, expected: str, path: Path) -> None:
@@ -344,6 +359,8 @@ def _shard_table(path: Path, spec: GridSpec) -> PatchTable:
             raise WsiFlError(f"{path}: tiled on another grid than its store; run `wsi-fl tile` again")
         n = len(file["label"])
         slide, patient, split = (np.full(n, str(file.attrs[key])) for key in ("slide", "patient", "split"))
+        if "patient" in file:
+            patient = np.asarray(file["patient"].asstr()[:], np.str_)
         return PatchTable(
             file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], slide, patient, split
         )
