@@ -54,6 +54,7 @@ def write_store(study: Study, site: str, *, n_per_slide=12, n_patients=4, size_p
 SMALL = """
 [tile]
 size_px = 16
+mpp = 1.0
 [model]
 private = "cnn1"
 proxy = "mlp"

@@ -75,9 +75,9 @@ def test_plans_that_make_no_sense_are_refused():
     for n, batch in ((0, 32), (10, 0)):
         with pytest.raises(UsageError, match=f"n={n}, B={batch}"):
             plan(n, batch, 1, 1.0, 1.0)
-    with pytest.raises(UsageError, match="cannot be negative"):
+    with pytest.raises(UsageError, match="must be numbers from 0 on"):
         plan(10, 2, -1, 1.0, 1.0)
-    with pytest.raises(UsageError, match="cannot be negative"):
+    with pytest.raises(UsageError, match="must be numbers from 0 on"):
         plan(10, 2, 1, -1.0, 1.0)
 
 

@@ -67,7 +67,6 @@ def test_mistake_in_a_pipeline_is_one_line(study, text, words):
     ("text", "words"),
     [
         ("slide = 'x'", ("'slide'", "did you mean 'slides'")),
-        ("", ("'slides' is missing",)),
         ("slides = 5", ("slides = 5", "string")),
         ("slides = ['a', 5]", ("slides", "string")),
         ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16' or 'generic'")),

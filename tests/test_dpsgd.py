@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.models import build
-from wsi_fl.privacy.dpsgd import DPTrainer, check_trainable, entropy_generator, poisson_rows
+from wsi_fl.privacy.dpsgd import (
+    DPTrainer,
+    check_per_example_gradients,
+    check_trainable,
+    entropy_generator,
+    poisson_rows,
+)
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -197,3 +203,105 @@ def test_each_row_enters_each_batch_independently_at_its_rate():
     assert np.abs(off).max() < 6 / draws**0.5
     assert len(poisson_rows(n, 1.0, generator)) == n
     assert len(poisson_rows(n, 0.0, generator)) == 0
+
+
+class Scaled(torch.nn.Module):
+    """Convolution, a change of its output, and a linear head on 1 × 8 × 8 images."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.conv, self.head, self.change = torch.nn.Conv2d(1, 2, 3), torch.nn.Linear(72, 3), change
+
+    def forward(self, x):
+        return self.head(self.change(self.conv(x)).flatten(1))
+
+
+def add_in_place(z):
+    z += 1.0
+    z *= 2.0
+    return z * 1
+
+
+def test_operators_in_place_give_the_gradients_of_a_loop():
+    model = Scaled(add_in_place)
+    g = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 1, 8, 8, generator=g), torch.tensor([0, 1, 2])
+    before, wanted = vector(model), clipped_sum(model, x, y, 0.5) / 3
+    step(model, x, y, sigma=0.0, clip=0.5, divisor=3)
+    torch.testing.assert_close(before - vector(model), wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_convolutions_of_channels_last_images_give_the_gradients_of_a_loop(kernel):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 6, kernel), torch.nn.Flatten(), torch.nn.LazyLinear(3))
+    x, y = torch.randn(3, 4, 8, 8).to(memory_format=torch.channels_last), torch.tensor([0, 1, 2])
+    model(x)
+    before, wanted = vector(model), clipped_sum(model, x, y, 0.5) / 3
+    step(model, x, y, sigma=0.0, clip=0.5, divisor=3)
+    torch.testing.assert_close(before - vector(model), wanted, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn"])
+def test_the_check_passes_our_models_and_leaves_them_and_the_generator_as_they_were(kind):
+    model = net(kind)
+    before, state = vector(model), torch.random.get_rng_state()
+    check_per_example_gradients(model, (1, 16, 16), 3)
+    assert torch.equal(vector(model), before)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(m.training and not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_check_looks_past_dropout_and_weights_that_begin_at_zero():
+    class Net(Scaled):
+        def forward(self, x):
+            return functional.dropout(super().forward(x), 0.5, self.training)
+
+    check_per_example_gradients(Net(torch.nn.Dropout(0.5)), (1, 8, 8), 3)
+    silent = Scaled(lambda z: z - z.mean(0, keepdim=True))  # the fault is behind a gain of zero
+    torch.nn.init.zeros_(silent.head.weight)
+    with pytest.raises(UsageError, match="wrong"):
+        check_per_example_gradients(silent, (1, 8, 8), 3)
+
+
+class Outside(Scaled):
+    """Uses the weight of a module without calling the module."""
+
+    def forward(self, x):
+        return self.head(functional.conv2d(x, self.conv.weight).flatten(1))
+
+
+class Twisted(Scaled):
+    """Reads what an operator changed in place again under another name."""
+
+    def forward(self, x):
+        z = self.conv(x) * 1
+        same = z
+        z *= 2.0
+        return self.head((same * z).flatten(1))
+
+
+class Idle(Scaled):
+    def __init__(self):
+        super().__init__(torch.nn.ReLU())
+        self.idle = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "n_classes", "message"),
+    [
+        (Scaled(lambda z: z - z.mean(0, keepdim=True)), (1, 8, 8), 3, "gradients of conv.weight are wrong"),
+        (Twisted(None), (1, 8, 8), 3, "wrong"),
+        (Outside(None), (1, 8, 8), 3, "no per-example gradients of conv.weight"),
+        (Idle(), (1, 8, 8), 3, "no per-example gradients of idle.weight"),
+        (Scaled(torch.nn.ReLU()), (1, 9, 9), 3, "cannot take images of 1×9×9: "),
+        (Scaled(torch.nn.ReLU()), (3, 8, 8), 3, "cannot take images of 3×8×8: "),
+        (Scaled(torch.nn.ReLU()), (1, 8, 8), 4, "4 logits"),
+        (Scaled(lambda z: z.add_(1).detach()), (1, 8, 8), 3, "cannot be trained|no per-example"),
+        (Scaled(torch.nn.BatchNorm2d(2)), (1, 8, 8), 3, "BatchNorm"),
+    ],
+)
+def test_models_with_other_gradients_are_refused_in_one_line(model, shape, n_classes, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        check_per_example_gradients(model, shape, n_classes)
+    assert "\n" not in str(caught.value)

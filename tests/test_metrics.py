@@ -138,7 +138,9 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
     y[5] = 1
     positive = np.linspace(0, 0.5, 40)
     positive[5] = 0.9
-    found = slide_level(np.stack([1 - positive, positive], 1), y, slide)
+    predicted, truth, row = slide_level(np.stack([1 - positive, positive], 1), y, slide)
+    found = scores(predicted, truth)
+    assert slide[row].tolist() == sorted(set(slide))
     # a: mean of 0.9 and the next best, above one half; b: its two best, just below
     assert found == {"n": 2, "accuracy": 1.0, "macro_accuracy": 1.0, "auroc": 1.0}
     three = np.full((40, 3), 1 / 3)

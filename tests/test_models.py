@@ -7,6 +7,7 @@ from opacus import GradSampleModule
 from opacus.validators import ModuleValidator
 
 from wsi_fl.models import BUILDERS, build, schema
+from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
 from wsi_fl.types import UsageError
 
 SIZES = {"mlp": 28, "lenet5": 28, "cnn1": 32, "cnn2": 32}
@@ -46,6 +47,59 @@ def test_resnet18_computes_what_torchvisions_in_place_version_computes():
 def test_small_models_have_the_published_size_on_mnist(name, n_parameters):
     model = build(name, n_classes=10, in_channels=1, size_px=28, seed=0)
     assert sum(p.numel() for p in model.parameters()) == n_parameters
+
+
+TIMM = ["resnet18", "resnet10t", "convnext_atto", "efficientnet_lite0", "mobilenetv3_small_050"]
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_a_private_step_of_a_timm_model_is_the_sum_of_clipped_gradients(name):
+    """The oracle is a loop over single examples; no weight is constant, lest a gain of 0 hide the rest."""
+    model, _ = make(f"timm:{name}", size_px=32)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.min() == p.max():
+                p.uniform_(0.5, 1.5, generator=g)
+    x, y, clip = torch.randn(2, 3, 32, 32, generator=g), torch.tensor([0, 1]), 0.3
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) or not list(module.children()) + list(module.parameters()):
+            module.eval()
+    wanted = [torch.zeros_like(p) for p in model.parameters()]
+    for i in range(2):
+        loss = torch.nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        norm = sum(float(grad.square().sum()) for grad in grads) ** 0.5
+        wanted = [w + grad * min(1, clip / norm) / 2 for w, grad in zip(wanted, grads, strict=True)]
+    seen = {}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    sgd.register_step_pre_hook(lambda *_: seen.update(enumerate(p.grad.clone() for p in model.parameters())))
+    model.training = True
+    trainer = DPTrainer(model, sgd, sigma=0.0, clip=clip, batch_size=2)
+    trainer.step(x, lambda logits: torch.nn.functional.cross_entropy(logits, y), torch.Generator())
+    for k, (p_name, grad) in enumerate(zip(dict(model.named_parameters()), wanted, strict=True)):
+        off = float((seen[k] - grad).norm())
+        assert off <= 1e-3 * float(grad.norm()) + 1e-7, p_name
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm_models_pass_the_check_of_per_example_gradients(name):
+    check_per_example_gradients(make(f"timm:{name}", size_px=32)[0], (3, 32, 32), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_tiny_patch16_224", "cannot take images of 3×32×32: Input height"),
+        ("inception_v3", "cannot take images of 3×32×32: .*[Kk]ernel"),
+        ("levit_128s", "BatchNorm"),
+    ],
+)
+def test_timm_models_that_cannot_be_private_are_refused_in_one_line(name, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        check_per_example_gradients(make(f"timm:{name}", size_px=32)[0], (3, 32, 32), 2)
+    assert "\n" not in str(caught.value)
 
 
 def test_per_example_gradients_of_the_resnet_equal_a_loop():

@@ -393,7 +393,7 @@ def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_byte
     with writer(shard, big, limit.replace("200_000", str(limit_bytes))) as process:
         error = process.stderr.read() if process.stderr else ""
     assert process.returncode == 1, "HDF5 took the process down"
-    assert error.strip().split("\n")[-1].startswith("wsi_fl.types.WsiFlError: ") and "disk is full" in error
+    assert error.strip().split("\n")[-1].startswith("wsi_fl.types.DiskFull: ") and "disk is full" in error
     assert str(shard) in error.strip().split("\n")[-1]
     assert shard.read_bytes() == before
     assert [p.name for p in shard.parent.iterdir()] == ["a.h5"]

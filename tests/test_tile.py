@@ -174,7 +174,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(study, monkeypatch):
     ("change", "arguments", "code", "words"),
     [
         (None, ["--site", "C9"], 2, "unknown site 'C9'"),
-        (None, [], 2, "--site NAME or --all"),
+        (None, [], 2, "one of --site NAME and --all"),
         (None, ["--all", "--set", "tile.size=3"], 2, "did you mean"),
         (("annotations", '"/nowhere"'), ["--site", "C1"], 2, "annotations: no such folder"),
         (("slides", '"/nowhere/*.tif"'), ["--site", "C1"], 2, "slides matched no file"),

@@ -21,6 +21,7 @@ from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages import launch, workshop
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.plan import dry_run
+from wsi_fl.stages.report import report
 from wsi_fl.stages.train import resume, train
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -95,7 +96,8 @@ def test_four_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
     assert_same(models(path), models(study.root / summary["run"]))
     assert joined["communication"]["bytes"] == summary["communication"]["bytes"]
     inputs = [
-        json.loads((p / "manifest.json").read_text())["inputs"] for p in (path, study.root / summary["run"])
+        {site: json.loads((p / "sites" / site / "store.json").read_text()) for site in SITES}
+        for p in (path, study.root / summary["run"])
     ]
     assert inputs[0] == inputs[1]
     assert set(inputs[0]) == set(SITES)
@@ -184,8 +186,10 @@ def test_same_names_at_two_sites_are_two_patients(tmp_path):
 
 
 def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2, site_extra="real = true")
+    study = make_study(tmp_path / "study", n_sites=2)
     run = local(study, "regular", "train.rounds=1")["run"]
+    for file in (study.root / "sites").glob("*.toml"):
+        file.write_text(file.read_text().replace("real = false", "real = true"))
     document = evaluate(study, run)
     assert document["merged"] is None
     for row in document["sites"]:
@@ -199,6 +203,26 @@ def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(t
     shutil.rmtree(study.root / "stores" / "S1")
     file.write_text(file.read_text().replace("patches", "model"))
     assert [row["site"] for row in evaluate(study, run)["sites"]] == ["S0"]  # at hospital S0 there is no S1
+
+
+def test_the_report_of_real_sites_shows_no_hospital_to_another(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=3)
+    run = local(study, "regular", "train.rounds=1")["run"]
+    for file in (study.root / "sites").glob("*.toml"):
+        file.write_text(file.read_text().replace("real = false", "real = true"))
+    evaluate(study, run)
+    assert "data:image" not in report(study, run).read_text()
+    for name in ("S1", "S2"):
+        shutil.rmtree(study.root / "stores" / name)
+    assert "data:image" in report(study, run).read_text()  # at hospital S0, its own patches
+
+
+def test_a_store_made_anew_is_noticed(study):
+    run = local(study, "regular", "train.rounds=1")["run"]
+    shutil.rmtree(study.store("S1").parent)
+    write_store(study, "S1", n_per_slide=14)
+    with pytest.raises(UsageError, match="site S1: its store was made anew since this run began"):
+        evaluate(study, run)
 
 
 def test_a_dry_run_costs_the_plan_and_writes_nothing(study):
@@ -236,8 +260,9 @@ def test_a_failing_rank_ends_the_job_with_one_line(study, wsi_fl):
     shutil.rmtree(study.store("S2").parent)
     write_store(study, "S2", mpp=0.5)
     done = wsi_fl("train", "--json", cwd=study.root)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stdout == ""
+    assert not list(study.runs.glob("0*"))
     (line,) = [text for text in done.stderr.splitlines() if text.startswith("wsi-fl: error:")]
     assert line == "wsi-fl: error: sites disagree: S2 brings 0.5 as the resolution (µm/px), the others 1.0"
     assert "Traceback" not in done.stderr
@@ -246,6 +271,8 @@ def test_a_failing_rank_ends_the_job_with_one_line(study, wsi_fl):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(study, monkeypatch, resumed):
     run = local(study, "regular", "train.rounds=1")["run"] if resumed else None
+    if run:
+        (study.root / run / "summary.json").unlink()
     before = sorted(study.root.rglob("*"))
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     with pytest.raises(UsageError, match="4 sites need 4 ranks, but 3 were started"):
@@ -297,6 +324,7 @@ def test_a_budget_that_is_too_small_says_how_far_it_goes(study):
 
 def test_two_jobs_on_one_run_are_refused(study):
     path = study.root / local(study, "proxyfl", "train.rounds=1")["run"]
+    (path / "summary.json").unlink()
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         with pytest.raises(WsiFlError, match="another job still works on this run"):
@@ -306,7 +334,10 @@ def test_two_jobs_on_one_run_are_refused(study):
 def test_a_resumed_run_keeps_its_configuration(study, wsi_fl):
     done = wsi_fl("train", "--resume", "1", "--set", "train.rounds=9", cwd=study.root)
     assert done.returncode == 2
-    assert done.stderr == "wsi-fl: error: a resumed run keeps its configuration; leave out --set\n"
+    assert (
+        done.stderr
+        == "wsi-fl: error: a resumed run keeps its configuration; leave out --set and --pipeline\n"
+    )
 
 
 def test_without_mpi_the_error_says_how_to_get_it(study, monkeypatch, tmp_path):
@@ -341,7 +372,7 @@ def test_ranks_that_somebody_else_started_are_noticed(monkeypatch, variables, ra
 
 def test_cores_are_divided_among_ranks(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "4"
     assert launch.rank_environment(99)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

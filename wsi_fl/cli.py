@@ -122,7 +122,11 @@ def tile(
 ) -> None:
     """Cut a site's slides into labelled patches: its patch store."""
     if (site is None) == (not every):
-        raise UsageError("tile needs either --site NAME or --all")
+        raise UsageError(
+            "tile needs one of --site NAME and --all"
+            if site is None
+            else "--site and --all exclude each other"
+        )
     study = _study()
     from wsi_fl.stages.console import Bars
     from wsi_fl.stages.tile import print_tile, tile
@@ -138,6 +142,10 @@ def pack(
     out: Annotated[Path, typer.Argument(help="The self-contained file to write.")],
 ) -> None:
     """Copy a store with all its shards into one self-contained file."""
+    if out.exists():
+        raise UsageError(f"{out}: exists already; pack writes new files only")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.parent}: no such folder")
     from wsi_fl.stores.patches import pack
 
     pack(store, out)
@@ -193,15 +201,17 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
-    if resume is not None and overrides:
-        raise UsageError("a resumed run keeps its configuration; leave out --set")
+    if resume is not None and (overrides or pipeline):
+        raise UsageError("a resumed run keeps its configuration; leave out --set and --pipeline")
     study = _study()
     from wsi_fl.stages import plan
     from wsi_fl.stages import train as stage
     from wsi_fl.stages.console import Bars
 
     if dry_run:
-        cost = plan.dry_run(study, method=method, pipeline_name=pipeline, overrides=overrides or [])
+        cost = plan.dry_run(
+            study, method=method, pipeline_name=pipeline, overrides=overrides or [], backend=backend
+        )
         _out(cost) if as_json else plan.print_plan(cost)
         return
     with Bars("train") as bars:
@@ -271,6 +281,10 @@ def privacy(
     _out(document) if as_json else print_privacy(document)
 
 
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
+_GO_ON = "interrupted; what was finished is kept, start the same command again to go on"
+
+
 def main() -> None:
     """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
     try:
@@ -282,13 +296,20 @@ def main() -> None:
     except WsiFlError as error:
         code = _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
-        code = _fail("interrupted; what was finished is kept, start the same command again to go on", 1)
+        code = _fail(_GO_ON, 1)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         code = _fail(f"{place}{error.strerror or error}", 1)
+    except Exception as error:
+        if os.environ.get("WSI_FL_TRACEBACK"):
+            raise
+        text = f"{type(error).__name__}: {error}"
+        code = _fail(f"unexpected {text}; WSI_FL_TRACEBACK=1 shows where", 1)
+    if code == _INTERRUPTED:
+        code = _fail(_GO_ON, 1)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -198,6 +198,8 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     if error["type"] == "model_type":
         return f"{key} is a section, [{key}], with keys {', '.join(_fields_at(model, location))}"
     message = str(error["msg"])
+    if error["type"] == "string_pattern_mismatch":
+        message = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
     return f"{key} = {toml_or_repr(error['input'])}: {message[0].lower()}{message[1:]}"
 
 

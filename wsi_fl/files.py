@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,6 +30,7 @@ def atomic(path: Path) -> Iterator[Path]:
         with temporary.open("rb") as handle:
             os.fsync(handle.fileno())
         temporary.replace(path)
+        _sync_folder(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         raise_if_full(error, path)
@@ -42,6 +43,15 @@ def reserve(path: Path, n_bytes: int) -> None:
         os.posix_fallocate(handle.fileno(), 0, n_bytes)
 
 
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def raise_if_full(error: BaseException, path: Path) -> None:
     """Turns 'no space left' from any library, whatever it wraps it in, into one line."""
     cause: BaseException | None = error
@@ -49,7 +59,7 @@ def raise_if_full(error: BaseException, path: Path) -> None:
         full = isinstance(cause, OSError) and cause.errno in _NO_SPACE
         words = str(cause).lower()
         if full or "no space left" in words or "file too large" in words or "quota exceeded" in words:
-            raise WsiFlError(f"{path}: the disk is full; free some space and start again") from error
+            raise DiskFull(f"{path}: the disk is full; free some space and start again") from error
         cause = cause.__cause__ or cause.__context__
 
 

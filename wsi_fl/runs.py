@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wsi_fl.files import append_line, atomic, read_lines, write_text
-from wsi_fl.types import WsiFlError
+from wsi_fl.files import append_line, atomic, read_json, read_lines, write_json, write_text
+from wsi_fl.types import UsageError, WsiFlError
 
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
@@ -41,6 +41,11 @@ class RunFolder:
             path.mkdir()
         return RunFolder(path)
 
+    def summary(self) -> dict[str, Any] | None:
+        """The document of a finished run."""
+        path = self.path / "summary.json"
+        return dict(read_json(path)) if path.exists() else None
+
     def discard_if_unstarted(self) -> None:
         """Removes the directory of a run that failed before any site had finished anything."""
         if not any(self.path.glob("sites/*/state/*")):
@@ -59,6 +64,25 @@ class SiteFolder:
     @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def remember_store(self, digest: str) -> None:
+        """Notes which patches the site works on, for itself alone; a run never changes them half-way.
+
+        Raises:
+            UsageError: when they are others than those the run began with.
+        """
+        path = self.path / "store.json"
+        if not path.exists():
+            write_json(path, {"sha256": digest})
+        elif read_json(path)["sha256"] != digest:
+            raise UsageError(
+                f"site {self.path.name}: its store was made anew since this run began; start a new run"
+            )
+
+    def store_digest(self) -> str | None:
+        """What `remember_store` noted."""
+        path = self.path / "store.json"
+        return str(read_json(path)["sha256"]) if path.exists() else None
 
     def log_round(self, document: Mapping[str, Any]) -> None:
         """Appends the line of one round."""
@@ -89,7 +113,9 @@ class SiteFolder:
         """The tensors of `<role>.safetensors`."""
         path = self.path / f"{role}.safetensors"
         if not path.exists():
-            raise WsiFlError(f"{path}: no such model; the run has not finished a round")
+            raise WsiFlError(
+                f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume`"
+            )
         try:
             return load_file(path)
         except SafetensorError as error:

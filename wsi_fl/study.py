@@ -81,7 +81,9 @@ class Study:
             )
         site = validated(Site, _read_toml(path), self._label(path))
         if site.name != name:
-            raise UsageError(f"{self._label(path)}: name is {site.name!r}, but the file says {name!r}")
+            raise UsageError(
+                f"{self._label(path)}: it says name = {site.name!r}; write name = {name!r}, or rename the file"
+            )
         return site
 
     def sites(self, pipeline: Pipeline) -> list[Site]:

@@ -33,6 +33,10 @@ class WsiFlError(Exception):
     """A failure whose message is one line that says what is wrong, where, and what to do (exit code 1)."""
 
 
+class DiskFull(WsiFlError):
+    """No space is left; nothing that was finished is lost."""
+
+
 class UsageError(WsiFlError):
     """Wrong usage or configuration (exit code 2)."""
 

@@ -116,7 +116,8 @@ def _first_round(sites: list[Site], method: Method, comm: Comm) -> int:
         kept = site.folder.checkpoints()
         if (kept or first > 1) and first not in kept:
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
-        if site.ledger.last_round() > max(kept, default=0) + 1:
+        latest_kept = max(kept, default=0)
+        if site.ledger.last_round() > latest_kept + 1 or site.ledger.last_sent() > latest_kept:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
             )
@@ -139,6 +140,8 @@ def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report
                 )
         release = _release(site, method, round_)
         _checkpoint(site, round_)
+        if release is not None:
+            site.ledger.sending(round_)
     site.seconds = time.perf_counter() - began
     return release
 

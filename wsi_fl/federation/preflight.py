@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError
 
 MUST_AGREE = {
     "method": "the method",
@@ -16,7 +16,9 @@ MUST_AGREE = {
     "mpp": "the resolution (µm/px)",
     "channels": "the number of channels",
     "schema": "the architecture of the model that travels",
-    "schedule": "the schedule (rounds, batch size, topology)",
+    "sites": "the list of sites",
+    "input_px": "the size its models see",
+    "schedule": "the schedule (rounds, batch size, epochs, seed, self-weight, privacy mode)",
     "versions": "the package versions",
 }
 
@@ -28,14 +30,18 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
         brought: per site a JSON document with "site" and the keys of MUST_AGREE.
 
     Raises:
-        WsiFlError: one line with every disagreement.
+        UsageError: one line with every disagreement.
 
     Example:
         >>> same = {key: 1 for key in MUST_AGREE}
         >>> compare([{"site": "C1", **same}, {"site": "C2", **same}, {"site": "C3", **same, "mpp": 2}])
         Traceback (most recent call last):
-        wsi_fl.types.WsiFlError: sites disagree: C3 brings 2 as the resolution (µm/px), the others 1
+        wsi_fl.types.UsageError: sites disagree: C3 brings 2 as the resolution (µm/px), the others 1
     """
+    names = [str(document["site"]) for document in brought]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UsageError(f"two ranks are site {twice[0]}; give every rank the same list of sites")
     problems = []
     for key, words in MUST_AGREE.items():
         values = {str(document["site"]): json.dumps(document[key], sort_keys=True) for document in brought}
@@ -47,7 +53,7 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
         said = "; ".join(f"{site} brings {_short(value)}" for site, value in odd.items())
         problems.append(f"{said} as {words}, {majority} {_short(usual)}")
     if problems:
-        raise WsiFlError("sites disagree: " + " | ".join(problems))
+        raise UsageError("sites disagree: " + " | ".join(problems))
 
 
 def _short(value: str, limit: int = 60) -> str:

@@ -133,13 +133,15 @@ def bootstrap_intervals(
 
 def slide_level(
     probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], top: float = 0.1
-) -> dict[str, Any] | None:
-    """Scores of slides in a two-class task; None otherwise, or when no slide has two patches.
+) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
+    """(probabilities, labels, a row of each) of the slides in a two-class task.
+
+    None for more classes, or when no slide has two patches.
 
     A slide is positive when any of its patches is; its probability is the mean of its most probable patches
     (a share of `top`, at least one).
     """
-    names = np.unique(slide)
+    names, row = np.unique(slide, return_index=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
         return None
     positive = probabilities[:, 1]
@@ -149,7 +151,7 @@ def slide_level(
         truth[k] = labels[mine].max()
         best = np.sort(positive[mine])[::-1]
         score[k] = best[: max(1, round(top * len(best)))].mean()
-    return scores(np.stack([1 - score, score], axis=1), truth)
+    return np.stack([1 - score, score], axis=1), truth, row
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,7 +56,8 @@ def augmentation(name: str, seed: int) -> Augment | None:
     from monai.transforms import Compose
 
     set_track_meta(False)
-    chain = Compose(transforms).set_random_state(seed % 2**32)
+    generator = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+    chain = Compose(transforms).set_random_state(state=generator)
 
     def augment(image: Tensor) -> Tensor:
         out: Tensor = torch.as_tensor(chain(image))

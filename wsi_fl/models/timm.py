@@ -15,10 +15,14 @@ def timm_model(name: str, n_classes: int, in_channels: int) -> nn.Module:
         model: nn.Module = timm.create_model(
             name, pretrained=False, num_classes=n_classes, in_chans=in_channels
         )
-    except RuntimeError as error:
+    except Exception as error:  # each architecture has its own way to refuse
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if timm.is_model(name):
+            what = f"{n_classes} classes and {in_channels} channels"
+            raise UsageError(f"timm makes no {name} of {what}: {reason}") from None
         near = timm.list_models(f"*{name}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"timm knows no model {name!r} ({str(error).splitlines()[0]}){hint}") from None
+        raise UsageError(f"timm knows no model {name!r} ({reason}){hint}") from None
     return without_batch_norm(model)
 
 

@@ -20,6 +20,7 @@ from wsi_fl.types import UsageError
 
 _ORDERS = tuple(RDPAccountant.DEFAULT_ALPHAS)
 ACCOUNTANT = "rdp"
+_MOST_SIGMA = 1e6
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,16 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> Mechanism:
     """The mechanism of `epochs` epochs over n rows in batches of `batch_size` on average."""
-    if epochs < 0 or sigma < 0:
-        raise UsageError(f"epochs and sigma cannot be negative: epochs={epochs:g}, sigma={sigma:g}")
+    if not (0 <= epochs < inf and 0 <= sigma < inf):
+        raise UsageError(f"epochs and sigma must be numbers from 0 on: epochs={epochs:g}, sigma={sigma:g}")
     per_epoch = steps_per_epoch(n, batch_size)
     return Mechanism(sigma, clip, 1 / per_epoch, round(epochs * per_epoch))
 
 
 @lru_cache(maxsize=1024)
 def _rdp_of_one_step(sigma: float, sample_rate: float) -> NDArray[np.float64]:
+    if sigma > _MOST_SIGMA:
+        raise UsageError(f"sigma {sigma:g} is beyond all use; the accountant goes up to {_MOST_SIGMA:g}")
     rdp = compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(_ORDERS))
     return np.asarray(rdp, np.float64)
 

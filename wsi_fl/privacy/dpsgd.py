@@ -6,10 +6,13 @@ batch that came out (ProxyFL, eq. 7). Noise and batches draw on entropy of the o
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isfinite
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +20,12 @@ from opacus import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from wsi_fl.types import UsageError, WsiFlError
 
+_UNTRAINABLE = "model cannot be trained with differential privacy"
 _TWISTER_START, _TWISTER_WORDS = 24, 624
 """Where the words of a CPU generator lie in its state: each in eight bytes, after three fields."""
 
@@ -50,8 +56,125 @@ def check_trainable(model: nn.Module) -> None:
     """Refuses models whose per-example gradients are not defined, BatchNorm above all."""
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
-        reason = str(problems[0]).splitlines()[0]
-        raise UsageError(f"model cannot be trained with differential privacy: {reason}")
+        reason = _one_line(problems[0]).split(". ")[0]
+        raise UsageError(f"{_UNTRAINABLE}: {reason}")
+
+
+class _OutOfPlace(TorchFunctionMode):
+    """Computes `x += y` as `x = x + y`: autograd forbids the former on what Opacus's hooks return."""
+
+    _INSTEAD: Mapping[Any, Any] = {
+        Tensor.add_: Tensor.add,
+        Tensor.sub_: Tensor.sub,
+        Tensor.mul_: Tensor.mul,
+        Tensor.div_: Tensor.div,
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        computed = isinstance(args[0], Tensor) and args[0].grad_fn is not None if args else False
+        return (self._INSTEAD.get(func, func) if computed else func)(*args, **(kwargs or {}))
+
+
+def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
+
+
+def _per_example(model: nn.Module) -> GradSampleModule:
+    """The model, its backward pass leaving each parameter's `grad_sample` [b, …] of a mean loss."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            # Opacus's unfold misreads the strides of any other layout, and says nothing
+            module.register_forward_pre_hook(_contiguous)
+    return GradSampleModule(model, batch_first=True, loss_reduction="mean")
+
+
+@contextmanager
+def _quiet_hooks() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+        yield
+
+
+def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, int], n_classes: int) -> None:
+    """Compares the per-example gradients of a copy of the model with those of one example at a time.
+
+    Clipping means nothing where they differ, and an architecture from elsewhere may do what Opacus's hooks do
+    not see: use parameters outside their module, operate in place, tie the examples of a batch together.
+
+    Args:
+        input_shape: channels, height and width of an image.
+        n_classes: length of the logits.
+
+    Raises:
+        UsageError: when the model does not map such images to logits, or the gradients differ.
+    """
+    check_trainable(model)
+    shape = "×".join(map(str, input_shape))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        probe = _generic_copy(model)
+        x, y = torch.randn(2, *input_shape), torch.arange(2) % n_classes
+        try:
+            logits = probe(x)
+        except Exception as error:  # whatever somebody's architecture raises
+            raise UsageError(f"model cannot take images of {shape}: {_one_line(error)}") from None
+        if not isinstance(logits, Tensor) or logits.shape != (2, n_classes):
+            raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
+        try:
+            singly = _gradients_singly(probe, x, y)
+            together = _gradients_together(probe, x, y)
+        except Exception as error:
+            raise UsageError(f"{_UNTRAINABLE} on images of {shape}: {_one_line(error)}") from None
+    total = float(torch.stack([gradient.norm() for gradient in singly.values()]).norm())
+    for name, wanted in singly.items():
+        found = together[name]
+        if found is None:
+            raise UsageError(f"{_UNTRAINABLE}: Opacus finds no per-example gradients of {name}")
+        tolerance = _GRADIENT_RTOL * float(wanted.norm()) + _GRADIENT_ATOL * total
+        if found.shape != wanted.shape or not float((found - wanted).norm()) <= tolerance:
+            raise UsageError(f"{_UNTRAINABLE}: Opacus's per-example gradients of {name} are wrong")
+
+
+_GRADIENT_RTOL, _GRADIENT_ATOL = 1e-2, 1e-5
+"""Of a parameter's gradient, and of the whole: far above round-off, far below the effect of a mistake."""
+
+
+def _generic_copy(model: nn.Module) -> nn.Module:
+    """A copy on the CPU without dropout, and without constant weights, which may hide other gradients."""
+    model = copy.deepcopy(model).cpu()
+    for (
+        module
+    ) in model.modules():  # Opacus looks at modules in training mode alone; dropout holds no parameters
+        module.training = any(True for _ in module.parameters(recurse=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.numel() and parameter.min() == parameter.max():  # a layer scale of 10⁻⁶, a gain of 0
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """[b, …] by parameter, from b passes."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    rows = []
+    for k in range(len(x)):
+        loss = functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
+        rows.append(torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True))
+    return {name: torch.stack(g) for name, g in zip(parameters, zip(*rows, strict=True), strict=True)}
+
+
+def _gradients_together(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
+    """[b, …] by parameter, as a step of DPTrainer takes them."""
+    wrapped = _per_example(model)
+    with _OutOfPlace():
+        logits = wrapped(x)
+    with _quiet_hooks():
+        torch.autograd.backward(functional.cross_entropy(logits, y))
+    return {name: getattr(p, "grad_sample", None) for name, p in model.named_parameters()}
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 class DPTrainer:
@@ -77,7 +200,7 @@ class DPTrainer:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of privacy.clip, which cannot be {clip:g}")
-        self._model = GradSampleModule(model, batch_first=True, loss_reduction="mean")
+        self._model = _per_example(model)
         self._optimizer = DPOptimizer(
             optimizer,
             noise_multiplier=sigma,
@@ -98,9 +221,10 @@ class DPTrainer:
         self._optimizer.zero_grad()
         loss = float("nan")
         if len(x):
-            value = loss_of(self._model(x))
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+            with _OutOfPlace():
+                logits = self._model(x)
+            value = loss_of(logits)
+            with _quiet_hooks():
                 torch.autograd.backward(value)
             loss = float(value.detach())
             missing = sum(getattr(p, "grad_sample", None) is None for p in self._parameters)

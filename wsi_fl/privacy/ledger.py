@@ -102,7 +102,7 @@ class PrivacyLedger:
     def epsilon(self, *, lifetime: bool = False) -> float | None:
         """ε spent so far; None when something left without privacy or nothing is accounted."""
         scope = self._scope(lifetime)
-        bare = any(entry["released"] and entry["mechanism"] is None for entry in scope)
+        bare = any(entry.get("released") and entry["mechanism"] is None for entry in scope)
         spent = _applied(scope)
         value = epsilon(spent, self.terms.delta)
         return value if spent and not bare and isfinite(value) else None
@@ -110,6 +110,17 @@ class PrivacyLedger:
     def last_round(self) -> int:
         """The last round of this run that was recorded; 0 before the first."""
         return max((int(entry["round"]) for entry in self._scope(False)), default=0)
+
+    def sending(self, round_: int) -> None:
+        """Notes that the release of a round is about to leave: from now on it can only be sent again, never redone."""
+        entry = {"run": self.run, "site": self.site, "round": round_, "sending": True}
+        with _locked(self.path):
+            append_line(self.path, entry)
+        self._entries.append(entry)
+
+    def last_sent(self) -> int:
+        """The last round of this run whose release may have left; 0 before the first."""
+        return max((int(e["round"]) for e in self._scope(False) if e.get("sending")), default=0)
 
     def check_budget(self, round_: int, mechanism: Mechanism) -> None:
         """Raises BudgetSpent when `mechanism` in this round, on top of the past, would cross max_epsilon."""
@@ -197,7 +208,11 @@ class PrivacyLedger:
         """The same bytes once more after a restart, at no cost; refused unless the ledger knows them."""
         known = digest(vector)
         for entry in self._entries:
-            if entry["run"] == self.run and entry["round"] == round_ and known in (entry["released"] or ""):
+            if (
+                entry["run"] == self.run
+                and entry["round"] == round_
+                and known in (entry.get("released") or "")
+            ):
                 return self._sealed(round_, vector, schema, weight)
         raise WsiFlError(f"{self.path}: round {round_} of run {self.run} did not release these bytes")
 
@@ -226,7 +241,7 @@ def _applied(entries: Sequence[Mapping[str, Any]]) -> list[Mechanism]:
     applied: list[Mechanism] = []
     latest: dict[str, tuple[int, int]] = {}
     for entry in entries:
-        if entry["mechanism"] is None:
+        if entry.get("mechanism") is None:
             continue
         mechanism = Mechanism(**entry["mechanism"])
         round_, position = latest.get(entry["run"], (-1, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,14 +61,25 @@ class SlidePlan:
     label: NDArray[np.int64]
     tumor_fraction: NDArray[np.float32]
     """[n], NaN on weakly labelled slides."""
-    thumbnail: NDArray[np.uint8]
-    """[h, w, 3]"""
-    tissue: NDArray[np.bool_]
-    """[h, w]"""
+    picture: bytes
+    """The thumbnail as JPEG: plans of a whole site are held at once."""
+    tissue_bits: NDArray[np.uint8]
+    tissue_shape: tuple[int, int]
     downsample: float
     """Level-0 pixels per thumbnail pixel."""
     outlines_l0: list[NDArray[np.float64]]
     """Rings [m, 2] of the tumour's polygons."""
+
+    @property
+    def thumbnail(self) -> NDArray[np.uint8]:
+        """uint8[h, w, 3]"""
+        return np.asarray(Image.open(io.BytesIO(self.picture)))
+
+    @property
+    def tissue(self) -> NDArray[np.bool_]:
+        """bool[h, w] over the thumbnail."""
+        height, width = self.tissue_shape
+        return np.unpackbits(self.tissue_bits, count=height * width).reshape(height, width).astype(bool)
 
 
 def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = None) -> SlidePlan:
@@ -121,8 +133,9 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
         xy_l0[keep],
         label[keep],
         tumor[keep],
-        picture,
-        picture_mask,
+        _jpeg(picture),
+        np.packbits(picture_mask),
+        picture_mask.shape,
         downsample * factor,
         _rings(annotations),
     )
@@ -233,6 +246,12 @@ def _reduced(
     small = Image.fromarray(thumbnail).reduce(factor)
     share = Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)
     return np.array(small), np.asarray(share) > 127, factor
+
+
+def _jpeg(thumbnail: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(thumbnail).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
 
 
 def _rings(annotations: Annotations | None) -> list[NDArray[np.float64]]:

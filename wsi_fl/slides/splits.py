@@ -54,7 +54,7 @@ def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generat
 
 def sample_rows(
     label: NDArray[np.int64],
-    slide: NDArray[np.str_],
+    slide: NDArray[np.int64] | NDArray[np.str_],
     *,
     balance: bool,
     max_per_slide: int | None,
@@ -68,9 +68,11 @@ def sample_rows(
     rng = np.random.default_rng(seed)
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:
-        for name in np.unique(slide):
-            rows = np.flatnonzero(slide == name)
-            keep[rng.permutation(rows)[max_per_slide:]] = False
+        order = rng.permutation(len(label))
+        order = order[np.argsort(slide[order], kind="stable")]
+        _, first, counts_of = np.unique(slide[order], return_index=True, return_counts=True)
+        place = np.arange(len(order)) - np.repeat(first, counts_of)
+        keep[order[place >= max_per_slide]] = False
     counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
         fewest = min(counts.values())

@@ -57,7 +57,7 @@ def tissue_mask(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
-    rgb: NDArray[np.float32] = (thumbnail / 255).astype(np.float32)
+    rgb: NDArray[np.float32] = thumbnail.astype(np.float32) / np.float32(255)
     if params.smooth_um >= um_per_px / 2:
         rgb = gaussian(rgb, params.smooth_um / um_per_px, channel_axis=-1, truncate=3)
     red, green, blue = (rgb[..., k] for k in range(3))

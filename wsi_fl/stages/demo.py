@@ -52,12 +52,18 @@ _STEPS = {
 }
 
 
+_UNFINISHED = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}
+"""What a demo that was killed before its study was whole may have left."""
+
+
 def _study(folder: Path) -> Study:
     root = folder.resolve()
-    if (root / "sites").is_dir():
+    if (root / "sites").is_dir() and (root / "pipelines" / f"{_PIPELINE}.toml").is_file():
         return Study(root)
-    if root.exists() and any(p.name != "archive" for p in root.iterdir()):
+    if root.exists() and any(p.name not in _UNFINISHED for p in root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no demo; choose another --out")
+    for name in ("pipelines", "sites.unfinished"):
+        shutil.rmtree(root / name, ignore_errors=True)
     archive, unfinished = root / "archive", root / "archive.unfinished"
     if not archive.is_dir():
         say("Painting the slides of four hospitals", style="bold")
@@ -74,7 +80,7 @@ def _study(folder: Path) -> Study:
                 unfinished, n_sites=_N_SITES, patients_per_site=_PATIENTS_PER_SITE, progress=progress
             )
         unfinished.rename(archive)
-    init(root, archive=archive)
+    init(root, archive=archive, pipeline=_PIPELINE)
     return Study(root)
 
 

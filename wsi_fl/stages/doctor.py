@@ -36,6 +36,9 @@ def doctor() -> dict[str, Any]:
             rows.append({"name": name, "ok": True, "said": check()})
         except WsiFlError as problem:
             rows.append({"name": name, "ok": False, "said": str(problem)})
+        except (ImportError, OSError) as problem:
+            said = f"{' '.join(str(problem).split())}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
+            rows.append({"name": name, "ok": False, "said": said})
     return {"ok": all(row["ok"] for row in rows), "checks": rows}
 
 
@@ -44,21 +47,22 @@ def _python() -> str:
 
 
 def _openslide() -> str:
-    """Writes a tiny slide and reads it back, so that the library is tried, not merely found."""
+    """Writes a small slide and reads it back, so that the library is tried, not merely found."""
     import numpy as np
-    from PIL import Image
 
+    from wsi_fl.slides.phantom import write_pyramid
     from wsi_fl.slides.reader import Slide
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slide.tif"
-        Image.fromarray(np.full((64, 64, 3), 200, np.uint8)).save(path, tile=(16, 16), compression="tiff_lzw")
-        try:
-            with Slide(path, mpp_override=1.0) as slide:
-                slide.read((0, 0), 16, 1.0)
-        except WsiFlError:
-            pass  # a TIFF without tiles is refused by OpenSlide itself: the library answered
-    return "answers"
+        write_pyramid(path, np.full((600, 600, 3), 200, np.uint8), 0.5)
+        with Slide(path) as slide:
+            pixels = slide.read((100, 100), 64, 0.5)
+            if abs(float(pixels.mean()) - 200) > 2 or abs(slide.mpp - 0.5) > 0.01:
+                raise WsiFlError(
+                    "it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`"
+                )
+    return "reads a slide it was given"
 
 
 def _torch() -> str:

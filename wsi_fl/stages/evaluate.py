@@ -26,7 +26,15 @@ from wsi_fl.learning.metrics import (
 )
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
-from wsi_fl.stages.workshop import build_model, device_of_rank, examples_of, input_px, may_merge, open_store
+from wsi_fl.stages.workshop import (
+    build_model,
+    device_of_rank,
+    examples_of,
+    input_px,
+    may_merge,
+    open_store,
+    store_digest,
+)
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import PatchTable, WsiFlError
 
@@ -82,6 +90,7 @@ def _evaluate_site(
 ) -> dict[str, Any]:
     """One model on the parts that it may see: its own, or everybody's."""
     store = open_store(study, site.name)
+    run.site(site.name).remember_store(store_digest(store))
     device = device_of_rank()
     model = build_model(site, pipeline, store, "private", index)
     model.load_state_dict(run.site(site.name).load_model("private"))
@@ -119,12 +128,22 @@ def _evaluate_site(
 
 def _metrics(predicted: Probabilities, table: PatchTable, repeats: int, *, slides: bool) -> dict[str, Any]:
     """Everything said about one model on one set, at patch and slide level."""
+    by_slide = slide_level(predicted, table.label, table.slide) if slides else None
     return {
-        **scores(predicted, table.label),
-        "intervals": bootstrap_intervals(predicted, table.label, table.patient, repeats=repeats),
-        "confusion": confusion(predicted, table.label),
-        "calibration": calibration(predicted, table.label),
-        "slides": slide_level(predicted, table.label, table.slide) if slides else None,
+        **_level(predicted, table.label, table.patient, repeats),
+        "slides": _level(by_slide[0], by_slide[1], table.patient[by_slide[2]], repeats) if by_slide else None,
+    }
+
+
+def _level(
+    predicted: Probabilities, labels: NDArray[np.int64], patient: NDArray[np.str_], repeats: int
+) -> dict[str, Any]:
+    """Scores, intervals clustered by patient, confusion and calibration."""
+    return {
+        **scores(predicted, labels),
+        "intervals": bootstrap_intervals(predicted, labels, patient, repeats=repeats),
+        "confusion": confusion(predicted, labels),
+        "calibration": calibration(predicted, labels),
     }
 
 

@@ -12,36 +12,43 @@ from wsi_fl.stages.console import say
 from wsi_fl.study import shipped
 from wsi_fl.types import UsageError
 
-_PIPELINE = "camelyon17"
-
 
 def init(
-    folder: Path, *, archive: Path | None = None, layout: str | None = None, real: bool = False
+    folder: Path,
+    *,
+    archive: Path | None = None,
+    layout: str | None = None,
+    real: bool = False,
+    pipeline: str = "camelyon17",
 ) -> dict[str, Any]:
     """Writes `pipelines/` and, from an archive, `sites/*.toml`. Nothing that exists is overwritten.
 
     Args:
         archive: folder of slides; its layout is recognised unless `layout` names it.
         real: whether the sites are real hospitals, whose patches no other site may read.
+        pipeline: the shipped pipeline that a study of an archive gets; a study made without one gets all.
     """
     if layout is not None and layout not in LAYOUTS:
         raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
     if archive is None and (layout is not None or real):
         raise UsageError("--layout and --real go with --from ARCHIVE")
-    existing = [name for name in ("pipelines", "sites") if (folder / name).exists()]
-    if existing:
-        raise UsageError(f"{folder}: is a study already ({existing[0]}/ exists); choose another folder")
+    written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
+    if "sites" in written or (archive is None and written):
+        raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
     found: list[ArchiveSite] = []
     if archive is not None:
         layout = layout or detect(archive)
         found = describe(archive, layout)
     texts = {site.name: _site_file(site, layout or "", real) for site in found}
-    (folder / "sites").mkdir(parents=True)
+    unfinished = folder / "sites.unfinished"
+    unfinished.mkdir(parents=True, exist_ok=True)
     for path in sorted(shipped("pipelines").glob("*.toml")):
-        if archive is None or path.stem == _PIPELINE:
-            write_text(folder / "pipelines" / path.name, path.read_text(encoding="utf-8"))
+        target = folder / "pipelines" / path.name
+        if (archive is None or path.stem == pipeline) and not target.exists():
+            write_text(target, path.read_text(encoding="utf-8"))
     for name, text in texts.items():
-        write_text(folder / "sites" / f"{name}.toml", text)
+        write_text(unfinished / f"{name}.toml", text)
+    unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
     return {
         "study": str(folder),
         "layout": layout,

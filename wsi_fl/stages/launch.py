@@ -48,7 +48,7 @@ def find_mpiexec() -> str:
 def rank_environment(n_ranks: int) -> dict[str, str]:
     """The environment of the ranks: the machine's threads divided among them."""
     environment = dict(os.environ)
-    threads = max(1, (os.cpu_count() or 1) // n_ranks)
+    threads = max(1, len(os.sched_getaffinity(0)) // n_ranks)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Open MPI wants to be told twice
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.config import Site, dump_toml
+from wsi_fl.config import Site, dump_toml, validated
 from wsi_fl.files import write_text
 from wsi_fl.stages.console import say, stderr
 from wsi_fl.stores.images import DataSet, Images, read_data_set
@@ -40,10 +40,13 @@ def partition(
     """
     if n_sites < 1 or (per_site is not None and per_site < 1):
         raise UsageError("--sites and --per-site must be at least 1")
-    names = [f"{prefix}{k + 1}" for k in range(n_sites)]
-    taken = [name for name in names if (study.root / "sites" / f"{name}.toml").exists()]
-    if taken:
-        raise UsageError(f"sites/{taken[0]}.toml exists already; use another --prefix, or an empty study")
+    if seed < 0:
+        raise UsageError("--seed must be at least 0")
+    sites = [
+        validated(Site, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
+        for k in range(n_sites)
+    ]
+    _refuse_taken(study, sites)
     divide = parse_skew(skew)
     rng = np.random.default_rng(seed)
     data_set = _with_test(read_data_set(data, size_px), test_fraction, rng)
@@ -51,15 +54,26 @@ def partition(
     train = divide(data_set.train.y, n_sites, per_site, rng)
     test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
     rows = []
-    for name, mine, held_out in zip(names, train, test, strict=True):
-        table = _write_store(study, name, data_set, {"train": mine, "test": np.sort(held_out)})
-        site = Site(name=name, real=False)
-        first = f"# made by wsi-fl partition {data.name} --sites {n_sites} --skew {skew} --seed {seed}"
-        write_text(
-            study.root / "sites" / f"{name}.toml", dump_toml(site.model_copy(update={"allow": None}), first)
-        )
-        rows.append(_row(study, name, table, data_set.classes))
+    for site, mine, held_out in zip(sites, train, test, strict=True):
+        table = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
+        rows.append(_row(study, site.name, table, data_set.classes))
+    first = f"# made by wsi-fl partition {data.name} --sites {n_sites} --skew {skew} --seed {seed}"
+    for site in sites:  # last, so that a site file stands for a whole store
+        write_text(_site_file(study, site), dump_toml(site.model_copy(update={"allow": None}), first))
     return {"data": str(data), "skew": skew, "seed": seed, "classes": list(data_set.classes), "sites": rows}
+
+
+def _site_file(study: Study, site: Site) -> Path:
+    return study.root / "sites" / f"{site.name}.toml"
+
+
+def _refuse_taken(study: Study, sites: list[Site]) -> None:
+    paths = [path for site in sites for path in (_site_file(study, site), study.store(site.name))]
+    for path in paths:
+        if path.exists():
+            raise UsageError(
+                f"{study.relative(path)} exists already; use another --prefix, or an empty study"
+            )
 
 
 def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> DataSet:
@@ -72,6 +86,10 @@ def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> 
         )
     order = rng.permutation(len(data_set.train))
     n_test = round(fraction * len(order))
+    if not 0 < n_test < len(order):
+        raise UsageError(
+            f"--test-fraction {fraction} of {len(order)} images leaves no test or training images"
+        )
     held_out, kept = np.sort(order[:n_test]), np.sort(order[n_test:])
     x, y = data_set.train.x, data_set.train.y
     return DataSet(Images(x[kept], y[kept]), Images(x[held_out], y[held_out]), data_set.classes)

@@ -28,7 +28,7 @@ from wsi_fl.stages.workshop import (
     schedule_of,
 )
 from wsi_fl.study import Study
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 _TIMED_STEPS = 3
 
@@ -39,12 +39,44 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     Args:
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
     """
-    method_named(method)
+    row = method_named(method)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
-    for site in study.sites(pipeline):
-        if stores:
+    sites = study.sites(pipeline)
+    privacy = pipeline.privacy
+    bare = not privacy.enabled or privacy.sigma == 0 or privacy.insecure_seed is not None
+    for site in sites:
+        if row.travels is not None and bare and not site.allows("model"):
+            raise UsageError(
+                f"sites/{site.name}.toml: a model without differential privacy may not leave this site; "
+                'add allow = ["model"] there, or switch privacy on'
+            )
+    real = [site.name for site in sites if not site.allows("patches")]
+    if backend == "local" and real and len(sites) > 1:
+        raise UsageError(
+            f"sites/{real[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
+        )
+    for site in sites:
+        if stores and not study.store(site.name).exists():
+            open_store(study, site.name)
+        if stores and site.allows("patches"):
             open_store(study, site.name).close()
+
+
+def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
+    """Says when the stores were tiled otherwise than the pipeline would: training uses what is in the stores."""
+    site = study.sites(pipeline)[0]
+    if not site.allows("patches"):
+        return
+    with open_store(study, site.name) as store:
+        spec = store.meta.spec
+    tile = pipeline.tile
+    if spec.mpp and (spec.size_px, spec.mpp) != (tile.size_px, tile.mpp):
+        say(
+            f"  the stores hold patches of {spec.size_px} px at {spec.mpp:g} µm, this pipeline would tile "
+            f"{tile.size_px} px at {tile.mpp:g} µm; training uses what is in the stores",
+            style="yellow",
+        )
 
 
 def check_budget(site: loop.Site, pipeline: Pipeline) -> None:
@@ -63,19 +95,25 @@ def check_budget(site: loop.Site, pipeline: Pipeline) -> None:
         0,
     )
     if affordable < rounds:
-        raise WsiFlError(
+        raise UsageError(
             f"sites/{site.name}.toml: max_epsilon = {limit:g} is enough for {affordable} of {rounds} rounds; "
             "lower train.rounds, raise privacy.sigma, or agree on a larger budget"
         )
 
 
 def dry_run(
-    study: Study, *, method: str, pipeline_name: str | None = None, overrides: Sequence[str] = ()
+    study: Study,
+    *,
+    method: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
 ) -> dict[str, Any]:
     """The preflight, and what the plan costs: ε of every site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    check(study, pipeline, method, "local")
+    check(study, pipeline, method, backend)
+    warn_of_other_patches(study, pipeline)
     sites = study.sites(pipeline)
     folder = RunFolder(study.runs / "dry-run")
     assembled = [assemble(study, pipeline, method, folder, index) for index in range(len(sites))]

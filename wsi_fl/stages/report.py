@@ -15,7 +15,8 @@ from wsi_fl.report.page import Page, render
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.workshop import open_store
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study import Study
+from wsi_fl.study import Study, load_pipeline
+from wsi_fl.types import WsiFlError
 
 _SAMPLES_PER_CLASS = 6
 
@@ -30,30 +31,49 @@ def report(study: Study, run_name: str) -> Path:
 
 def _page(study: Study, run: RunFolder) -> Page:
     manifest = read_json(run.path / "manifest.json")
-    names = list(manifest["inputs"])
-    stores = {name: open_store(study, name) for name in names}
+    sites = study.sites(load_pipeline(run.path / "config.toml"))
+    here = [site for site in sites if study.store(site.name).exists()]
+    if not here:
+        raise WsiFlError(f"{study.root}/stores: no store of a site of this run; a report needs one")
+    shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
+    stores = {site.name: open_store(study, site.name) for site in (shown or here[:1])}
+    inputs = _inputs(run)
     return Page(
         run=run.name,
         method=manifest["method"],
         pipeline=manifest["pipeline"],
-        classes=stores[names[0]].meta.classes,
+        classes=next(iter(stores.values())).meta.classes,
         config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
-        manifest=manifest,
-        summary=read_json(run.path / "summary.json"),
+        manifest=manifest | {"inputs": inputs},
+        summary=_required(run.path / "summary.json"),
         evaluation=_optional(run.path / "evaluation.json"),
-        metrics={name: run.site(name).metrics() for name in names},
-        baselines=list(_baselines(study, run, manifest)),
+        metrics={site.name: run.site(site.name).metrics() for site in sites},
+        baselines=list(_baselines(study, run, manifest, inputs)),
         stores=[_store_row(name, store) for name, store in stores.items()],
-        patches={name: _samples(store) for name, store in stores.items()},
-        overviews={name: _overviews(study, name, store) for name, store in stores.items()},
+        patches={site.name: _samples(stores[site.name]) for site in shown},
+        overviews={site.name: _overviews(study, site.name, stores[site.name]) for site in shown},
     )
+
+
+def _inputs(run: RunFolder) -> dict[str, str]:
+    """The digest of every site's store that lies here."""
+    folders = sorted((run.path / "sites").glob("*"))
+    return {path.name: digest for path in folders if (digest := run.site(path.name).store_digest())}
+
+
+def _required(path: Path) -> Any:
+    if not path.exists():
+        raise WsiFlError(f"{path}: the run has not finished; continue it with `wsi-fl train --resume`")
+    return read_json(path)
 
 
 def _optional(path: Path) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _baselines(study: Study, run: RunFolder, manifest: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def _baselines(
+    study: Study, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, str]
+) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same patches and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
     for path in sorted(study.runs.glob("[0-9]*-*")):
@@ -61,7 +81,7 @@ def _baselines(study: Study, run: RunFolder, manifest: dict[str, Any]) -> Iterab
         if path.name == run.name or not evaluation or not summary or evaluation["merged"] is None:
             continue
         other = read_json(path / "manifest.json")
-        if other["inputs"] != manifest["inputs"] or other["pipeline"] != manifest["pipeline"]:
+        if _inputs(RunFolder(path)) != inputs or other["pipeline"] != manifest["pipeline"]:
             continue
         epsilons = [row["epsilon"] for row in summary["sites"]]
         dp = summary["sites"][0]["guarantee"] != "none"

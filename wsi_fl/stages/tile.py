@@ -39,9 +39,20 @@ from wsi_fl.stores.patches import (
     write_shard,
 )
 from wsi_fl.study import Study
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, SetAside, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import (
+    CLASSES,
+    DiskFull,
+    GridSpec,
+    PatchTable,
+    SetAside,
+    SlideRecord,
+    UsageError,
+    WsiFlError,
+)
 
 _SPARE_BYTES = 64 << 20
+_PLANNERS = 4
+"""Slides planned at once: each needs some hundred megabytes for its tissue mask."""
 
 
 def tile(
@@ -143,6 +154,8 @@ def _plan_all(
             return plan_slide(record, spec, params)
         except WsiFlError as error:
             return SetAside(record.slide, str(error))
+        except Exception as error:  # one slide that a library chokes on must not end the others
+            return SetAside(record.slide, one_line(error))
 
     for number, outcome in enumerate(_in_threads(plan, records), 1):
         if isinstance(outcome, SetAside):
@@ -157,7 +170,7 @@ def _choose(plans: Sequence[SlidePlan], pipeline: Pipeline) -> list[tuple[SlideP
     """Which of each slide's patches are kept, balanced over the site."""
     if not plans:
         return []
-    slide = np.concatenate([np.full(len(plan.label), plan.record.slide) for plan in plans])
+    slide = np.repeat(np.arange(len(plans)), [len(plan.label) for plan in plans])
     keep = sample_rows(
         np.concatenate([plan.label for plan in plans]),
         slide,
@@ -189,10 +202,12 @@ def _write_all(
             try:
                 _write_slide(shard, plan, keep, spec)
                 shards.append(shard)
+            except DiskFull:
+                raise
             except WsiFlError as error:
-                if "disk is full" in str(error):
-                    raise
                 failed.append(SetAside(slide, str(error)))
+            except Exception as error:  # as above
+                failed.append(SetAside(slide, one_line(error)))
         watcher.update(site, (len(chosen) + number) / 2, len(chosen), slide)
     return shards
 
@@ -200,7 +215,9 @@ def _write_all(
 def _write_slide(shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: GridSpec) -> None:
     """One shard and its picture, unless both are there and current."""
     record = plan.record
-    meta = ShardMeta(record.slide, record.patient, record.split or "train", spec, plan.quickhash)
+    meta = ShardMeta(
+        record.slide, record.patient, record.split or "train", spec, plan.quickhash, _source(plan)
+    )
     n = int(keep.sum())
     table = PatchTable(
         plan.xy_l0[keep],
@@ -217,9 +234,17 @@ def _write_slide(shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: Gr
     if current is False:
         say(f"  {record.slide}: parameters or slide changed, tiled again")
     if not current:
+        picture.unlink(missing_ok=True)  # it would outlive a kill between the two
         pixels = (batch for _, batch in read_patches(record, table.xy_l0, spec, threads=_threads()))
         write_shard(shard, meta, table, pixels)
     write_bytes(picture, draw_overview(plan, keep))
+
+
+def _source(plan: SlidePlan) -> str:
+    """What else decides a slide's pixels: its size on disk where it has no quickhash, and the µm per pixel used."""
+    path = plan.record.path
+    size = path.stat().st_size if path.is_file() else 0
+    return f"{size} {plan.mpp!r}"
 
 
 def _check_space(folder: Path, chosen: Sequence[tuple[SlidePlan, NDArray[np.bool_]]], spec: GridSpec) -> None:
@@ -228,7 +253,7 @@ def _check_space(folder: Path, chosen: Sequence[tuple[SlidePlan, NDArray[np.bool
     present = sum(path.stat().st_size for path in (folder / "slides").glob("*.h5"))
     free = shutil.disk_usage(folder).free
     if needed - present + _SPARE_BYTES > free:
-        raise WsiFlError(
+        raise DiskFull(
             f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
             "set tile.max_per_slide, or free some space"
         )
@@ -238,12 +263,17 @@ def _in_threads(
     work: Callable[[SlideRecord], SlidePlan | SetAside], records: Sequence[SlideRecord]
 ) -> Iterator[SlidePlan | SetAside]:
     """Results in order, a few at work at a time."""
-    with ThreadPoolExecutor(_threads()) as pool:
+    with ThreadPoolExecutor(min(_threads(), _PLANNERS)) as pool:
         yield from pool.map(work, records)
 
 
 def _threads() -> int:
     return max(1, len(os.sched_getaffinity(0)))
+
+
+def one_line(error: BaseException) -> str:
+    """Any exception as a reason."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 @contextmanager
@@ -327,6 +357,11 @@ def print_tile(document: dict[str, Any]) -> None:
     for row in rows:
         for aside in row["failed"]:
             say(f"  {row['site']}: {aside['slide']} set aside: {aside['reason']}", style="yellow")
+        if not row["train"]:
+            say(
+                f"  {row['site']}: has no training patch, so nothing can be trained on it",
+                style="bold yellow",
+            )
         missing = [name for name in CLASSES if not row[name]]
         if missing:
             say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")

@@ -7,18 +7,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
-
 from wsi_fl.config import Pipeline, dump_toml
 from wsi_fl.federation import loop, preflight
-from wsi_fl.federation.comm import Comm, LocalComm, MpiComm, Traffic
+from wsi_fl.federation.comm import Comm, LocalComm, MpiComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import raise_if_full, read_json, write_json, write_text
 from wsi_fl.runs import RunFolder
@@ -30,6 +28,7 @@ from wsi_fl.stages.workshop import (
     guarantee_of,
     open_store,
     schedule_of,
+    store_digest,
     versions,
 )
 from wsi_fl.study import Study, load_pipeline
@@ -57,16 +56,14 @@ def train(
     plan.check(study, pipeline, method, backend, stores=ranks is None)
     if ranks is not None:
         return _join(study, pipeline, ranks, lambda comm: _agreed_run(study, pipeline, method, name, comm))
+    plan.warn_of_other_patches(study, pipeline)
     if backend == "mpi":
         launch.find_mpiexec()
-    inputs = {site.name: _store_digest(study, site.name) for site in study.sites(pipeline)}
     run = RunFolder.create(study.runs, method, name)
-    _describe(study, run, pipeline, method, name, inputs)
+    _describe(study, run, pipeline, method, name, uuid4().hex)
     try:
-        return _start(study, run, len(inputs), backend, watcher)
-    except launch.RankDied:
-        raise  # its log lies in the run's folder
-    except WsiFlError:
+        return _start(study, run, len(study.sites(pipeline)), backend, watcher)
+    except UsageError:  # refused before the first step
         run.discard_if_unstarted()
         raise
 
@@ -76,6 +73,10 @@ def resume(
 ) -> dict[str, Any]:
     """Continues a run from the last round that all its sites had finished."""
     run = RunFolder(study.run(run_name))
+    finished: dict[str, Any] | None = run.summary()
+    if finished is not None:
+        say(f"{finished['run']} has finished already; nothing is sent again")
+        return finished
     pipeline = load_pipeline(run.path / "config.toml")
     ranks = launch.launched_ranks()
     method = read_json(run.path / "manifest.json")["method"]
@@ -94,12 +95,15 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     if comm.n_sites != n_sites:
         raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {comm.n_sites} were started")
     sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
+    for site in sites:
+        with open_store(study, site.name) as store:
+            site.folder.remember_store(store_digest(store))
     preflight.compare(comm.gather([brought(site, study, pipeline, method) for site in sites]))
     for site in sites:
         plan.check_budget(site, pipeline)
     with _alone(sites):
         loop.run(sites, METHODS[method], schedule_of(pipeline), comm, _reporter(sites, pipeline, watcher))
-    rows = comm.gather([_row(site, pipeline, method, comm.traffic[site.index]) for site in sites])
+    rows = comm.gather([_row(site, pipeline, method) for site in sites])
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary())
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
@@ -159,7 +163,7 @@ def _guarded(
 
 
 def _describe(
-    study: Study, run: RunFolder, pipeline: Pipeline, method: str, name: str, inputs: Mapping[str, str]
+    study: Study, run: RunFolder, pipeline: Pipeline, method: str, name: str, identity: str
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
@@ -169,28 +173,15 @@ def _describe(
         run.path / "manifest.json",
         {
             "run": run.name,
-            "id": uuid4().hex,
+            "id": identity,
             "method": method,
             "pipeline": name,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
             "git": _git_commit(study.root),
-            "inputs": dict(inputs),
         },
     )
-
-
-def _store_digest(study: Study, site: str) -> str:
-    """SHA-256 over the columns of a store: which patches, labels and splits a run used."""
-    import hashlib
-
-    with open_store(study, site) as store:
-        table = store.table
-    digest = hashlib.sha256()
-    for column in (table.xy_l0, table.label, table.slide, table.patient, table.split):
-        digest.update(np.ascontiguousarray(column).tobytes())
-    return digest.hexdigest()
 
 
 def _git_commit(folder: Path) -> str | None:
@@ -221,6 +212,10 @@ def _join(
     if ranks != n_sites:
         raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {ranks} were started")
     comm = MpiComm(pipeline.comm.timeout_s)
+    if comm.n_sites != ranks:
+        raise UsageError(
+            f"{ranks} ranks were started, but MPI sees {comm.n_sites}; try mpiexec, or srun --mpi=pmix"
+        )
 
     def tell(text: str, usage: bool) -> None:
         del usage
@@ -232,16 +227,11 @@ def _join(
 
 def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
     """Rank 0 names the new run; every rank reads its own store alone, and describes the run on its own disk."""
-    names = [site.name for site in study.sites(pipeline)]
-    mine = [_store_digest(study, names[index]) for index in comm.sites]
-    inputs = dict(zip(names, comm.gather(mine), strict=True))
-    run = None
-    if 0 in comm.sites:
-        run = RunFolder.create(study.runs, method, name)
-        _describe(study, run, pipeline, method, name, inputs)
-    chosen = RunFolder(study.runs / comm.gather([run.name if run else None])[0])
+    run = RunFolder.create(study.runs, method, name) if 0 in comm.sites else None
+    run_name, identity = comm.gather([[run.name, uuid4().hex] if run else None])[0]
+    chosen = RunFolder(study.runs / run_name)
     if not (chosen.path / "config.toml").exists():
-        _describe(study, chosen, pipeline, method, name, inputs)
+        _describe(study, chosen, pipeline, method, name, identity)
     return chosen
 
 
@@ -267,7 +257,8 @@ def _reporter(sites: Sequence[loop.Site], pipeline: Pipeline, watcher: Watcher) 
     return report
 
 
-def _row(site: loop.Site, pipeline: Pipeline, method: str, traffic: Traffic) -> dict[str, Any]:
+def _row(site: loop.Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
+    lines = site.folder.metrics()  # of all rounds, those before a restart too
     terms = site.ledger.terms
     return {
         "site": site.name,
@@ -279,15 +270,17 @@ def _row(site: loop.Site, pipeline: Pipeline, method: str, traffic: Traffic) -> 
         "unit": terms.unit,
         "rounds": pipeline.train.rounds,
         "n_train": len(site.train),
-        "messages": traffic.messages,
-        "bytes": traffic.bytes,
-        "communication_seconds": traffic.seconds,
+        "trained_seconds": sum(line["seconds"] for line in lines),
+        **{
+            name: sum(line[name] for line in lines) for name in ("messages", "bytes", "communication_seconds")
+        },
     }
 
 
 def _summary(
     study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
+    seconds = max([seconds, *(row.pop("trained_seconds") for row in rows)])
     communication = {
         "messages": sum(row.pop("messages") for row in rows),
         "bytes": sum(row.pop("bytes") for row in rows),

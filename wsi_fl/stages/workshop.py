@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import Mechanism, plan
+from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
 from wsi_fl.stores.patches import PatchStore
@@ -48,12 +51,34 @@ def open_store(study: Study, site: str) -> PatchStore:
     return PatchStore(path)
 
 
+def store_digest(store: PatchStore) -> str:
+    """SHA-256 over the columns of a store: which patches, labels and splits a run used. It stays with the site."""
+    table = store.table
+    digest = hashlib.sha256()
+    for column in (table.xy_l0, table.label, table.slide, table.patient, table.split):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()
+
+
 def examples_of(store: PatchStore, split: str, input_px: int | None) -> Examples:
     """The patches of one split, reduced to input_px, in memory where they fit."""
     rows = np.flatnonzero(store.table.split == split)
     table = store.table.take(rows)
     found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
     return in_memory(resized(found, input_px) if input_px else found)
+
+
+def test_part(study: Study, site: str, size_px: int) -> Examples:
+    """The test patches of a site, read once by a process that trains many sites."""
+    path = study.store(site)
+    open_store(study, site).close()
+    return _test_part(path, path.stat().st_mtime_ns, size_px)
+
+
+@lru_cache(maxsize=512)
+def _test_part(path: Path, written_ns: int, size_px: int) -> Examples:
+    del written_ns  # a store made anew is another one
+    return examples_of(PatchStore(path), "test", size_px)
 
 
 def may_merge(sites: Sequence[config.Site]) -> bool:
@@ -113,7 +138,9 @@ def device_of_rank() -> torch.device:
         return torch.device("cpu")
     names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
     local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
-    return torch.device("cuda", local % torch.cuda.device_count())
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
+    return device
 
 
 def build_model(
@@ -121,14 +148,17 @@ def build_model(
 ) -> torch.nn.Module:
     """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy"."""
     private = role == "private"
-    name = (site.private_model or pipeline.model.private) if private else pipeline.model.proxy
     return build(
-        name,
+        _architecture(site, pipeline, role),
         n_classes=len(store.meta.classes),
         in_channels=store.channels,
         size_px=input_px(pipeline, store),
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
     )
+
+
+def _architecture(site: config.Site, pipeline: Pipeline, role: str) -> str:
+    return (site.private_model or pipeline.model.private) if role == "private" else pipeline.model.proxy
 
 
 def make_learners(
@@ -139,8 +169,11 @@ def make_learners(
 
     def make(role: str, *, dp: bool) -> Learner:
         settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size)
+        model, size = build_model(site, pipeline, store, role, index), input_px(pipeline, store)
+        if dp and privacy.enabled and _architecture(site, pipeline, role).startswith("timm:"):
+            check_per_example_gradients(model, (store.channels, size, size), len(store.meta.classes))
         return Learner(
-            build_model(site, pipeline, store, role, index),
+            model,
             lr=pipeline.train.lr,
             weight_decay=pipeline.train.weight_decay,
             device=device,
@@ -160,15 +193,13 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     train = examples_of(store, "train", size)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training patches; look at tile's table")
-    tests = {"own": examples_of(store, "test", size)}
+    tests = {"own": test_part(study, site.name, size)}
     if len(sites) > 1 and may_merge(sites):
-        parts = [
-            tests["own"]
-            if other.name == site.name
-            else examples_of(open_store(study, other.name), "test", size)
-            for other in sites
-        ]
-        tests["merged"] = joined(parts)
+        tests["merged"] = joined([test_part(study, other.name, size) for other in sites])
+    if site.real and not study.ledger(site.name).exists() and _took_part(study, site.name):
+        raise UsageError(
+            f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
+        )
     mechanism = round_mechanism(pipeline, len(train))
     guarantee = guarantee_of(method, pipeline)
     terms = Terms(
@@ -191,6 +222,11 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         device=device,
         mechanism=mechanism,
     )
+
+
+def _took_part(study: Study, site: str) -> bool:
+    """Whether a finished run knows this site's account."""
+    return any(study.runs.glob(f"*/sites/{site}/ledger.json"))
 
 
 def _identity(run: RunFolder) -> str:
@@ -218,8 +254,8 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
     """What a site brings, for the preflight: nothing but plans and shapes."""
     from wsi_fl.models import schema
 
-    with open_store(study, site.name) as store:
-        meta, channels = store.meta, store.channels
+    store = open_store(study, site.name)
+    meta, channels = store.meta, store.channels
     travels = METHODS[method_name].travels
     train = pipeline.train
     return {
@@ -230,7 +266,16 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
         "mpp": meta.spec.mpp,
         "channels": channels,
         "schema": schema(site.learners[travels].model) if travels else "",
-        "schedule": [train.rounds, train.batch_size, train.epochs_per_round, pipeline.topology.self_weight],
+        "sites": [one.name for one in study.sites(pipeline)],
+        "input_px": input_px(pipeline, store),
+        "schedule": [
+            train.rounds,
+            train.batch_size,
+            train.epochs_per_round,
+            train.seed,
+            pipeline.topology.self_weight,
+            pipeline.privacy.mode if pipeline.privacy.enabled else "no privacy",
+        ],
         "versions": versions(),
         "n_train": len(site.train),
     }

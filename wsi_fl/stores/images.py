@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
+from zlib import error as ZlibError
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from wsi_fl.types import UsageError, WsiFlError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
+_GREY = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
+_MOST_CLASSES = 10_000
+"""Labels beyond are numbers of another kind."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,8 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
     Raises:
         UsageError: when the data are missing, of another form, or not squares of one size.
     """
+    if size_px is not None and size_px < 1:
+        raise UsageError("--size-px must be at least 1")
     if path.is_dir():
         return _from_folder(path, size_px)
     if not path.is_file():
@@ -61,35 +68,56 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
         raise UsageError(
             f"{path}: has {', '.join(sorted(arrays)) or 'nothing'}; needs x and y, or x_train and y_train"
         )
-    n_classes = max(int(images.y.max()) for images in sets.values() if len(images)) + 1
-    return DataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes)))
+    n_classes = max(int(images.y.max()) for images in sets.values()) + 1
+    return _alike(path, DataSet(sets["train"], sets.get("test"), tuple(str(k) for k in range(n_classes))))
+
+
+def _alike(path: Path, data_set: DataSet) -> DataSet:
+    """The data set, if its training and test images are of one shape."""
+    shapes = {part.x.shape[1:] for part in (data_set.train, data_set.test) if part is not None}
+    if len(shapes) > 1:
+        told = " and ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+        raise UsageError(f"{path}: training and test images are of two shapes, {told}")
+    return data_set
 
 
 def _from_npz(path: Path) -> dict[str, Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if name[0] in "xy"}
-    except (ValueError, OSError, BadZipFile) as error:
-        raise UsageError(f"{path}: not a readable npz file ({str(error).splitlines()[0]})") from None
+            return {name: file[name] for name in file.files if name.startswith(("x", "y"))}
+    except (ValueError, OSError, EOFError, TypeError, AttributeError, BadZipFile, ZlibError) as error:
+        raise UsageError(f"{path}: not a readable npz file ({_first_line(error)})") from None
 
 
 def _from_hdf5(path: Path) -> dict[str, Any]:
     try:
         with h5py.File(path, "r") as file:
-            return {name: file[name][:] for name in file if name[0] in "xy"}
-    except (OSError, AttributeError) as error:
-        raise UsageError(f"{path}: not a readable HDF5 file ({str(error).splitlines()[0]})") from None
+            return {
+                name: node[()]
+                for name, node in file.items()
+                if name.startswith(("x", "y")) and isinstance(node, h5py.Dataset)
+            }
+    except OSError as error:
+        raise UsageError(f"{path}: not a readable HDF5 file ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def _images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int | None) -> Images:
     if y not in arrays:
         raise UsageError(f"{path}: has {x} but no {y}")
-    pixels, labels = np.asarray(arrays[x]), np.asarray(arrays[y]).squeeze()
-    if len(pixels) != len(labels) or labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    pixels, labels = _uint8(np.asarray(arrays[x]), f"{path}: {x}"), np.asarray(arrays[y])
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        labels = labels[:, 0]
+    if labels.shape != (len(pixels),) or not np.issubdtype(labels.dtype, np.integer):
         raise UsageError(f"{path}: {y} must be one whole number for each of the {len(pixels)} images in {x}")
-    if len(labels) and labels.min() < 0:
+    if labels.min() < 0:
         raise UsageError(f"{path}: {y} holds negative labels")
-    return Images(_square(_uint8(pixels, f"{path}: {x}"), size_px, f"{path}: {x}"), labels.astype(np.int64))
+    if labels.max() >= _MOST_CLASSES:
+        raise UsageError(f"{path}: {y} holds {labels.max()}; number the classes from 0")
+    return Images(_square(pixels, size_px, f"{path}: {x}"), labels.astype(np.int64))
 
 
 def _uint8(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
@@ -98,13 +126,15 @@ def _uint8(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
         pixels = pixels[..., None]
     if pixels.ndim != 4:
         raise UsageError(f"{where} has shape {pixels.shape}, not [n, h, w] or [n, h, w, c]")
+    if not pixels.size:
+        raise UsageError(f"{where} holds no images")
     if pixels.shape[-1] not in (1, 3) and pixels.shape[1] in (1, 3):
         pixels = np.moveaxis(pixels, 1, -1)
     if pixels.shape[-1] not in (1, 3):
         raise UsageError(f"{where} has {pixels.shape[-1]} channels, not 1 (grey) or 3 (RGB)")
     if pixels.dtype == np.uint8:
         return pixels
-    if np.issubdtype(pixels.dtype, np.floating) and pixels.size and pixels.min() >= 0 and pixels.max() <= 1:
+    if np.issubdtype(pixels.dtype, np.floating) and pixels.min() >= 0 and pixels.max() <= 1:
         return np.asarray((pixels * 255).round(), np.uint8)
     raise UsageError(f"{where} is {pixels.dtype}; needs uint8, or floats between 0 and 1")
 
@@ -119,7 +149,7 @@ def _square(pixels: NDArray[np.uint8], size_px: int | None, where: str) -> NDArr
         return pixels
     out = np.empty((len(pixels), size_px, size_px, channels), np.uint8)
     for k, image in enumerate(pixels):
-        out[k] = _resized(Image.fromarray(image.squeeze()), size_px, channels)
+        out[k] = _resized(Image.fromarray(image[..., 0] if channels == 1 else image), size_px, channels)
     return out
 
 
@@ -131,39 +161,66 @@ def _resized(image: Image.Image, size_px: int, channels: int) -> NDArray[np.uint
 def _from_folder(folder: Path, size_px: int | None) -> DataSet:
     split = (folder / "train").is_dir()
     root = folder / "train" if split else folder
-    classes = tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and _files(p)))
+    classes = _classes(root)
     if not classes:
         raise UsageError(f"{root}: no folder of images in it; make one per class")
-    train = _class_folders(root, classes, size_px)
-    test = _class_folders(folder / "test", classes, size_px) if split and (folder / "test").is_dir() else None
-    return DataSet(train, test, classes)
-
-
-def _class_folders(root: Path, classes: Iterable[str], size_px: int | None) -> Images:
-    files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
-    pictures = [_open(path) for path, _ in files]
-    grey = all(picture.mode in ("L", "1", "I;16") for picture in pictures)
-    mode, channels = ("L", 1) if grey else ("RGB", 3)
-    sizes = {picture.size for picture in pictures}
+    roots = [root]
+    if split and (folder / "test").is_dir():
+        roots.append(folder / "test")
+        unknown = sorted(set(_classes(roots[1])) - set(classes))
+        if unknown or not _classes(roots[1]):
+            what = f"{unknown[0]} is no class of {root}" if unknown else "no folder of images in it"
+            raise UsageError(f"{roots[1]}: {what}")
+    headers = [_header(path) for root in roots for name in classes for path in _files(root / name)]
+    mode = "L" if all(mode in _GREY for mode, _ in headers) else "RGB"
+    sizes = {size for _, size in headers}
     if size_px is None and (len(sizes) > 1 or any(w != h for w, h in sizes)):
-        raise UsageError(
-            f"{root}: images of {len(sizes)} sizes; make them squares of one size with --size-px"
-        )
-    side = size_px or (next(iter(sizes))[0] if sizes else 1)
+        what = f"images of {len(sizes)} sizes" if len(sizes) > 1 else "the images are no squares"
+        raise UsageError(f"{folder}: {what}; make them squares of one size with --size-px")
+    side = size_px or headers[0][1][0]
+    train, *test = (_class_folders(root, classes, mode, side) for root in roots)
+    return DataSet(train, test[0] if test else None, classes)
+
+
+def _classes(root: Path) -> tuple[str, ...]:
+    return tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and _files(p)))
+
+
+def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> Images:
+    """Picture by picture: at their own size all of them may be too much for the memory."""
+    files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
+    channels = len(mode)
     x = np.empty((len(files), side, side, channels), np.uint8)
-    for k, picture in enumerate(pictures):
-        x[k] = _resized(picture.convert(mode), side, channels)
+    for k, (path, _) in enumerate(files):
+        x[k] = _resized(_picture(path, mode), side, channels)
     return Images(x, np.array([label for _, label in files], np.int64))
 
 
 def _files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.glob("*") if p.suffix.lower() in _SUFFIXES) if folder.is_dir() else []
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
 
 
-def _open(path: Path) -> Image.Image:
+def _header(path: Path) -> tuple[str, tuple[int, int]]:
+    """Mode and (width, height), without decoding the pixels."""
+    with _opened(path) as picture:
+        return picture.mode, picture.size
+
+
+def _picture(path: Path, mode: str) -> Image.Image:
+    with _opened(path) as picture:
+        if picture.mode in ("I", "F"):
+            raise WsiFlError(f"{path}: has {picture.mode} pixels; save it with 8 or 16 bits a channel")
+        if picture.mode.startswith("I;16"):  # converting would cut off at 255
+            return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert(mode)
+        return picture.convert(mode)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
     try:
-        picture = Image.open(path)
-        picture.load()
-    except (UnidentifiedImageError, OSError) as error:
-        raise WsiFlError(f"{path}: not a readable image ({str(error).splitlines()[0]})") from None
-    return picture
+        with Image.open(path) as picture:
+            yield picture
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise WsiFlError(f"{path}: not a readable image ({_first_line(error)})") from None

@@ -50,11 +50,13 @@ class ShardMeta:
     spec: GridSpec
     quickhash: str
     """OpenSlide's quickhash of the slide, or "" where the format has none."""
+    source: str = ""
+    """What else decides the pixels; only its digest is stored."""
 
 
 def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
     """SHA-256 over all that decides a shard's content: format, slide, grid, split, positions and labels."""
-    said = [VERSION, meta.slide, meta.patient, meta.split, meta.quickhash]
+    said = [VERSION, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
     said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px]
     digest = hashlib.sha256(json.dumps(said).encode())
     for column in (table.xy_l0, table.label, table.tumor_fraction):
@@ -251,6 +253,7 @@ class PatchStore:
             and group["pixels"].shape in {(n, size, size, 1), (n, size, size, 3)}
             and np.array_equal(group["xy_l0"], self.table.xy_l0[rows])
             and np.array_equal(group["label"], self.table.label[rows])
+            and np.array_equal(group["tumor_fraction"], self.table.tumor_fraction[rows], equal_nan=True)
         )
         if not same:
             raise WsiFlError(
@@ -260,7 +263,8 @@ class PatchStore:
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for."""
         size = self.meta.spec.size_px
-        out = np.empty((len(rows), size, size, self.channels), np.uint8)
+        channels = int(self.shard(str(self.table.slide[rows[0]]))["pixels"].shape[-1]) if len(rows) else 3
+        out = np.empty((len(rows), size, size, channels), np.uint8)
         for position, row in enumerate(rows):
             slide = str(self.table.slide[row])
             pixels = self.shard(slide)["pixels"]

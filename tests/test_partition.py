@@ -1,0 +1,492 @@
+"""Image data sets divided among simulated sites: reading, dividing, storing, and training on the result."""
+
+import json
+import zipfile
+
+import h5py
+import numpy as np
+import pytest
+from conftest import SHARED
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from wsi_fl.stages.partition import partition
+from wsi_fl.stores.images import read_data_set
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.skew import parse_skew
+from wsi_fl.study import Study
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def pixels(n, side=8, channels=3, seed=0):
+    shape = (n, side, side, channels) if channels else (n, side, side)
+    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+
+
+def npz(folder, **arrays):
+    np.savez(folder / "data.npz", **arrays)
+    return folder / "data.npz"
+
+
+def refused(path, message, error=UsageError, **options):
+    with pytest.raises(error, match=message) as caught:
+        read_data_set(path, **options)
+    assert "\n" not in str(caught.value)
+    assert type(caught.value) is error
+
+
+# reading arrays
+
+
+@pytest.mark.parametrize("form", ["grey", "grey with channel", "RGB", "channels first", "grey first"])
+def test_every_form_of_npz_gives_the_same_pixels(tmp_path, form):
+    x = pixels(5, channels=1 if "grey" in form else 3)
+    given = {"grey": x[..., 0], "channels first": np.moveaxis(x, -1, 1), "grey first": np.moveaxis(x, -1, 1)}
+    y = np.array([0, 2, 1, 0, 2], np.uint8)
+    found = read_data_set(npz(tmp_path, x=given.get(form, x), y=y))
+    assert found.train.x.dtype == np.uint8
+    assert np.array_equal(found.train.x, x)
+    assert found.train.y.dtype == np.int64
+    assert found.train.y.tolist() == [0, 2, 1, 0, 2]
+    assert found.test is None
+    assert found.classes == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("suffix", ["npz", "h5"])
+def test_test_images_come_with_the_data_where_there_are_any(tmp_path, suffix):
+    arrays = {
+        "x_train": pixels(4, channels=0),
+        "y_train": np.zeros((4, 1), int),
+        "x_test": pixels(1, channels=0, seed=1),
+        "y_test": np.array([[3]]),
+        "notes": np.array([1.0]),
+    }
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "npz":
+        np.savez(path, **arrays)
+    else:
+        with h5py.File(path, "w") as file:
+            for name, values in arrays.items():
+                file[name] = values
+            file.create_group("x_more")
+    found = read_data_set(path)
+    assert np.array_equal(found.train.x[..., 0], arrays["x_train"])
+    assert np.array_equal(found.test.x[..., 0], arrays["x_test"])
+    assert found.test.y.tolist() == [3]
+    assert found.classes == ("0", "1", "2", "3")
+
+
+def test_floats_between_0_and_1_are_bytes_over_255(tmp_path):
+    x = pixels(3, channels=0)
+    found = read_data_set(npz(tmp_path, x=(x / 255).astype(np.float32), y=np.arange(3)))
+    assert np.array_equal(found.train.x[..., 0], x)
+
+
+GOOD, LABELS = pixels(3), np.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": GOOD.astype(np.int32), "y": LABELS}, "x is int32; needs uint8"),
+        ({"x": GOOD / 100, "y": LABELS}, "between 0 and 1"),
+        ({"x": GOOD * np.nan, "y": LABELS}, "between 0 and 1"),
+        ({"x": GOOD[..., :2], "y": LABELS}, "2 channels"),
+        ({"x": GOOD[0, 0], "y": LABELS}, "has shape"),
+        ({"x": np.uint8(3), "y": LABELS}, "has shape"),
+        ({"x": GOOD[:0], "y": LABELS[:0]}, "no images"),
+        ({"x": GOOD, "y": LABELS[:2]}, "each of the 3 images"),
+        ({"x": GOOD, "y": np.eye(3, dtype=int)}, "each of the 3 images"),
+        ({"x": GOOD, "y": np.int64(0)}, "each of the 3 images"),
+        ({"x": GOOD, "y": LABELS / 2}, "whole number"),
+        ({"x": GOOD, "y": LABELS - 1}, "negative"),
+        ({"x": GOOD, "y": LABELS + 10**12}, "number the classes from 0"),
+        ({"x": GOOD}, "has x but no y"),
+        ({"x_train": GOOD, "y_train": LABELS, "x_test": GOOD}, "has x_test but no y_test"),
+        ({"pictures": GOOD, "labels": LABELS}, "has nothing; needs x and y"),
+        ({"x": GOOD[:, :5], "y": LABELS}, "8 × 5; make them squares with --size-px"),
+        (
+            {"x_train": GOOD, "y_train": LABELS, "x_test": GOOD[..., :1], "y_test": LABELS},
+            "two shapes, 8×8×1 and 8×8×3",
+        ),
+        ({"x": GOOD, "y": np.array([0, 1, None])}, "not a readable npz.*pickle"),
+    ],
+)
+def test_what_is_no_labelled_image_is_refused_in_one_line(tmp_path, arrays, message):
+    refused(npz(tmp_path, **arrays), message)
+
+
+@pytest.mark.parametrize("name", ["data.npz", "data.h5"])
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 torn", b"some text"])
+def test_files_of_another_kind_are_refused_in_one_line(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    refused(tmp_path / name, "not a readable")
+    refused(tmp_path / "absent.npz", "no such file")
+
+
+def test_damaged_and_bare_arrays_are_refused_in_one_line(tmp_path):
+    np.save(tmp_path / "bare.npy", GOOD)
+    refused(tmp_path / "bare.npy", "not a readable npz")
+    np.savez_compressed(tmp_path / "data.npz", x=pixels(50), y=np.arange(50))
+    with zipfile.ZipFile(tmp_path / "data.npz") as archive:
+        start = archive.getinfo("x.npy").header_offset
+    content = bytearray((tmp_path / "data.npz").read_bytes())
+    content[start + 60 : start + 2000] = bytes(1940)
+    (tmp_path / "data.npz").write_bytes(content)
+    refused(tmp_path / "data.npz", "not a readable npz")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resizing_averages_areas(tmp_path, channels):
+    x = pixels(3, side=8, channels=channels)
+    found = read_data_set(npz(tmp_path, x=x, y=LABELS), size_px=4)
+    wanted = x.astype(float).reshape(3, 4, 2, 4, 2, channels).mean((2, 4))
+    assert np.abs(found.train.x - wanted).max() <= 1
+    wide = read_data_set(npz(tmp_path, x=x[:, :4], y=LABELS), size_px=4)
+    assert np.abs(wide.train.x - x[:, :4].astype(float).reshape(3, 4, 4, 2, channels).mean(3)).max() <= 1
+    refused(tmp_path / "data.npz", "--size-px", size_px=0)
+
+
+# reading folders
+
+
+def save(path, array, mode=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(array)
+    (image.convert(mode) if mode else image).save(path)
+
+
+def test_folders_are_classes_in_alphabetical_order(tmp_path):
+    x = pixels(4)
+    for k, name in enumerate(["dog/1.png", "cat/2.png", "dog/0.bmp", "cat/ü 1.PNG"]):
+        save(tmp_path / name, x[k])
+    (tmp_path / "dog" / "notes.txt").write_text("not a picture")
+    (tmp_path / "dog" / "._1.png").write_text("what some systems leave")
+    (tmp_path / "empty").mkdir()
+    found = read_data_set(tmp_path)
+    assert found.classes == ("cat", "dog")
+    assert found.train.y.tolist() == [0, 0, 1, 1]
+    assert np.array_equal(found.train.x, x[[1, 3, 2, 0]])
+    assert found.test is None
+
+
+def test_train_and_test_folders_share_classes_channels_and_size(tmp_path):
+    grey = pixels(3, channels=0)
+    save(tmp_path / "train/a/0.png", grey[0])
+    save(tmp_path / "train/b/0.png", grey[1])
+    save(tmp_path / "test/b/0.png", grey[2])
+    found = read_data_set(tmp_path)
+    assert np.array_equal(found.train.x[..., 0], grey[:2])
+    assert np.array_equal(found.test.x[..., 0], grey[2:])
+    assert found.test.y.tolist() == [1]
+    save(tmp_path / "test/a/0.png", pixels(1)[0])  # one in colour makes all three channels
+    found = read_data_set(tmp_path)
+    assert found.train.x.shape == (2, 8, 8, 3)
+    assert np.array_equal(found.train.x, np.repeat(grey[:2, ..., None], 3, 3))
+    save(tmp_path / "test/a/1.png", pixels(1, side=9)[0])
+    refused(tmp_path, "2 sizes; .*--size-px")
+    assert read_data_set(tmp_path, size_px=4).test.x.shape == (3, 4, 4, 3)
+    save(tmp_path / "test/c/0.png", grey[0])
+    refused(tmp_path, "test: c is no class of ")
+
+
+def test_folders_without_images_and_images_that_are_no_squares_are_refused(tmp_path):
+    refused(tmp_path, "make one per class")
+    save(tmp_path / "train/a/0.png", GOOD[0, :5])
+    refused(tmp_path, "no squares; .*--size-px")
+    (tmp_path / "test").mkdir()
+    refused(tmp_path, "test: no folder of images", size_px=8)
+
+
+def test_a_broken_image_is_named(tmp_path):
+    save(tmp_path / "a/0.png", pixels(1, side=64)[0])
+    whole = (tmp_path / "a/0.png").read_bytes()
+    for content in (whole[: len(whole) // 2], b"text", b"", whole[:30] + b"xx" + whole[32:]):
+        (tmp_path / "a/1.png").write_bytes(content)
+        refused(tmp_path, r"a/1\.png: not a readable image", error=WsiFlError)
+
+
+def test_sixteen_bit_images_keep_their_greys_and_one_bit_images_are_black_and_white(tmp_path):
+    grey = pixels(1, channels=0)[0]
+    save(tmp_path / "a/0.png", grey.astype(np.uint16) * 257)
+    save(tmp_path / "a/1.png", grey > 127)
+    found = read_data_set(tmp_path).train.x
+    assert np.array_equal(found[0, ..., 0], grey)
+    assert np.array_equal(found[1, ..., 0], np.where(grey > 127, 255, 0))
+    save(tmp_path / "a/2.tif", grey.astype(np.float32))
+    refused(tmp_path, "8 or 16 bits", error=WsiFlError)
+
+
+# dividing
+
+
+def divided(text, y, n_sites, per_site, seed=0):
+    return parse_skew(text)(y, n_sites, per_site, np.random.default_rng(seed))
+
+
+LABEL_LISTS = st.lists(st.integers(0, 4), min_size=1, max_size=120).map(lambda y: np.array(y, np.int64))
+SKEWS = st.sampled_from(
+    ["iid", "major:0", "major:0.3", "major:0.8", "major:1", "dirichlet:0.3", "dirichlet:9"]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(SKEWS, LABEL_LISTS, st.integers(1, 6), st.none() | st.integers(1, 30), st.integers(0, 9))
+def test_parts_are_disjoint_of_the_size_asked_for_and_the_same_for_the_same_seed(text, y, n, per_site, seed):
+    try:
+        parts = divided(text, y, n, per_site, seed)
+    except UsageError as error:
+        assert "\n" not in str(error)
+        size = len(y) // n if per_site is None else per_site
+        # alike parts fail for want of images alone
+        assert text != "iid" or size == 0 or size * n > len(y)
+        return
+    assert len(parts) == n
+    together = np.concatenate(parts)
+    assert len(np.unique(together)) == len(together)
+    assert together.min() >= 0
+    assert together.max() < len(y)
+    assert all(len(part) and (np.diff(part) > 0).all() for part in parts)
+    if text.startswith("dirichlet"):
+        assert len(together) == len(y) if per_site is None else max(map(len, parts)) <= per_site
+    else:
+        assert {len(part) for part in parts} == {len(y) // n if per_site is None else per_site}
+    again = divided(text, y, n, per_site, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 20), st.sampled_from([0.0, 0.5, 0.8, 1.0]), st.integers(2, 5))
+def test_the_majority_is_of_one_class_exactly_and_the_classes_go_round(n_sites, per_site, share, n_classes):
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(n_classes) * 2, 400 // n_classes))
+    assume(n_sites * per_site <= 160)
+    parts = divided(f"major:{share}", y, n_sites, per_site)
+    for k, part in enumerate(parts):
+        assert (y[part] == 2 * (k % n_classes)).sum() == round(share * per_site)
+        assert len(part) == per_site
+
+
+def test_alike_parts_have_alike_classes_and_dirichlet_parts_do_not():
+    y = np.repeat(np.arange(2), 2000)
+
+    def spread(text):
+        return np.std([y[part].mean() for part in divided(text, y, 8, 100 if text == "iid" else None)])
+
+    assert spread("iid") < 0.1 < 0.2 < spread("dirichlet:0.3")
+    assert spread("dirichlet:1000") < 0.1
+    a, b = (np.concatenate(divided("iid", y, 2, 100, seed)) for seed in (0, 1))
+    assert not np.array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "even",
+        "iid:",
+        "iid:1",
+        "major",
+        "major:",
+        "major:x",
+        "major:1.1",
+        "major:-0.1",
+        "major:nan",
+        "dirichlet",
+        "dirichlet:0",
+        "dirichlet:-1",
+        "dirichlet:inf",
+        "dirichlet:nan",
+    ]
+    + ["", "Iid"],
+)
+def test_unknown_skews_are_refused_in_one_line(text):
+    with pytest.raises(UsageError, match="--skew .*: known are iid, major:0.8") as caught:
+        parse_skew(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_sites", "per_site", "message"),
+    [
+        ("iid", 3, 5, "3 sites of 5 need 15 training images, but there are 12"),
+        ("iid", 13, None, "12 training images are too few for 13 sites"),
+        ("major:0.5", 13, None, "too few for 13 sites"),
+        ("major:0.5", 3, 5, "need 15"),
+        ("major:1", 2, 5, "class 0 has too few images for 5 .* smaller --per-site"),
+        ("major:0", 1, 12, "too few images for 12 .* smaller --per-site"),
+        ("dirichlet:0.001", 5, None, "site . got no image at all"),
+        ("dirichlet:1e308", 2, None, "beyond what can be drawn"),
+    ],
+)
+def test_too_few_images_are_refused_in_one_line(text, n_sites, per_site, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        divided(text, np.repeat(np.arange(3), 4), n_sites, per_site)
+    assert "\n" not in str(caught.value)
+
+
+# storing
+
+
+def empty_study(folder):
+    (folder / "pipelines").mkdir(parents=True)
+    (folder / "sites").mkdir()
+    return Study(folder)
+
+
+def stored(study, site):
+    """(train rows, test rows, table, pixels) of a site's store, rows by the names of its patients."""
+    with PatchStore(study.store(site)) as store:
+        table = store.table
+        rows = {
+            split: np.array([int(p.split("_")[1]) for p in table.patient[table.split == split]], int)
+            for split in ("train", "test")
+        }
+        return rows["train"], rows["test"], table, store.read(np.arange(len(store)))
+
+
+@pytest.mark.parametrize("channels", [0, 3])
+def test_stores_hold_the_rows_of_the_source_each_a_patient_of_its_own(tmp_path, channels):
+    study = empty_study(tmp_path / "study")
+    x, x_test = pixels(300, 4, channels), pixels(11, 4, channels, seed=1)
+    y, y_test = np.arange(300) % 3, np.arange(11) % 3
+    path = npz(tmp_path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    document = partition(study, path, n_sites=3, per_site=90, skew="major:0.5", seed=4)
+    seen_train, seen_test = [], []
+    for k, row in enumerate(document["sites"]):
+        train, test, table, found = stored(study, row["site"])
+        assert np.array_equal(found.squeeze(), np.concatenate([x[train], x_test[test]]))
+        assert np.array_equal(table.label, np.concatenate([y[train], y_test[test]]))
+        assert len(np.unique(table.patient)) == len(table) == 90 + len(test)
+        assert np.isnan(table.tumor_fraction).all()
+        assert (row["train"], row["test"]) == (90, len(test))
+        assert row["classes"] == {str(c): int((y[train] == c).sum()) for c in range(3)}
+        assert row["classes"][str(k)] == 45
+        assert study.site(row["site"]).real is False
+        seen_train.append(train)
+        seen_test.append(test)
+    assert len(np.unique(np.concatenate(seen_train))) == 270
+    assert sorted(np.concatenate(seen_test).tolist()) == list(range(11))  # the whole of it, each once
+    assert {len(test) for test in seen_test} == {3, 4}
+    with PatchStore(study.store("S1")) as store:
+        assert store.channels == (channels or 1)
+        assert store.meta.classes == ("0", "1", "2")
+        assert store.meta.site == "S1"
+
+
+def test_test_images_held_out_are_in_no_training_set(tmp_path):
+    study = empty_study(tmp_path / "study")
+    x = np.arange(40, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)  # its row in each pixel
+    path = npz(tmp_path, x=x, y=np.arange(40) % 2)
+    partition(study, path, n_sites=4, test_fraction=0.25)
+    train, test = [], []
+    for site in ("S1", "S2", "S3", "S4"):
+        _, _, table, found = stored(study, site)
+        rows = found[:, 0, 0, 0]
+        assert np.array_equal(table.label, rows % 2)
+        train += rows[table.split == "train"].tolist()
+        test += rows[table.split == "test"].tolist()
+    assert len(test) == 10
+    assert len(train) == 28
+    assert len(set(train) | set(test)) == 38
+
+
+def test_the_seed_decides_the_division(tmp_path):
+    path = npz(tmp_path, x=pixels(40, 4, 0), y=np.arange(40) % 2)
+    studies = [empty_study(tmp_path / name) for name in "abc"]
+    for study, seed in zip(studies, (1, 1, 2), strict=True):
+        partition(study, path, n_sites=2, seed=seed)
+    a, b, c = (stored(study, "S1")[3] for study in studies)
+    assert np.array_equal(a, b)
+    assert not np.array_equal(a, c)
+
+
+def test_nothing_is_overwritten(tmp_path):
+    study = empty_study(tmp_path / "study")
+    path = npz(tmp_path, x=pixels(20, 4), y=np.arange(20) % 2)
+    partition(study, path, n_sites=2)
+    before = {p: p.read_bytes() for p in study.root.rglob("*") if p.is_file()}
+    with pytest.raises(UsageError, match=r"sites/S1\.toml exists already; use another --prefix"):
+        partition(study, path, n_sites=3)
+    for k in (1, 2):
+        (study.root / "sites" / f"S{k}.toml").unlink()
+    with pytest.raises(UsageError, match=r"stores/S1/patches\.h5 exists already"):
+        partition(study, path, n_sites=2)
+    partition(study, path, n_sites=2, prefix="other")
+    assert study.site_names() == ["other1", "other2"]
+    assert all(p.read_bytes() == content for p, content in before.items() if p.suffix == ".h5")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n_sites": 0}, "--sites"),
+        ({"n_sites": 2, "per_site": 0}, "--per-site"),
+        ({"n_sites": 2, "seed": -1}, "--seed"),
+        ({"n_sites": 2, "prefix": "a/b"}, "--prefix 'a/b'"),
+        ({"n_sites": 2, "prefix": "../S"}, "--prefix"),
+        ({"n_sites": 2, "test_fraction": 0.0}, "--test-fraction 0.0"),
+        ({"n_sites": 2, "test_fraction": 1.0}, "--test-fraction 1.0"),
+        ({"n_sites": 2, "test_fraction": 0.001}, "no test or training"),
+        ({"n_sites": 2, "test_fraction": 0.999}, "no test or training"),
+        ({"n_sites": 30}, "too few"),
+        ({"n_sites": 2, "skew": "odd"}, "--skew 'odd'"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line_and_leave_nothing_behind(tmp_path, options, message):
+    study = empty_study(tmp_path / "study")
+    path = npz(tmp_path, x=pixels(20, 4), y=np.arange(20) % 2)
+    with pytest.raises(UsageError, match=message) as caught:
+        partition(study, path, **options)
+    assert "\n" not in str(caught.value)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file() and p != path]
+
+
+# the command line
+
+
+def striped(n, seed):
+    """Grey images 28 × 28 whose stripes lie or stand."""
+    y = np.arange(n) % 2
+    x = np.random.default_rng(seed).integers(0, 60, (n, 28, 28))
+    stripes = (np.arange(28) // 2 % 2 * 190)[None, :]
+    return (x + np.where(y[:, None, None] == 1, stripes, stripes.T[None])).astype(np.uint8), y
+
+
+def test_from_data_set_to_evaluation_on_the_command_line(tmp_path, wsi_fl):
+    study = empty_study(tmp_path / "study")
+    (x, y), (x_test, y_test) = striped(64, 0), striped(12, 1)
+    data = npz(tmp_path, x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+
+    def run(*arguments, code=0):
+        done = wsi_fl(*arguments, cwd=study.root)
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout) if not code else done.stderr
+
+    made = run("partition", data, "--sites", 2, "--per-site", 30, "--skew", "major:0.6", "--json")
+    assert [row["classes"] for row in made["sites"]] == [{"0": 18, "1": 12}, {"0": 12, "1": 18}]
+    assert made["sites"][0]["store"] == "stores/S1/patches.h5"
+    table = wsi_fl("partition", data, "--sites", 2, "--prefix", "T", cwd=study.root)
+    assert (table.returncode, table.stdout) == (0, "")
+    assert "sum" in table.stderr
+    for k in (1, 2):
+        (study.root / "sites" / f"T{k}.toml").unlink()
+    assert "exists already" in run("partition", data, "--sites", 2, "--json", code=2).splitlines()[-1]
+    small = ["--backend", "local", "--pipeline", "mnist", "--set", "train.rounds=2", "--json"]
+    vit = run("train", *small, "--set", "model.proxy=timm:vit_tiny_patch16_224", code=2)
+    assert "cannot take images of 1×28×28" in vit.splitlines()[-1]
+    trained = run("train", *small, "--set", "train.batch_size=10", "--set", "train.lr=0.005")
+    document = run("evaluate", trained["run"], "--json")
+    assert [row["n"] for row in document["sites"]] == [12, 12]
+    assert [row["own"]["n"] for row in document["sites"]] == [6, 6]
+    assert all(row["slides"] is None and row["own"]["slides"] is None for row in document["sites"])
+
+
+def test_mnist_among_eight_sites(tmp_path):
+    path = SHARED / "data" / "mnist_70k.npz"
+    if not path.exists():
+        pytest.skip("needs the MNIST file beside the checkout")
+    study = empty_study(tmp_path / "study")
+    document = partition(study, path, n_sites=8, per_site=100, skew="major:0.8")
+    assert [row["classes"][str(k)] for k, row in enumerate(document["sites"])] == [80] * 8
+    assert len(document["classes"]) == 10
+    assert sum(row["test"] for row in document["sites"]) in (10_000, 14_000)
