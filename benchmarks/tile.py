@@ -17,7 +17,7 @@ import openslide
 
 from wsi_fl.slides.phantom import paint_slide, plan_slides, write_pyramid
 from wsi_fl.slides.planning import plan_slide, read_patches
-from wsi_fl.stores.patches import ShardMeta, write_shard
+from wsi_fl.stores.shards import ShardMeta, write_shard
 from wsi_fl.types import GridSpec, PatchTable, SlideRecord
 
 MPP = 0.5

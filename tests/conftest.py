@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.stores.patches import ShardMeta, StoreMeta, write_columns, write_shard
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable
 

@@ -273,7 +273,8 @@ def test_alike_parts_have_alike_classes_and_dirichlet_parts_do_not():
     def spread(text):
         return np.std([y[part].mean() for part in divided(text, y, 8, 100 if text == "iid" else None)])
 
-    assert spread("iid") < 0.1 < 0.2 < spread("dirichlet:0.3")
+    assert spread("iid") < 0.1
+    assert spread("dirichlet:0.3") > 0.2
     assert spread("dirichlet:1000") < 0.1
     a, b = (np.concatenate(divided("iid", y, 2, 100, seed)) for seed in (0, 1))
     assert not np.array_equal(a, b)
@@ -296,11 +297,12 @@ def test_alike_parts_have_alike_classes_and_dirichlet_parts_do_not():
         "dirichlet:-1",
         "dirichlet:inf",
         "dirichlet:nan",
-    ]
-    + ["", "Iid"],
+        "",
+        "Iid",
+    ],
 )
 def test_unknown_skews_are_refused_in_one_line(text):
-    with pytest.raises(UsageError, match="--skew .*: known are iid, major:0.8") as caught:
+    with pytest.raises(UsageError, match=r"--skew .*: known are iid, major:0\.8") as caught:
         parse_skew(text)
     assert "\n" not in str(caught.value)
 
@@ -489,4 +491,4 @@ def test_mnist_among_eight_sites(tmp_path):
     document = partition(study, path, n_sites=8, per_site=100, skew="major:0.8")
     assert [row["classes"][str(k)] for k, row in enumerate(document["sites"])] == [80] * 8
     assert len(document["classes"]) == 10
-    assert sum(row["test"] for row in document["sites"]) in (10_000, 14_000)
+    assert sum(row["test"] for row in document["sites"]) == 10_000

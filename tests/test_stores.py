@@ -19,16 +19,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.stores.patches import (
-    PatchStore,
-    ShardMeta,
-    StoreMeta,
-    fingerprint,
-    pack,
-    shard_is_current,
-    write_columns,
-    write_shard,
-)
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.shards import ShardMeta, fingerprint, pack, shard_is_current, write_columns, write_shard
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -356,7 +349,7 @@ from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
 from test_stores import SPEC, pixels_of, table_of
-from wsi_fl.stores.patches import ShardMeta, write_shard
+from wsi_fl.stores.shards import ShardMeta, write_shard
 def slowly():
     yield pixels_of(2)
     print("writing", flush=True)

@@ -129,7 +129,8 @@ def tile(
         )
     study = _study()
     from wsi_fl.stages.console import Bars
-    from wsi_fl.stages.tile import print_tile, tile
+    from wsi_fl.stages.tile import tile
+    from wsi_fl.stages.tile_table import print_tile
 
     with Bars("tile") as bars:
         document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
@@ -146,7 +147,7 @@ def pack(
         raise UsageError(f"{out}: exists already; pack writes new files only")
     if not out.absolute().parent.is_dir():
         raise UsageError(f"{out.parent}: no such folder")
-    from wsi_fl.stores.patches import pack
+    from wsi_fl.stores.shards import pack
 
     pack(store, out)
     print(out)

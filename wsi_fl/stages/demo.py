@@ -11,7 +11,8 @@ from wsi_fl.stages.console import Bars, say
 from wsi_fl.stages.evaluate import evaluate, print_evaluation
 from wsi_fl.stages.init import init
 from wsi_fl.stages.report import report
-from wsi_fl.stages.tile import print_tile, tile
+from wsi_fl.stages.tile import tile
+from wsi_fl.stages.tile_table import print_tile
 from wsi_fl.stages.train import print_summary, train
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from wsi_fl.config import Site, dump_toml, validated
 from wsi_fl.files import write_text
 from wsi_fl.stages.console import say, stderr
+from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import DataSet, Images, read_data_set
-from wsi_fl.stores.patches import ShardMeta, StoreMeta, write_columns, write_shard
+from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.stores.skew import parse_skew
 from wsi_fl.study import Study
 from wsi_fl.types import GridSpec, PatchTable, UsageError

@@ -1,0 +1,91 @@
+"""What the files of a store hold, and how it is checked; FORMAT.md in code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import __version__
+from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
+
+STORE_FORMAT = "wsi-fl patch store"
+
+
+SHARD_FORMAT = "wsi-fl patch shard"
+
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoreMeta:
+    """What holds for a whole store."""
+
+    site: str
+    classes: tuple[str, ...]
+    spec: GridSpec
+
+
+def spec_attrs(spec: GridSpec) -> dict[str, Any]:
+    return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
+
+
+def write_root(file: h5py.File, meta: StoreMeta, table: PatchTable) -> None:
+    file.attrs.update(
+        spec_attrs(meta.spec)
+        | {
+            "format": STORE_FORMAT,
+            "version": VERSION,
+            "tool_version": __version__,
+            "site": meta.site,
+            "classes": json.dumps(meta.classes),
+        }
+    )
+    for name in ("xy_l0", "label", "tumor_fraction"):
+        file[name] = getattr(table, name)
+    for name in ("slide", "patient", "split"):
+        file[name] = encoded_text(getattr(table, name))
+
+
+def encoded_text(texts: NDArray[np.str_]) -> NDArray[Any]:
+    """As fixed-length UTF-8."""
+    encoded = [str(text).encode() for text in texts]
+    width = max((len(text) for text in encoded), default=0) or 1
+    return np.array(encoded, h5py.string_dtype("utf-8", width))
+
+
+def check_format(node: Any, expected: str, path: Path) -> None:
+    found, version = node.attrs.get("format"), node.attrs.get("version")
+    if found != expected:
+        raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
+    if version not in range(1, VERSION + 1):
+        raise WsiFlError(
+            f"{path}: {expected} version {version}, this wsi-fl reads up to {VERSION}; "
+            "update wsi-fl or tile again"
+        )
+
+
+def read_meta(file: h5py.File) -> StoreMeta:
+    attrs = file.attrs
+    spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec)
+
+
+def read_table(file: h5py.File) -> PatchTable:
+    text = {name: np.asarray(file[name].asstr()[:], dtype=np.str_) for name in ("slide", "patient", "split")}
+    unknown = set(text["split"].tolist()) - set(SPLITS)
+    if unknown:
+        raise WsiFlError(
+            f"{file.filename}: unknown split {sorted(unknown)[0]!r}; allowed: {', '.join(SPLITS)}"
+        )
+    return PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
