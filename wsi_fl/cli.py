@@ -187,7 +187,9 @@ def partition(
 
 @app.command()
 def train(
-    method: Annotated[str, typer.Option(help="proxyfl, or regular: every site alone.")] = "proxyfl",
+    method: Annotated[
+        str, typer.Option(help="proxyfl, fml, fedavg, avgpush, cwt, or regular: every site alone.")
+    ] = "proxyfl",
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: Annotated[

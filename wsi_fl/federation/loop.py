@@ -97,7 +97,12 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         before = {index: replace(tally) for index, tally in comm.traffic.items()}
         releases = {site.index: _trained(site, method, schedule, round_, report) for site in sites}
         for hop, matrix in enumerate(method.exchange(comm.n_sites, round_ - 1, schedule.self_weight)):
+            if hop > 0:
+                releases = {site.index: _relayed(site, method, matrix, round_) for site in sites}
             _exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop)
+        for site in sites:
+            if method.travels is not None and site.push is not None:
+                site.learners[method.travels].load_vector(site.push.z)
         for site in sites:
             tally = comm.traffic[site.index].since(before[site.index])
             _log_round(site, method, schedule, tally, round_=round_, report=report)
@@ -196,6 +201,15 @@ def _release(site: Site, method: Method, round_: int) -> Release | None:
     )
 
 
+def _relayed(site: Site, method: Method, matrix: Matrix, round_: int) -> Release | None:
+    """What a site passes on in a further hop: the mixture it holds by now."""
+    if not receivers(matrix, site.index):
+        return None
+    assert site.push is not None and method.travels is not None
+    agreed = schema(site.learners[method.travels].model)
+    return site.ledger.relay(round_, site.push.x, schema=agreed, weight=site.push.w)
+
+
 def _checkpoint(site: Site, round_: int) -> None:
     """Everything needed to send the same bytes again and go on."""
     tensors = {
@@ -233,7 +247,7 @@ def _exchange(
     round_: int,
     hop: int,
 ) -> None:
-    """Lines 7–11: sends P·(x, w), adds up what arrives, and hands the de-biased parameters to the learner."""
+    """Lines 7–10: sends P·(x, w) and adds up what arrives."""
     assert method.travels is not None
     outgoing = [
         Outgoing(site.index, to, float(matrix[to, site.index]), release)
@@ -250,7 +264,6 @@ def _exchange(
         mine = [_accepted(message, agreed) for message in arrived if message.receiver == site.index]
         assert site.push is not None
         site.push = mix(site.push, float(matrix[site.index, site.index]), mine)
-        learner.load_vector(site.push.z)
 
 
 def _accepted(message: Message, learner_schema: str) -> PushSum:

@@ -15,9 +15,12 @@ from wsi_fl.learning.local import Batch, Learner, Learners, mutual_step, supervi
 
 
 class MakeLearner(Protocol):
-    """Builds the learner of a role ("private" or "proxy") with the site's own or the common architecture."""
+    """Builds the learner of a role, "private" or "proxy".
 
-    def __call__(self, role: str, *, dp: bool) -> Learner: ...
+    A private model has the site's own architecture and start unless it is `common`; proxies always are.
+    """
+
+    def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner: ...
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,10 @@ def _private_with_dp(make: MakeLearner) -> Learners:
     return {"private": make("private", dp=True)}
 
 
+def _common_with_dp(make: MakeLearner) -> Learners:
+    return {"private": make("private", dp=True, common=True)}
+
+
 def _private_and_dp_proxy(make: MakeLearner) -> Learners:
     return {"private": make("private", dp=False), "proxy": make("proxy", dp=True)}
 
@@ -82,6 +89,16 @@ def _nobody(n_sites: int, round_: int, self_weight: float) -> list[Matrix]:
     return topology.none(n_sites, round_)
 
 
+def _star(n_sites: int, round_: int, self_weight: float) -> list[Matrix]:
+    del self_weight
+    return topology.star(n_sites, round_)
+
+
+def _ring(n_sites: int, round_: int, self_weight: float) -> list[Matrix]:
+    del self_weight
+    return topology.ring(n_sites, round_)
+
+
 def _private_logits(learners: Learners, x: Tensor) -> Tensor:
     return learners["private"].logits(x)
 
@@ -93,6 +110,39 @@ METHODS: dict[str, Method] = {
         exchange=_nobody,
         predict=_private_logits,
         travels=None,
+    ),
+    "fedavg": Method(
+        prepare=_common_with_dp,
+        step=_supervised,
+        exchange=_star,
+        predict=_private_logits,
+        travels="private",
+        release="model",
+    ),
+    "avgpush": Method(
+        prepare=_common_with_dp,
+        step=_supervised,
+        exchange=topology.exponential,
+        predict=_private_logits,
+        travels="private",
+        release="model",
+    ),
+    "cwt": Method(
+        prepare=_common_with_dp,
+        step=_supervised,
+        exchange=_ring,
+        predict=_private_logits,
+        travels="private",
+        release="model",
+    ),
+    "fml": Method(
+        prepare=_private_and_dp_proxy,
+        step=_mutual,
+        exchange=_star,
+        predict=_private_logits,
+        travels="proxy",
+        release="model",
+        learns_from_private=True,
     ),
     "proxyfl": Method(
         prepare=_private_and_dp_proxy,

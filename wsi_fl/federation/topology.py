@@ -42,6 +42,35 @@ def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Mat
     return [matrix]
 
 
+def ring(n_sites: int, round_: int) -> list[Matrix]:
+    """Every site hands all it has to the next one (cyclical weight transfer, Chang et al., 2018)."""
+    del round_
+    if n_sites < 2:
+        return []
+    sites = np.arange(n_sites)
+    matrix = np.zeros((n_sites, n_sites))
+    matrix[(sites + 1) % n_sites, sites] = 1
+    return [matrix]
+
+
+def star(n_sites: int, round_: int) -> list[Matrix]:
+    """Two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum.
+
+    Example:
+        >>> gather, broadcast = star(3, 0)
+        >>> (broadcast @ gather).round(2).tolist()[2]
+        [0.33, 0.33, 0.33]
+    """
+    del round_
+    if n_sites < 2:
+        return []
+    gather = np.zeros((n_sites, n_sites))
+    gather[0] = 1
+    broadcast = np.eye(n_sites)
+    broadcast[:, 0] = 1 / n_sites
+    return [gather, broadcast]
+
+
 def receivers(matrix: Matrix, sender: int) -> list[int]:
     """The sites that get a message from `sender`."""
     return [int(i) for i in np.flatnonzero(matrix[:, sender]) if i != sender]

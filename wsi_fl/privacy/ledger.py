@@ -216,6 +216,24 @@ class PrivacyLedger:
                 return self._sealed(round_, vector, schema, weight)
         raise WsiFlError(f"{self.path}: round {round_} of run {self.run} did not release these bytes")
 
+    def relay(self, round_: int, vector: NDArray[np.float32], *, schema: str, weight: float) -> Release:
+        """A mixture of this site's release of the round with what others released: noted, at no further cost.
+
+        Whatever is computed from releases alone is as private as they are (post-processing).
+
+        Raises:
+            WsiFlError: when this site released nothing in this round.
+        """
+        if not any(e.get("released") and e["round"] == round_ for e in self._scope(False)):
+            raise WsiFlError(
+                f"{self.path}: round {round_} of run {self.run} released nothing that could be passed on"
+            )
+        entry = {"run": self.run, "site": self.site, "round": round_, "relayed": digest(vector)}
+        with _locked(self.path):
+            append_line(self.path, entry)
+        self._entries.append(entry)
+        return self._sealed(round_, vector, schema, weight)
+
     def _sealed(self, round_: int, vector: NDArray[np.float32], schema: str, weight: float) -> Release:
         return Release(self.site, round_, schema, vector, weight, seal=_SEAL)
 

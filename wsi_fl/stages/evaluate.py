@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.config import Pipeline, Site
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json, write_json, write_text
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
@@ -65,13 +66,17 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
         watcher.update("evaluate", index + 1, len(sites), site.name)
     document = {
         "run": study.relative(run.path),
-        "method": read_json(run.path / "manifest.json")["method"],
+        "method": _method_of(run),
         "merged": {name: mean_and_sd([row[name] for row in rows]) for name in SCORES} if merged else None,
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
     write_json(run.path / "evaluation.json", document)
     return document
+
+
+def _method_of(run: RunFolder) -> str:
+    return str(read_json(run.path / "manifest.json")["method"])
 
 
 def _test_part(study: Study, pipeline: Pipeline, site: Site) -> tuple[Examples, PatchTable]:
@@ -92,7 +97,8 @@ def _evaluate_site(
     store = open_store(study, site.name)
     run.site(site.name).remember_store(store_digest(store))
     device = device_of_rank()
-    model = build_model(site, pipeline, store, "private", index)
+    common = METHODS[_method_of(run)].travels == "private"
+    model = build_model(site, pipeline, store, "private", index, common=common)
     model.load_state_dict(run.site(site.name).load_model("private"))
     model.to(device).eval()
     import torch

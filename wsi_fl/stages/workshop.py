@@ -144,12 +144,12 @@ def device_of_rank() -> torch.device:
 
 
 def build_model(
-    site: config.Site, pipeline: Pipeline, store: PatchStore, role: str, index: int
+    site: config.Site, pipeline: Pipeline, store: PatchStore, role: str, index: int, *, common: bool = False
 ) -> torch.nn.Module:
-    """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy"."""
-    private = role == "private"
+    """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy" or if `common`."""
+    private = role == "private" and not common
     return build(
-        _architecture(site, pipeline, role),
+        _architecture(site, pipeline, role, common=common),
         n_classes=len(store.meta.classes),
         in_channels=store.channels,
         size_px=input_px(pipeline, store),
@@ -157,8 +157,10 @@ def build_model(
     )
 
 
-def _architecture(site: config.Site, pipeline: Pipeline, role: str) -> str:
-    return (site.private_model or pipeline.model.private) if role == "private" else pipeline.model.proxy
+def _architecture(site: config.Site, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
+    if role != "private":
+        return pipeline.model.proxy
+    return pipeline.model.private if common else (site.private_model or pipeline.model.private)
 
 
 def make_learners(
@@ -167,10 +169,11 @@ def make_learners(
     """Builds the learners a method asks for."""
     privacy = pipeline.privacy
 
-    def make(role: str, *, dp: bool) -> Learner:
+    def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size)
-        model, size = build_model(site, pipeline, store, role, index), input_px(pipeline, store)
-        if dp and privacy.enabled and _architecture(site, pipeline, role).startswith("timm:"):
+        model = build_model(site, pipeline, store, role, index, common=common)
+        size = input_px(pipeline, store)
+        if dp and privacy.enabled and _architecture(site, pipeline, role, common=common).startswith("timm:"):
             check_per_example_gradients(model, (store.channels, size, size), len(store.meta.classes))
         return Learner(
             model,

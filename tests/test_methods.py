@@ -1,0 +1,128 @@
+"""Every row of METHODS runs in the one loop; each method is what its paper says where that can be checked."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import make_study
+from safetensors.numpy import load_file
+
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.mixing import PushSum, mix
+from wsi_fl.federation.topology import receivers, ring, star
+from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.train import resume, train
+
+SEEDED = "privacy.insecure_seed=1"
+
+
+def run(study, method, *overrides):
+    return train(study, method=method, backend="local", overrides=["train.rounds=2", *overrides])
+
+
+def model(study, summary, site, role="private"):
+    return load_file(study.root / summary["run"] / "sites" / site / f"{role}.safetensors")
+
+
+def flat(tensors):
+    return np.concatenate([value.ravel() for value in tensors.values()])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_accounts_and_is_evaluated(study, method):
+    summary = run(study, method)
+    expected = epsilon([plan(36, 8, 2, 1.4, 0.7)], 1e-5)
+    for row in summary["sites"]:
+        assert row["epsilon"] == pytest.approx(expected, abs=1e-6)
+        assert row["guarantee"] == "guaranteed"  # strict mode
+    accuracy = evaluate(study, summary["run"])["merged"]["accuracy"]
+    assert 0 <= accuracy["mean"] <= 1
+    hops = METHODS[method].exchange(4, 0, 0.0)
+    messages = sum(len(receivers(matrix, site)) for matrix in hops for site in range(4))
+    assert summary["communication"]["messages"] == 2 * messages
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_goes_on_to_the_same_models_after_a_kill(study, method, monkeypatch):
+    whole = run(study, method, SEEDED)
+    from wsi_fl.federation import loop
+
+    finish, calls = loop._log_round, []
+
+    def die_in_round_two(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_log_round", die_in_round_two)
+    with pytest.raises(KeyboardInterrupt):
+        run(study, method, SEEDED)
+    monkeypatch.undo()
+    broken = sorted(path.name for path in study.runs.glob("0*"))[-1]
+    resumed = resume(study, broken, backend="local")
+    for site in study.site_names():
+        assert np.array_equal(flat(model(study, whole, site)), flat(model(study, resumed, site)))
+    assert [row["epsilon"] for row in whole["sites"]] == [row["epsilon"] for row in resumed["sites"]]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "avgpush", "cwt"])
+def test_methods_that_share_one_model_start_alike_whatever_a_site_prefers(tmp_path, method):
+    study = make_study(tmp_path / "study", n_sites=2, site_extra='real = false\nprivate_model = "lenet5"')
+    summary = run(study, method)
+    assert {flat(model(study, summary, site)).size for site in study.site_names()} == {
+        flat(model(study, run(study, method), "S0")).size
+    }
+    evaluate(study, summary["run"])
+
+
+@pytest.mark.parametrize(("method", "role"), [("fedavg", "private"), ("fml", "proxy")])
+def test_after_a_star_every_site_holds_the_central_model(study, method, role):
+    summary = run(study, method)
+    models = [flat(model(study, summary, site, role)) for site in study.site_names()]
+    for other in models[1:]:
+        np.testing.assert_allclose(other, models[0], rtol=1e-6, atol=1e-7)
+
+
+def test_with_one_site_there_is_nobody_to_average_with(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    open_ = ("privacy.enabled=false",)
+    alone = flat(model(study, run(study, "fedavg", *open_), "S0"))
+    common = make_study(tmp_path / "two", n_sites=1)
+    again = flat(model(common, run(common, "avgpush", *open_), "S0"))
+    assert np.array_equal(alone, again)
+
+
+def test_what_passes_through_the_centre_is_noted_and_costs_nothing(study):
+    run(study, "fedavg")
+    lines = [json.loads(line) for line in study.ledger("S0").read_text().splitlines()]
+    assert sum("relayed" in line for line in lines) == 2  # one broadcast a round
+    others = study.ledger("S1").read_text()
+    assert "relayed" not in others
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 49])
+def test_star_averages_exactly_and_ring_only_carries(n):
+    rng = np.random.default_rng(n)
+    x = rng.normal(size=(n, 3)).astype(np.float32)
+    states = [PushSum(row, 1.0) for row in x]
+    for matrix in star(n, 0):
+        np.testing.assert_allclose(matrix.sum(axis=0), 1)
+        states = [
+            mix(
+                states[i],
+                float(matrix[i, i]),
+                [
+                    PushSum(states[j].x * np.float32(matrix[i, j]), states[j].w * matrix[i, j])
+                    for j in range(n)
+                    if j != i and matrix[i, j]
+                ],
+            )
+            for i in range(n)
+        ]
+    for state in states:
+        np.testing.assert_allclose(state.z, x.mean(axis=0), rtol=1e-5, atol=1e-6)
+    for matrix in ring(n, 4):
+        assert sorted(matrix.argmax(axis=0).tolist()) == list(range(n))
+        assert matrix[(np.arange(n) + 1) % n, np.arange(n)].all()
