@@ -13,6 +13,7 @@ from wsi_fl.federation.topology import receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.train import resume, train
+from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"
 
@@ -32,7 +33,8 @@ def flat(tensors):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_accounts_and_is_evaluated(study, method):
     summary = run(study, method)
-    expected = epsilon([plan(36, 8, 2, 1.4, 0.7)], 1e-5)
+    n = 4 * 36 if METHODS[method].pooled else 36
+    expected = epsilon([plan(n, 8, 2, 1.4, 0.7)], 1e-5)
     for row in summary["sites"]:
         assert row["epsilon"] == pytest.approx(expected, abs=1e-6)
         assert row["guarantee"] == "guaranteed"  # strict mode
@@ -65,6 +67,13 @@ def test_every_method_goes_on_to_the_same_models_after_a_kill(study, method, mon
     for site in study.site_names():
         assert np.array_equal(flat(model(study, whole, site)), flat(model(study, resumed, site)))
     assert [row["epsilon"] for row in whole["sites"]] == [row["epsilon"] for row in resumed["sites"]]
+
+
+def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
+    file = study.root / "sites" / "S2.toml"
+    file.write_text(file.read_text().replace("real = false", "real = true"))
+    with pytest.raises(UsageError, match=r"sites/S2\.toml: joint needs every site's patches"):
+        run(study, "joint")
 
 
 @pytest.mark.parametrize("method", ["fedavg", "avgpush", "cwt"])

@@ -188,7 +188,10 @@ def partition(
 @app.command()
 def train(
     method: Annotated[
-        str, typer.Option(help="proxyfl, fml, fedavg, avgpush, cwt, or regular: every site alone.")
+        str,
+        typer.Option(
+            help="proxyfl, fml, fedavg, avgpush, cwt; joint: all data pooled; regular: every site alone."
+        ),
     ] = "proxyfl",
     pipeline: Pipeline = None,
     overrides: Set = None,

@@ -28,6 +28,8 @@ class Section(BaseModel):
 
 
 class Slides(Section):
+    """`auto` is OpenSlide, the only reader so far."""
+
     reader: Literal["auto", "openslide"] = "auto"
 
 
@@ -49,6 +51,8 @@ class Tile(Section):
 
 
 class Store(Section):
+    """`raw` is the only storage so far."""
+
     pixels: Literal["raw"] = "raw"
 
 
@@ -87,6 +91,7 @@ class Privacy(Section):
     clip: float = Field(0.7, gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
     grad_mode: Literal["auto", "hooks"] = "auto"
+    """How per-example gradients are taken: `auto` is Opacus's hooks, the only mode so far."""
     unit: Literal["row"] = "row"
     insecure_seed: int | None = None
     """Fixed noise for tests; the ledger says so and no guarantee is given."""

@@ -45,6 +45,7 @@ class Method:
             name where it leaves without differential privacy.
         learns_from_private: whether the model under differential privacy has a teacher trained without it, so
             that its ε is nominal unless β = 0.
+        pooled: whether every model trains on all sites' data: what nobody may do, and what all are measured against.
     """
 
     prepare: Callable[[MakeLearner], Learners]
@@ -54,6 +55,7 @@ class Method:
     travels: str | None
     release: str = ""
     learns_from_private: bool = False
+    pooled: bool = False
 
 
 def _private_with_dp(make: MakeLearner) -> Learners:
@@ -110,6 +112,14 @@ METHODS: dict[str, Method] = {
         exchange=_nobody,
         predict=_private_logits,
         travels=None,
+    ),
+    "joint": Method(
+        prepare=_private_with_dp,
+        step=_supervised,
+        exchange=_nobody,
+        predict=_private_logits,
+        travels=None,
+        pooled=True,
     ),
     "fedavg": Method(
         prepare=_common_with_dp,

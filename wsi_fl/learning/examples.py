@@ -71,6 +71,8 @@ def in_memory(examples: Examples, limit_bytes: int = _IN_MEMORY_BYTES, chunk: in
 
 def joined(parts: list[Examples]) -> Examples:
     """Several sets of examples as one, in order."""
+    if len(parts) == 1:
+        return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
     def read(rows: NDArray[np.int64]) -> NDArray[np.uint8]:

@@ -142,9 +142,7 @@ _GRADIENT_RTOL, _GRADIENT_ATOL = 1e-2, 1e-5
 def _generic_copy(model: nn.Module) -> nn.Module:
     """A copy on the CPU without dropout, and without constant weights, which may hide other gradients."""
     model = copy.deepcopy(model).cpu()
-    for (
-        module
-    ) in model.modules():  # Opacus looks at modules in training mode alone; dropout holds no parameters
+    for module in model.modules():  # Opacus looks at those in training mode alone; dropout has no parameters
         module.training = any(True for _ in module.parameters(recurse=False))
     with torch.no_grad():
         for parameter in model.parameters():

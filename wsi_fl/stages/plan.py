@@ -51,6 +51,10 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
                 f"sites/{site.name}.toml: a model without differential privacy may not leave this site; "
                 'add allow = ["model"] there, or switch privacy on'
             )
+    if row.pooled and (shut := [site.name for site in sites if not site.allows("patches")]):
+        raise UsageError(
+            f'sites/{shut[0]}.toml: {method} needs every site\'s patches; allow = ["patches"] would let them'
+        )
     real = [site.name for site in sites if not site.allows("patches")]
     if backend == "local" and real and len(sites) > 1:
         raise UsageError(
@@ -64,7 +68,11 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
 
 
 def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
-    """Says when the stores were tiled otherwise than the pipeline would: training uses what is in the stores."""
+    """Says when stores belong to no site, or were tiled otherwise than the pipeline would."""
+    named = {site.name for site in study.sites(pipeline)}
+    left = sorted(p.parent.name for p in study.root.glob("stores/*/patches.h5") if p.parent.name not in named)
+    if left and pipeline.sites is None:
+        say(f"  stores/{left[0]} has no site file, so this site takes no part", style="yellow")
     site = study.sites(pipeline)[0]
     if not site.allows("patches"):
         return
@@ -74,7 +82,7 @@ def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
     if spec.mpp and (spec.size_px, spec.mpp) != (tile.size_px, tile.mpp):
         say(
             f"  the stores hold patches of {spec.size_px} px at {spec.mpp:g} µm, this pipeline would tile "
-            f"{tile.size_px} px at {tile.mpp:g} µm; training uses what is in the stores",
+            f"{tile.size_px} px at {tile.mpp:g} µm (another --pipeline?); training uses what is in the stores",
             style="yellow",
         )
 

@@ -193,7 +193,8 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     store = open_store(study, site.name)
     device = device_of_rank()
     size = input_px(pipeline, store)
-    train = examples_of(store, "train", size)
+    pool = [other.name for other in sites] if method.pooled else [site.name]
+    train = joined([examples_of(open_store(study, name), "train", size) for name in pool])
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training patches; look at tile's table")
     tests = {"own": test_part(study, site.name, size)}
