@@ -416,12 +416,12 @@ def test_tables_hold_the_numbers_of_the_run(page: Page, document: Document) -> N
     compared = document.table("Method", "Run")
     assert list(compared) == [
         "Joint all data pooled",
-        "ProxyFL (this run) proxies averaged, no centre",
+        "ProxyFL (this run) proxies travel, no centre",
         "Regular each site alone",
         "FedAvg one averaged model, central",
     ]
     assert compared["Joint all data pooled"][:5] == ["0.827", "0.818", "0.895", "off", "–"]
-    ours = compared["ProxyFL (this run) proxies averaged, no centre"]
+    ours = compared["ProxyFL (this run) proxies travel, no centre"]
     assert ours == ["0.712 ± 0.021", "0.704 ± 0.021", "0.781 ± 0.021", "on", "2.77–2.80 nominal", page.run]
 
     data = document.table("Site", "Patients", "healthy", "sum")
@@ -523,7 +523,7 @@ def test_a_run_without_privacy_says_so(page: Page) -> None:
     metrics = {k: [{**line, "epsilon": None} for line in v] for k, v in page.metrics.items()}
     document = Document(render(replace(page, summary=summary, metrics=metrics)))
     assert "Differential privacy was off in this run. Whatever the sites sent" in document.text
-    assert document.table("Method", "Run")["ProxyFL (this run) proxies averaged, no centre"][3:5] == [
+    assert document.table("Method", "Run")["ProxyFL (this run) proxies travel, no centre"][3:5] == [
         "off",
         "–",
     ]

@@ -15,7 +15,7 @@ METHODS = {
     "avgpush": ("AvgPush", "one averaged model, no centre"),
     "cwt": ("CWT", "one model, passed round"),
     "fml": ("FML", "proxies averaged, central"),
-    "proxyfl": ("ProxyFL", "proxies averaged, no centre"),
+    "proxyfl": ("ProxyFL", "proxies travel, no centre"),
     "replay": ("Replay", "synthetic data shared"),
     "mpcpa": ("MPCPA", "synthetic data shared"),
 }
