@@ -283,7 +283,7 @@ def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(study, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"method": "proxifl"}, UsageError, "unknown method 'proxifl'; known: regular, proxyfl"),
+        ({"method": "proxifl"}, UsageError, "unknown method 'proxifl'; known: regular"),
         ({"pipeline_name": "smal"}, UsageError, "unknown pipeline 'smal'; known:.*small"),
         ({"backend": "carrier pigeon"}, UsageError, "unknown backend 'carrier pigeon'; known: mpi, local"),
         ({"overrides": ['sites=["S0", "S9"]']}, UsageError, "unknown site 'S9'.*S0, S1, S2, S3"),

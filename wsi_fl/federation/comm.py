@@ -170,28 +170,14 @@ class MpiComm:
             sends.append(self._world.Isend([head, self._mpi.BYTE], receiver, tag))
             sends.append(self._world.Isend([body, self._mpi.FLOAT], receiver, tag + 1))
         headers = [bytearray(_HEADER.size) for _ in sources]
-        self._wait(
-            [
-                self._world.Irecv([buffer, self._mpi.BYTE], source, tag)
-                for source, buffer in zip(sources, headers, strict=True)
-            ],
-            sources,
-            round_,
-        )
+        self._receive(headers, self._mpi.BYTE, sources, tag, round_)
         for source, header in zip(sources, headers, strict=True):
             if _length(header) != size:
                 raise WsiFlError(
                     f"round {round_}: site {source} sent {_length(header)} values, agreed on {size}"
                 )
         vectors = [np.empty(size, np.float32) for _ in sources]
-        self._wait(
-            [
-                self._world.Irecv([buffer, self._mpi.FLOAT], source, tag + 1)
-                for source, buffer in zip(sources, vectors, strict=True)
-            ],
-            sources,
-            round_,
-        )
+        self._receive(vectors, self._mpi.FLOAT, sources, tag + 1, round_)
         self._wait(sends, [receiver for receiver, _, _ in packed for _ in range(2)], round_)
         _count(self.traffic, outgoing, time.perf_counter() - began)
         messages = [_unpack(header, vector, mine) for header, vector in zip(headers, vectors, strict=True)]
@@ -201,6 +187,15 @@ class MpiComm:
                     f"round {round_}: site {source} sent round {message.round} of site {message.sender}"
                 )
         return messages
+
+    def _receive(
+        self, buffers: Sequence[Any], kind: Any, sources: Sequence[int], tag: int, round_: int
+    ) -> None:
+        """Fills each buffer from its source."""
+        pairs = zip(sources, buffers, strict=True)
+        self._wait(
+            [self._world.Irecv([buffer, kind], source, tag) for source, buffer in pairs], sources, round_
+        )
 
     def gather(self, documents: Sequence[Any]) -> list[Any]:
         (document,) = documents

@@ -92,11 +92,7 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
     params = params or PlanParams()
     with Slide(record.path, record.mpp_override) as slide:
         mpp, size_l0, quickhash = slide.mpp, slide.size_l0, slide.quickhash
-        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):
-            raise WsiFlError(
-                f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
-                f"set tile.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
-            )
+        _check_resolution(record, spec, mpp)
         patch_l0 = size_in_l0(spec, mpp)
         wanted_px = ceil(max(size_l0) / patch_l0 * _PATCH_IN_THUMBNAIL_PX)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, _PICTURE_PX), _MOST_THUMBNAIL_PX))
@@ -170,6 +166,15 @@ def read_patches(
                 yield first, future.result()
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _check_resolution(record: SlideRecord, spec: GridSpec, mpp: float) -> None:
+    """Refuses to invent detail that the slide does not have."""
+    if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):
+        raise WsiFlError(
+            f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
+            f"set tile.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
+        )
 
 
 def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:

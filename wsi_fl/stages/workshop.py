@@ -68,15 +68,15 @@ def examples_of(store: PatchStore, split: str, input_px: int | None) -> Examples
     return in_memory(resized(found, input_px) if input_px else found)
 
 
-def test_part(study: Study, site: str, size_px: int) -> Examples:
+def held_out(study: Study, site: str, size_px: int) -> Examples:
     """The test patches of a site, read once by a process that trains many sites."""
     path = study.store(site)
     open_store(study, site).close()
-    return _test_part(path, path.stat().st_mtime_ns, size_px)
+    return _held_out(path, path.stat().st_mtime_ns, size_px)
 
 
 @lru_cache(maxsize=512)
-def _test_part(path: Path, written_ns: int, size_px: int) -> Examples:
+def _held_out(path: Path, written_ns: int, size_px: int) -> Examples:
     del written_ns  # a store made anew is another one
     return examples_of(PatchStore(path), "test", size_px)
 
@@ -197,9 +197,9 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     train = joined([examples_of(open_store(study, name), "train", size) for name in pool])
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training patches; look at tile's table")
-    tests = {"own": test_part(study, site.name, size)}
+    tests = {"own": held_out(study, site.name, size)}
     if len(sites) > 1 and may_merge(sites):
-        tests["merged"] = joined([test_part(study, other.name, size) for other in sites])
+        tests["merged"] = joined([held_out(study, other.name, size) for other in sites])
     if site.real and not study.ledger(site.name).exists() and _took_part(study, site.name):
         raise UsageError(
             f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
