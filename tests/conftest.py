@@ -11,11 +11,21 @@ import pytest
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study import Study
-from wsi_fl.types import CLASSES, GridSpec, PatchTable
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def refused(action, *words: str, error=UsageError) -> None:
+    """The action fails with this error, in one line that holds the words."""
+    with pytest.raises(error) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
 
 
 def patches_of(rng, labels, size_px, tint):

@@ -6,12 +6,12 @@ import os
 import tomllib
 
 import pytest
+from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.config import Pipeline, Site, dump_toml, toml_value
 from wsi_fl.study import Study, load_pipeline, shipped
-from wsi_fl.types import UsageError
 
 
 @pytest.fixture
@@ -22,15 +22,6 @@ def study(tmp_path):
     for name in ("C1", "C2"):
         (tmp_path / "sites" / f"{name}.toml").write_text(f'name = "{name}"\nslides = "x/*.tif"\n')
     return Study(tmp_path)
-
-
-def refused(action, *words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
 
 
 @pytest.mark.parametrize(

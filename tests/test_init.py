@@ -6,22 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from conftest import refused
 from test_layouts import HEADER, camelyon17, generic, touch
 
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.init import init
 from wsi_fl.stages.tile import sources_of
 from wsi_fl.study import Study, shipped
-from wsi_fl.types import UsageError
-
-
-def refused(action, *words: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
 
 
 @pytest.mark.parametrize("style", ["images", "center", "centre"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+from functools import partial
 from pathlib import Path
 
+import conftest
 import pytest
 
 from wsi_fl.slides.layouts import Sources, describe, detect, read_site
@@ -17,14 +19,7 @@ def touch(*paths: Path) -> None:
         path.touch()
 
 
-def refused(action, *words: str) -> None:
-    with pytest.raises(WsiFlError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    for word in words:
-        assert word in message, message
-
+refused = partial(conftest.refused, error=WsiFlError)
 
 C17_STAGES = {
     "patient_000_node_0": "negative",

@@ -29,6 +29,9 @@ from wsi_fl.privacy.ledger import PrivacyLedger, Release
 from wsi_fl.runs import SiteFolder
 from wsi_fl.types import WsiFlError
 
+_CONTENT = "model"
+"""What leaves, as a site file's `allow` names it where it leaves without differential privacy."""
+
 Report = Callable[[dict[str, Any]], None]
 """Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
 
@@ -197,7 +200,7 @@ def _release(site: Site, method: Method, round_: int) -> Release | None:
         schema=schema(learner.model),
         weight=site.push.w,
         mechanism=site.mechanism,
-        content=method.release,
+        content=_CONTENT,
     )
 
 

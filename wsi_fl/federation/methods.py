@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wsi_fl.federation import topology
-from wsi_fl.federation.topology import Matrix
+from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.local import Batch, Learner, Learners, mutual_step, supervised_step
 
 
@@ -38,10 +38,9 @@ class Method:
     Attributes:
         prepare: builds the site's learners, once.
         step: one local step on a batch; returns the loss of each role.
-        exchange: (n_sites, round, self_weight) → the hops of a round, column-stochastic matrices.
+        exchange: the graph of a round.
         predict: logits for evaluation.
         travels: role whose parameters are exchanged, or None.
-        release: what the exchanged parameters are called in the ledger, and what a site must allow by
             name where it leaves without differential privacy.
         learns_from_private: whether the model under differential privacy has a teacher trained without it, so
             that its ε is nominal unless β = 0.
@@ -50,10 +49,9 @@ class Method:
 
     prepare: Callable[[MakeLearner], Learners]
     step: Callable[[Learners, Batch, Weights, torch.Generator], dict[str, float]]
-    exchange: Callable[[int, int, float], list[Matrix]]
+    exchange: Topology
     predict: Callable[[Learners, Tensor], Tensor]
     travels: str | None
-    release: str = ""
     learns_from_private: bool = False
     pooled: bool = False
 
@@ -86,21 +84,6 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
     }
 
 
-def _nobody(n_sites: int, round_: int, self_weight: float) -> list[Matrix]:
-    del self_weight
-    return topology.none(n_sites, round_)
-
-
-def _star(n_sites: int, round_: int, self_weight: float) -> list[Matrix]:
-    del self_weight
-    return topology.star(n_sites, round_)
-
-
-def _ring(n_sites: int, round_: int, self_weight: float) -> list[Matrix]:
-    del self_weight
-    return topology.ring(n_sites, round_)
-
-
 def _private_logits(learners: Learners, x: Tensor) -> Tensor:
     return learners["private"].logits(x)
 
@@ -109,14 +92,14 @@ METHODS: dict[str, Method] = {
     "regular": Method(
         prepare=_private_with_dp,
         step=_supervised,
-        exchange=_nobody,
+        exchange=topology.none,
         predict=_private_logits,
         travels=None,
     ),
     "joint": Method(
         prepare=_private_with_dp,
         step=_supervised,
-        exchange=_nobody,
+        exchange=topology.none,
         predict=_private_logits,
         travels=None,
         pooled=True,
@@ -124,10 +107,9 @@ METHODS: dict[str, Method] = {
     "fedavg": Method(
         prepare=_common_with_dp,
         step=_supervised,
-        exchange=_star,
+        exchange=topology.star,
         predict=_private_logits,
         travels="private",
-        release="model",
     ),
     "avgpush": Method(
         prepare=_common_with_dp,
@@ -135,23 +117,20 @@ METHODS: dict[str, Method] = {
         exchange=topology.exponential,
         predict=_private_logits,
         travels="private",
-        release="model",
     ),
     "cwt": Method(
         prepare=_common_with_dp,
         step=_supervised,
-        exchange=_ring,
+        exchange=topology.ring,
         predict=_private_logits,
         travels="private",
-        release="model",
     ),
     "fml": Method(
         prepare=_private_and_dp_proxy,
         step=_mutual,
-        exchange=_star,
+        exchange=topology.star,
         predict=_private_logits,
         travels="proxy",
-        release="model",
         learns_from_private=True,
     ),
     "proxyfl": Method(
@@ -160,7 +139,6 @@ METHODS: dict[str, Method] = {
         exchange=topology.exponential,
         predict=_private_logits,
         travels="proxy",
-        release="model",
         learns_from_private=True,
     ),
 }

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Matrix = NDArray[np.float64]
-Topology = Callable[[int, int], list[Matrix]]
+Topology = Callable[[int, int, float], list[Matrix]]
+"""(number of sites, round from 0, self-weight P[i, i] where the graph leaves it open) → hops."""
 
 
-def none(n_sites: int, round_: int) -> list[Matrix]:
+def none(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Nobody sends anything."""
-    del n_sites, round_
+    del n_sites, round_, self_weight
     return []
 
 
@@ -42,9 +43,9 @@ def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Mat
     return [matrix]
 
 
-def ring(n_sites: int, round_: int) -> list[Matrix]:
+def ring(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Every site hands all it has to the next one (cyclical weight transfer, Chang et al., 2018)."""
-    del round_
+    del round_, self_weight
     if n_sites < 2:
         return []
     sites = np.arange(n_sites)
@@ -53,7 +54,7 @@ def ring(n_sites: int, round_: int) -> list[Matrix]:
     return [matrix]
 
 
-def star(n_sites: int, round_: int) -> list[Matrix]:
+def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
     """Two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum.
 
     Example:
@@ -61,7 +62,7 @@ def star(n_sites: int, round_: int) -> list[Matrix]:
         >>> (broadcast @ gather).round(2).tolist()[2]
         [0.33, 0.33, 0.33]
     """
-    del round_
+    del round_, self_weight
     if n_sites < 2:
         return []
     gather = np.zeros((n_sites, n_sites))
