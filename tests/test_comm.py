@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from wsi_fl.federation import comm
-from wsi_fl.federation.comm import LocalComm, Outgoing
+from wsi_fl.federation.comm import LocalComm
+from wsi_fl.federation.message import Outgoing, body_length, pack, received
 from wsi_fl.federation.topology import exponential, receivers, senders
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.stages import launch
@@ -49,22 +49,28 @@ def test_in_process_messages_are_scaled_counted_and_recorded(tmp_path):
 def test_what_was_not_agreed_on_is_refused(tmp_path):
     local = LocalComm(2)
     sent = [Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0, 2.0]))]
-    with pytest.raises(WsiFlError, match="site 0 sent 2 values, agreed on 3"):
-        local.exchange(sent, [(0, 1)], round_=1, hop=0, size=3)
+    (message,) = local.exchange(sent, [(0, 1)], round_=1, hop=0, size=3)
+    assert message.refused == "it has 2 values, agreed on 3"
+    assert not message.vector.size
     with pytest.raises(WsiFlError, match="release of round 1 cannot be sent in round 2"):
         local.exchange(sent, [(0, 1)], round_=2, hop=0, size=2)
     with pytest.raises(WsiFlError, match="nothing from site 1 to site 0"):
         local.exchange(sent, [(0, 1), (1, 0)], round_=1, hop=0, size=2)
 
 
-def test_another_protocol_is_refused(tmp_path):
-    header, vector = comm._pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
-    assert comm._unpack(header, vector, 1).round == 1
+def test_headers_that_lie_are_refused(tmp_path):
+    header, vector = pack(Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0])), 1, 0)
+    assert received(header, vector, 0, 1, 1, 1).refused == ""
     for position in (0, 4):  # magic, version
         broken = bytearray(header)
         broken[position] ^= 1
-        with pytest.raises(WsiFlError, match="another protocol"):
-            comm._unpack(broken, vector, 1)
+        assert received(broken, vector, 0, 1, 1, 1).refused == "it speaks another protocol"
+    assert received(header, vector, 2, 1, 1, 1).refused == "it is of round 1 of site 0"
+    assert received(header, vector, 0, 1, 2, 1).refused == "it is of round 1 of site 0"
+    endless = bytearray(header)
+    endless[-8:] = b"\xff" * 8
+    assert body_length(endless, 1) == 0
+    assert "values, agreed on 1" in received(endless, vector, 0, 1, 1, 1).refused
 
 
 def test_gather_knows_every_document_in_order():
@@ -77,7 +83,8 @@ from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
 from test_comm import plan_of, release_of, said
-from wsi_fl.federation.comm import MpiComm, Outgoing
+from wsi_fl.federation.comm import MpiComm
+from wsi_fl.federation.message import Outgoing
 from wsi_fl.types import WsiFlError
 folder = Path({folder!r})
 comm = MpiComm(20.0)
@@ -99,7 +106,8 @@ def attempt(timeout, act):
 
 def wrong_size():
     sent = [Outgoing(me, 1, 1.0, release_of(folder, f"w{{me}}", 8, [1.0, 2.0]))] if me == 0 else []
-    comm.exchange(sent, [(0, 1)], round_=8, hop=0, size=2 if me == 0 else 3)
+    messages = comm.exchange(sent, [(0, 1)], round_=8, hop=0, size=2 if me == 0 else 3)
+    out["refused"] = [message.refused for message in messages]
 
 def nobody_sends():
     comm.exchange([], [(1, 2)] if me == 2 else [], round_=9, hop=0, size=3)
@@ -161,5 +169,5 @@ def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_
     message, waited = ranks[2]["silent"]
     assert message == "site 1 did not answer for 1 s in round 9 (comm.timeout_s)"
     assert 1 <= waited < 5
-    assert ranks[1]["wrong"][0] == "round 8: site 0 sent 2 values, agreed on 3"
-    assert [ranks[k]["wrong"] for k in (0, 2)] == [None, None]
+    assert [rank["refused"] for rank in ranks] == [[], ["it has 2 values, agreed on 3"], []]
+    assert [rank["wrong"] for rank in ranks] == [None] * 3

@@ -142,39 +142,37 @@ def test_the_budget_of_a_real_site_is_for_life_and_of_a_simulated_one_for_a_run(
         open_ledger("first").record(round_, ROUND)
     simulated = open_ledger("second", max_epsilon=limit)
     for round_ in (1, 2, 3):
-        simulated.check_budget(round_, ROUND)
+        assert simulated.affords(round_, ROUND)
         simulated.record(round_, ROUND)
-    with pytest.raises(BudgetSpent):
-        simulated.check_budget(4, ROUND)
-    with pytest.raises(BudgetSpent):
-        open_ledger("third", max_epsilon=limit, lifetime=True).check_budget(1, ROUND)
+    assert not simulated.affords(4, ROUND)
+    assert not open_ledger("third", max_epsilon=limit, lifetime=True).affords(1, ROUND)
 
 
 def test_the_budget_refuses_exactly_the_step_that_crosses_it(open_ledger):
-    open_ledger(max_epsilon=spent(1)).check_budget(1, ROUND)
+    assert open_ledger(max_epsilon=spent(1)).affords(1, ROUND)
+    short = open_ledger(max_epsilon=spent(1) - 1e-9)
+    assert not short.affords(1, ROUND)
     with pytest.raises(BudgetSpent, match="site C1: round 1 would raise epsilon to"):
-        open_ledger(max_epsilon=spent(1) - 1e-9).check_budget(1, ROUND)
+        short.record(1, ROUND)
 
 
 def test_redoing_the_last_affordable_round_is_no_crossing(open_ledger):
     ledger = open_ledger(max_epsilon=spent(2) + 1e-9)
     for round_ in (1, 2):
         ledger.record(round_, ROUND)
-    ledger.check_budget(2, ROUND)
-    with pytest.raises(BudgetSpent):
-        ledger.check_budget(3, ROUND)
+    assert ledger.affords(2, ROUND)
+    assert not ledger.affords(3, ROUND)
 
 
 def test_two_runs_at_once_cannot_spend_the_same_budget(open_ledger):
     terms = {"max_epsilon": spent(1) + 1e-9, "lifetime": True}
     a, b = open_ledger("a", **terms), open_ledger("b", **terms)
-    a.check_budget(1, ROUND)
-    b.check_budget(1, ROUND)
+    assert a.affords(1, ROUND)
+    assert b.affords(1, ROUND)
     release(a, 1)
     with pytest.raises(BudgetSpent):
         release(b, 1)
-    with pytest.raises(BudgetSpent):
-        b.check_budget(1, ROUND)
+    assert not b.affords(1, ROUND)
     assert open_ledger("a").epsilon(lifetime=True) == pytest.approx(spent(1))
 
 

@@ -145,7 +145,7 @@ def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(stud
     class PowerCut(BaseException):
         pass
 
-    saved = loop._checkpoint
+    saved = loop.checkpoint
     for moment in ("before the checkpoint", "after it"):
 
         def cut(site, round_, moment=moment):
@@ -156,10 +156,10 @@ def test_an_interrupted_run_goes_on_to_the_same_models_and_the_same_account(stud
             if moment == "before the checkpoint":
                 saved(site, round_)
 
-        monkeypatch.setattr(loop, "_checkpoint", cut)
+        monkeypatch.setattr(loop, "checkpoint", cut)
         with pytest.raises(PowerCut):
             run(study, "proxyfl", SEEDED)
-        monkeypatch.setattr(loop, "_checkpoint", saved)
+        monkeypatch.setattr(loop, "checkpoint", saved)
         path = sorted(study.runs.glob("*-proxyfl-*"))[-1]
         assert path != whole
         summary = resume(study, path.name, backend="local")

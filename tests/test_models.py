@@ -43,6 +43,27 @@ def test_resnet18_computes_what_torchvisions_in_place_version_computes():
     torch.testing.assert_close(ours(x), theirs(x))
 
 
+def test_vgg11_has_torchvisions_convolutions_one_linear_layer_and_no_batch_norm():
+    ours, theirs = make("vgg11", size_px=224, n_classes=8)[0], torchvision.models.vgg11().features
+
+    def convolutions(model):
+        return [m.weight.shape for m in model.modules() if isinstance(m, torch.nn.Conv2d)]
+
+    assert convolutions(ours) == convolutions(theirs)
+    assert [m.weight.shape for m in ours.modules() if isinstance(m, torch.nn.Linear)] == [(8, 25_088)]
+    assert sum(isinstance(m, torch.nn.GroupNorm) for m in ours) == 8
+    assert sum(isinstance(m, torch.nn.MaxPool2d) for m in ours) == 5
+
+
+@pytest.mark.parametrize(("size_px", "n_features"), [(32, 512), (80, 2048), (96, 4608), (100, 4608)])
+def test_vgg11_fits_its_linear_layer_to_the_images(size_px, n_features):
+    assert make("vgg11", size_px=size_px)[0][-1].in_features == n_features
+
+
+def test_vgg11_passes_the_check_of_per_example_gradients():
+    check_per_example_gradients(make("vgg11", size_px=32)[0], (3, 32, 32), 2)
+
+
 @pytest.mark.parametrize(("name", "n_parameters"), [("mlp", 199_210), ("lenet5", 44_426)])
 def test_small_models_have_the_published_size_on_mnist(name, n_parameters):
     model = build(name, n_classes=10, in_channels=1, size_px=28, seed=0)
@@ -142,7 +163,7 @@ def test_unknown_models_are_refused_in_one_line(name):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["lenet5", "cnn1", "gn_cnn"])
+@pytest.mark.parametrize("name", ["lenet5", "cnn1", "gn_cnn", "vgg11"])
 def test_images_too_small_are_refused(name):
     with pytest.raises(UsageError, match="at least"):
         make(name, size_px=8)

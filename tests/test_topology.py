@@ -1,34 +1,107 @@
-"""Graphs as matrices: mass is kept, one message a site, everyone hears of everyone."""
+"""Graphs as matrices: mass is kept, one message a site, everyone hears of everyone, whoever is there."""
+
+import json
 
 import numpy as np
 import pytest
+from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.federation.topology import exponential, none, receivers, senders
+from wsi_fl.federation.graph import Edge, Graph, from_file, parse_graph
+from wsi_fl.federation.topology import (
+    TOPOLOGIES,
+    exponential,
+    handover,
+    named,
+    none,
+    over,
+    random_permutation,
+    receivers,
+    ring,
+    senders,
+    star,
+    welcome,
+)
 
 n_sites = st.integers(2, 64)
+rounds = st.integers(0, 40)
+self_weights = st.sampled_from([0.0, 0.25, 0.5])
+topologies = st.builds(named, st.sampled_from(list(TOPOLOGIES)), st.integers(0, 2**32))
 
 
-@given(st.integers(1, 64), st.integers(0, 40), st.sampled_from([0.0, 0.25, 0.5]))
-def test_every_column_sums_to_one(n, round_, self_weight):
-    for matrix in exponential(n, round_, self_weight):
-        assert (matrix >= 0).all()
-        np.testing.assert_allclose(matrix.sum(axis=0), 1)
+def names_of(n):
+    return [f"S{k}" for k in range(1, n + 1)]
 
 
-@given(n_sites, st.integers(0, 40), st.sampled_from([0.0, 0.5]))
-def test_every_site_sends_one_message_and_gets_one(n, round_, self_weight):
-    (matrix,) = exponential(n, round_, self_weight)
+def assert_column_stochastic(matrix, n):
+    assert matrix.shape == (n, n)
+    assert (matrix >= 0).all()
+    np.testing.assert_allclose(matrix.sum(axis=0), 1, rtol=0, atol=1e-12)
+
+
+@st.composite
+def documents(draw, n):
+    """A file over a ring and some more edges, of which some senders weigh theirs."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    chosen = []
+    for _ in range(draw(st.integers(1, 3))):
+        edges = {(k, (k + 1) % n) for k in range(n)}
+        edges |= {(int(a), int(b)) for a, b in rng.integers(0, n, (draw(st.integers(0, 6)), 2)) if a != b}
+        weigh, degree = rng.random(n) < 0.4, np.bincount([a for a, _ in edges], minlength=n)
+        chosen.append(
+            [
+                [f"S{a + 1}", f"S{b + 1}", *([rng.uniform(0.1, 0.9) / int(degree[a])] if weigh[a] else [])]
+                for a, b in sorted(edges)
+            ]
+        )
+    return {"rounds": chosen}
+
+
+# every named topology
+
+
+@given(topologies, st.integers(1, 17), rounds, self_weights)
+def test_every_column_sums_to_one(topology, n, round_, self_weight):
+    for matrix in topology(n, round_, self_weight):
+        assert_column_stochastic(matrix, n)
+
+
+@given(topologies, rounds)
+def test_one_site_alone_sends_nothing(topology, round_):
+    assert topology(1, round_, 0.5) == []
+    assert none(4, round_) == []
+
+
+@given(topologies, n_sites, rounds, self_weights)
+def test_a_topology_is_a_function_of_its_arguments_alone(topology, n, round_, self_weight):
+    first, again = topology(n, round_, self_weight), topology(n, round_, self_weight)
+    assert [a.tobytes() for a in first] == [b.tobytes() for b in again]
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    refused(lambda: named("circle"), "'circle'", "none, star, ring, exponential, random")
+
+
+# permutations
+
+
+permutations = st.one_of(st.just(exponential), st.builds(random_permutation, st.integers(0, 2**32)))
+
+
+@given(permutations, n_sites, rounds, st.sampled_from([0.0, 0.5]))
+def test_every_site_sends_one_message_and_gets_one(topology, n, round_, self_weight):
+    (matrix,) = topology(n, round_, self_weight)
+    assert np.allclose(matrix.diagonal(), self_weight)
     for site in range(n):
         (to,) = receivers(matrix, site)
         assert to != site
         assert senders(matrix, to) == [site]
 
 
-@given(n_sites, st.integers(0, 9))
-def test_without_self_weight_models_only_travel(n, round_):
-    (matrix,) = exponential(n, round_)
+@given(permutations, n_sites, rounds)
+def test_without_self_weight_models_only_travel(topology, n, round_):
+    (matrix,) = topology(n, round_, 0.0)
     assert set(np.unique(matrix)) == {0.0, 1.0}
     assert (matrix.sum(axis=1) == 1).all()
 
@@ -50,7 +123,244 @@ def test_everyone_has_heard_of_everyone_after_log2_n_rounds(n):
     assert (known > 0).all()
 
 
-@pytest.mark.parametrize("graph", [none, exponential])
-def test_one_site_alone_sends_nothing(graph):
-    assert graph(1, 3) == []
-    assert none(4, 3) == []
+@given(st.integers(2, 12), st.integers(0, 2**32), st.integers(0, 100))
+def test_random_peers_meet_everybody_sooner_or_later(n, seed, start):
+    drawn = random_permutation(seed)
+    met = {receivers(drawn(n, start + t, 0.0)[0], 0)[0] for t in range(40 * n)}
+    assert met == set(range(1, n))
+
+
+def test_random_peers_differ_between_rounds_and_seeds():
+    at = [[random_permutation(seed)(9, t, 0.0)[0].argmax(0).tolist() for t in range(20)] for seed in range(3)]
+    flat = [tuple(peers) for one in at for peers in one]
+    assert len(set(flat)) == len(flat)
+
+
+def test_random_peers_are_the_same_on_every_machine():
+    assert random_permutation(7)(6, 2, 0.0)[0].argmax(axis=0).tolist() == [2, 0, 5, 4, 1, 3]
+
+
+# those present
+
+
+@st.composite
+def attendance(draw):
+    n = draw(st.integers(1, 12))
+    return n, draw(st.sets(st.integers(0, n - 1)))
+
+
+@given(topologies, attendance(), rounds, self_weights)
+def test_among_those_present_it_is_the_smaller_graph_and_the_absent_keep_what_they_have(
+    topology, who, round_, self_weight
+):
+    n, present = who
+    places, absent = sorted(present), sorted(set(range(n)) - present)
+    hops = over(topology, n, list(present)[::-1], round_, self_weight)
+    smaller = topology(len(places), round_, self_weight) if places else []
+    assert len(hops) == len(smaller)
+    for hop, small in zip(hops, smaller, strict=True):
+        assert_column_stochastic(hop, n)
+        assert np.array_equal(hop[np.ix_(places, places)], small)
+        assert np.array_equal(hop[:, absent], np.eye(n)[:, absent])
+        assert np.array_equal(hop[absent], np.eye(n)[absent])
+
+
+def test_the_hub_of_a_star_is_the_first_site_present():
+    gather, broadcast = over(star, 5, [4, 2, 3], 0)
+    assert [senders(gather, site) for site in range(5)] == [[], [], [3, 4], [], []]
+    assert receivers(broadcast, 2) == [3, 4]
+    assert [receivers(over(ring, 5, [0, 2, 3], 0)[0], site) for site in (0, 2, 3)] == [[2], [3], [0]]
+
+
+@st.composite
+def coming_and_going(draw):
+    n = draw(st.integers(1, 10))
+    roles = draw(st.lists(st.sampled_from(["present", "moving", "absent"]), min_size=n, max_size=n))
+    return n, *([k for k in range(n) if roles[k] == role] for role in ("moving", "present"))
+
+
+@given(coming_and_going(), st.booleans())
+def test_who_leaves_hands_all_to_the_next_present_site(who, listed):
+    """`present` may or may not list the leaving ones still."""
+    n, leaving, present = who
+    matrix = handover(n, leaving, present + leaving if listed else present)
+    assert_column_stochastic(matrix, n)
+    for site in range(n):
+        heir = site
+        while present and heir not in present and site in leaving:
+            heir = (heir + 1) % n
+        assert matrix[:, site].tolist() == np.eye(n)[heir].tolist()
+
+
+@given(coming_and_going(), st.booleans())
+def test_who_returns_shares_evenly_with_the_site_before_it_and_others_of_its_guests(who, listed):
+    n, returning, present = who
+    matrix = welcome(n, returning, present + returning if listed else present)
+    assert_column_stochastic(matrix, n)
+    host = {}
+    for site in returning if present else []:
+        host[site] = site
+        while host[site] not in present:
+            host[site] = (host[site] - 1) % n
+    for site in range(n):
+        party = [site, *(guest for guest in host if host[guest] == site)]
+        wanted = np.zeros(n)
+        wanted[party] = 1 / len(party)
+        np.testing.assert_allclose(matrix[:, site], wanted)
+
+
+def test_leaving_and_coming_back_keeps_all_mass_but_not_all_places():
+    mass = handover(4, [2], [0, 1, 3]) @ np.ones(4)
+    assert mass.tolist() == [1, 1, 0, 2]
+    assert (welcome(4, [2], [0, 1, 3]) @ mass).tolist() == [1, 0.5, 0.5, 2]
+
+
+# graphs from a file
+
+
+@given(st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n))), rounds, self_weights)
+def test_a_file_gives_each_edge_its_weight_or_an_equal_part_of_what_is_not_kept(case, round_, self_weight):
+    n, document = case
+    (matrix,) = parse_graph(document, names_of(n))(n, round_, self_weight)
+    assert_column_stochastic(matrix, n)
+    edges = document["rounds"][round_ % len(document["rounds"])]
+    for k, site in enumerate(names_of(n)):
+        mine = [edge for edge in edges if edge[0] == site]
+        assert receivers(matrix, k) == sorted(int(edge[1][1:]) - 1 for edge in mine)
+        for edge in mine:
+            wanted = edge[2] if len(edge) == 3 else (1 - self_weight) / len(mine)
+            assert matrix[int(edge[1][1:]) - 1, k] == pytest.approx(wanted)
+
+
+def test_a_permutation_in_a_file_only_moves_models(tmp_path):
+    cycle = [["S1", "S3"], ["S3", "S2"], ["S2", "S1", 1]]
+    (matrix,) = from_file(written(tmp_path, {"rounds": [cycle]}), names_of(3))(3, 5, 0.0)
+    assert matrix.tolist() == [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
+
+
+def test_many_edges_leave_nothing_behind_that_rounding_made():
+    star_out = [["S1", name] for name in names_of(12)[1:]] + [[name, "S1"] for name in names_of(12)[1:]]
+    (matrix,) = parse_graph({"rounds": [star_out]}, names_of(12))(12, 0, 0.0)
+    assert matrix.diagonal().tolist() == [0.0] * 12
+    tenths = [["S1", name, 0.1] for name in names_of(11)[1:]] + [[name, "S1"] for name in names_of(11)[1:]]
+    assert parse_graph({"rounds": [tenths]}, names_of(11))(11, 0, 0.0)[0][0, 0] == 0.0
+
+
+def test_a_site_without_edges_keeps_all_and_a_round_without_edges_sends_nothing():
+    graph = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S1"]], []]}, names_of(3))
+    assert graph(3, 0, 0.0)[0].tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
+    assert graph(3, 1, 0.5) == []
+    assert graph(3, 4, 0.0)[0].tolist() == graph(3, 0, 0.0)[0].tolist()
+
+
+@given(
+    st.integers(2, 7).flatmap(lambda n: st.tuples(st.just(n), documents(n), st.sets(st.integers(0, n - 1)))),
+    self_weights,
+)
+def test_whoever_is_absent_from_a_file_no_weight_runs_dry(case, self_weight):
+    """The bound of a strongly connected part is its shares' product along any path, far above 1e-40."""
+    n, document, present = case
+    graph = parse_graph(document, names_of(n))
+    weight = np.ones(n)
+    for round_ in range(200):
+        for hop in over(graph, n, sorted(present), round_, self_weight or 0.5):
+            assert_column_stochastic(hop, n)
+            absent = sorted(set(range(n)) - present)
+            assert np.array_equal(hop[absent], np.eye(n)[absent])
+            weight = hop @ weight
+    assert weight.min() > 1e-9
+    assert weight.sum() == pytest.approx(n)
+
+
+def test_what_was_meant_for_the_absent_goes_to_the_other_receivers():
+    both_ways = [["S1", "S2", 0.2], ["S1", "S3", 0.4], ["S2", "S1"], ["S2", "S3"], ["S3", "S1"], ["S3", "S2"]]
+    graph = parse_graph({"rounds": [both_ways]}, names_of(3))
+    without = over(graph, 3, [0, 2], 0, 0.25)[0]
+    np.testing.assert_allclose(without, [[0.4, 0, 0.75], [0, 1, 0], [0.6, 0, 0.25]])
+    assert over(graph, 3, [0, 1, 2], 0, 0.25)[0].tolist() == graph(3, 0, 0.25)[0].tolist()
+
+
+def test_without_self_weight_a_site_that_stays_keeps_half_while_others_are_missing():
+    graph = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S3"], ["S3", "S1"], ["S2", "S1"]]]}, names_of(3))
+    assert over(graph, 3, [0, 1], 0, 0.0)[0].tolist() == [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]]
+
+
+def test_edges_without_a_way_back_rest_until_the_absent_return():
+    circle = parse_graph({"rounds": [[["S1", "S2"], ["S2", "S3"], ["S3", "S1"]]]}, names_of(3))
+    assert over(circle, 3, [0, 1], 0, 0.5) == []
+    assert over(circle, 3, [0], 0, 0.5) == []
+    assert over(circle, 3, [], 0, 0.5) == []
+
+
+# what is wrong with a file
+
+
+def written(folder, document, name="graph.json"):
+    (folder / name).write_text(document if isinstance(document, str) else json.dumps(document))
+    return folder / name
+
+
+TWO = [["S1", "S2"], ["S2", "S1"]]
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ("", ["not valid JSON"]),
+        ("{'rounds': []}", ["not valid JSON"]),
+        ([TWO], ['write {"rounds": ']),
+        ({}, ['write {"rounds": ']),
+        ({"rounds": {"1": TWO}}, ['write {"rounds": ']),
+        ({"rounds": [TWO], "weights": []}, ['write {"rounds": ']),
+        ({"rounds": []}, ["no edges in any round"]),
+        ({"rounds": [[], []]}, ["no edges in any round"]),
+        ({"rounds": [TWO, "S1"]}, ["round 2", '"S1" is no list']),
+        ({"rounds": [["S1", "S2"]]}, ["round 1", '"S1" is no edge', '["sender", "receiver"]']),
+        ({"rounds": [TWO, [["S1"]]]}, ["round 2", '["S1"] is no edge']),
+        ({"rounds": [[["S1", "S2", 0.5, 1]]]}, ["round 1", "no edge"]),
+        ({"rounds": [[["S1", "C4"]]]}, ["round 1", 'unknown site "C4"', "S1, S2, S3"]),
+        ({"rounds": [[[1, "S2"]]]}, ["round 1", "unknown site 1"]),
+        ({"rounds": [[["S1", ["S2"]]]]}, ["round 1", 'unknown site ["S2"]']),
+        ({"rounds": [[["S2", "S2"]]]}, ["round 1", "S2 sends to itself"]),
+        ({"rounds": [[["S1", "S2"], ["S1", "S2", 0.5]]]}, ["round 1", "twice"]),
+        ({"rounds": [[["S1", "S2"], ["S1", "S3", 0.5]]]}, ["round 1", "all edges of S1 a weight, or none"]),
+        ({"rounds": [[["S1", "S2", 0.7], ["S1", "S3", 0.5]]]}, ["round 1", "S1 sends 1.2 of what it has"]),
+        *(
+            ({"rounds": [[["S1", "S2", weight]]]}, ["round 1", "above 0 and at most 1"])
+            for weight in (0, -0.5, 1.5, True, None, "0.5", float("nan"), float("inf"))
+        ),
+        ({"rounds": [[["S1", "S2"], ["S3", "S2"]]]}, ["round 1", "S1 sends all", "topology.self_weight"]),
+        ({"rounds": [TWO, [["S3", "S1"]]]}, ["round 2", "S3 sends all", "gets nothing"]),
+        ({"rounds": [[["S1", "S2", 0.5]]]}, ["S1 sends gets to S2", "nothing ever comes back"]),
+    ],
+)
+def test_a_file_that_is_no_graph_is_refused_in_one_line(tmp_path, document, words):
+    path = written(tmp_path, document)
+    refused(lambda: from_file(path, names_of(3)), "graph.json", *words)
+
+
+def test_a_missing_file_and_a_folder_are_refused_in_one_line(tmp_path):
+    refused(lambda: from_file(tmp_path / "graph.json", names_of(3)), "graph.json", "no such file")
+    refused(lambda: from_file(tmp_path, names_of(3)), str(tmp_path))
+
+
+def test_whether_weights_run_dry_depends_on_the_self_weight_and_on_all_rounds_together():
+    merge = Graph(("A", "B"), ((Edge(0, 1),),), "g.json")
+    refused(lambda: merge.check(0.0), "g.json: round 1", "A sends all")
+    refused(lambda: merge.check(0.5), "A sends gets to B")
+    there_and_back = Graph(("A", "B"), ((Edge(0, 1),), (Edge(1, 0),)))
+    there_and_back.check(0.5)
+    refused(lambda: there_and_back.check(0.0), "round 1", "A sends all")
+    Graph(tuple("ABCD"), ((Edge(0, 1), Edge(1, 0), Edge(2, 3), Edge(3, 2)),)).check(0.0)
+
+
+def test_the_order_of_rounds_can_drain_a_site_though_every_edge_has_a_way_back():
+    """Without self-weight what A and B have is never where the edges to C begin."""
+    rounds_ = [["B", "C"], ["C", "B"]], [["A", "B"], ["B", "A"], ["B", "C"], ["C", "A"]]
+    graph = parse_graph({"rounds": list(rounds_)}, ["A", "B", "C"])
+    weight = np.ones(3)
+    for round_ in range(60):
+        weight = graph(3, round_, 0.0)[0] @ weight
+    assert weight[2] < 1e-8
+    refused(lambda: graph.check(0.0), "what C sends gets to A")
+    graph.check(0.25)

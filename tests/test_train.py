@@ -311,17 +311,6 @@ def test_a_site_of_other_classes_is_named(study):
         local(study)
 
 
-def test_a_budget_that_is_too_small_says_how_far_it_goes(study):
-    two = epsilon([plan(36, 8, 2, 1.4, 0.7)], 1e-5)
-    file = study.root / "sites" / "S1.toml"
-    file.write_text(file.read_text() + f"max_epsilon = {two + 1e-6}\n")
-    for plan_only in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
-        with pytest.raises(WsiFlError, match=r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds"):
-            plan_only()
-    assert local(study, "proxyfl", "train.rounds=2")["sites"][1]["epsilon"] == pytest.approx(two)
-    local(study, "proxyfl", "train.rounds=2")  # a simulated site's budget is for each run
-
-
 def test_two_jobs_on_one_run_are_refused(study):
     path = study.root / local(study, "proxyfl", "train.rounds=1")["run"]
     (path / "summary.json").unlink()

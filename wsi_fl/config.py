@@ -69,6 +69,10 @@ class Train(Section):
     input_px: int | None = Field(None, ge=8)
     """Patches are reduced to this size for training; default: as stored."""
     seed: int = 0
+    optimizer_after_exchange: Literal["keep", "reset"] = "keep"
+    """What becomes of Adam's moments when the parameters under them are exchanged."""
+    after_budget: Literal["train", "stop"] = "train"
+    """Whether a site's private model learns on once its budget is spent and it has left the graph."""
 
 
 class Model(Section):
@@ -77,6 +81,8 @@ class Model(Section):
 
 
 class Topology(Section):
+    graph: str | None = None
+    """none, star, ring, exponential, random, or a JSON file of edges; default: the method's own."""
     self_weight: float = Field(0.0, ge=0, lt=1)
 
 
@@ -90,8 +96,9 @@ class Privacy(Section):
     sigma: float = Field(1.4, ge=0)
     clip: float = Field(0.7, gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
-    grad_mode: Literal["auto", "hooks"] = "auto"
-    """How per-example gradients are taken: `auto` is Opacus's hooks, the only mode so far."""
+    grad_mode: Literal["auto", "ghost", "hooks", "functorch"] = "auto"
+    """How per-example gradients are clipped: book-keeping with ghost norms, Opacus's hooks or its functorch;
+    `auto` is the fastest on the first batch."""
     unit: Literal["row"] = "row"
     insecure_seed: int | None = None
     """Fixed noise for tests; the ledger says so and no guarantee is given."""

@@ -46,6 +46,37 @@ class RunFolder:
         path = self.path / "summary.json"
         return dict(read_json(path)) if path.exists() else None
 
+    @property
+    def roster_path(self) -> Path:
+        return self.path / "roster.jsonl"
+
+    def losses(self) -> list[dict[str, Any]]:
+        """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
+        latest = {line["site"]: line for line in read_lines(self.roster_path)}
+        return [line for line in latest.values() if line["event"] == "lost"]
+
+    def returned(self) -> set[str]:
+        """The sites that were lost and came back."""
+        latest = {line["site"]: line["event"] for line in read_lines(self.roster_path)}
+        return {site for site, event in latest.items() if event == "returned"}
+
+    def note_loss(self, site: str, reason: str) -> dict[str, Any]:
+        """Writes down that a site was lost, in the round after its last one; returns the line."""
+        done = [line["round"] for line in self.site(site).metrics()]
+        line = {
+            "site": site,
+            "event": "lost",
+            "round": max(done, default=0) + 1,
+            "reason": reason,
+            "time": _now(),
+        }
+        append_line(self.roster_path, line)
+        return line
+
+    def note_return(self, site: str) -> None:
+        """Writes down that a lost site comes back."""
+        append_line(self.roster_path, {"site": site, "event": "returned", "time": _now()})
+
     def discard_if_unstarted(self) -> None:
         """Removes the directory of a run that failed before any site had finished anything."""
         if not any(self.path.glob("sites/*/state/*")):
@@ -92,7 +123,7 @@ class SiteFolder:
         """Appends a dated line to log.txt, for people."""
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / "log.txt").open("a", encoding="utf-8") as handle:
-            handle.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
+            handle.write(f"{_now()} {text}\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of all finished rounds."""
@@ -145,6 +176,10 @@ class SiteFolder:
     def checkpoints(self) -> list[int]:
         """Rounds with a checkpoint, oldest first."""
         return sorted(int(p.stem.split("_")[1]) for p in (self.path / "state").glob("round_*.safetensors"))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:

@@ -1,54 +1,29 @@
-"""Transport of releases between sites: MPI, in-process lockstep, and a recorder for tests.
-
-A message is a fixed header and a flat float32 buffer; nothing is ever pickled. Only a `Release` can be sent.
-"""
+"""Transport of releases between sites: MPI, in-process lockstep, and a recorder for tests."""
 
 from __future__ import annotations
 
 import json
-import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wsi_fl.privacy.ledger import Release
-from wsi_fl.types import WsiFlError
+from wsi_fl.federation.message import HEADER_BYTES, Message, Outgoing, body_length, pack, received
+from wsi_fl.types import UsageError, WsiFlError
 
-_MAGIC = b"WSFL"
-_VERSION = 1
-_HEADER = struct.Struct("<4sHHIId32sQ")
-"""magic, version, hop, sender, round, weight, schema (SHA-256), number of float32 values."""
 _POLL_S = 0.0005
+_LATE_EVERY_S = 1.0
+_GATHER_TAG = 1 << 14
 
 
-@dataclass(frozen=True)
-class Outgoing:
-    """A release on its way from local site `sender` to site `receiver`, scaled by `share` (P[receiver, sender])."""
+class PeerLate(WsiFlError):
+    """Peers did not answer within comm.timeout_s."""
 
-    sender: int
-    receiver: int
-    share: float
-    release: Release
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.release, Release):
-            raise TypeError(f"only a Release may leave a site, not {type(self.release).__name__}")
-
-
-@dataclass(frozen=True)
-class Message:
-    """What arrived: vector float32[d] and weight, both already scaled by the sender's share."""
-
-    sender: int
-    receiver: int
-    round: int
-    schema: str
-    vector: NDArray[np.float32]
-    weight: float
+    def __init__(self, message: str, sites: list[int]) -> None:
+        super().__init__(message)
+        self.sites = sites
 
 
 @dataclass
@@ -67,9 +42,16 @@ class Traffic:
 
 
 class Comm(Protocol):
-    """How sites reach each other. `sites` are the indices of those that live in this process."""
+    """How sites reach each other.
+
+    Attributes:
+        sites: indices of those that live in this process.
+        running: indices of all that have a process.
+        n_sites: of the study, running or not.
+    """
 
     sites: tuple[int, ...]
+    running: tuple[int, ...]
     n_sites: int
     traffic: dict[int, Traffic]
     """Per local site."""
@@ -89,20 +71,20 @@ class Comm(Protocol):
             size: number of float32 values that all sites agreed on.
 
         Raises:
-            WsiFlError: when a message does not arrive in time or is not what was agreed.
+            PeerLate: when a message does not arrive in time.
         """
         ...
 
     def gather(self, documents: Sequence[Any]) -> list[Any]:
-        """One JSON document of every site, in site order, known to all: plans and tallies, never data."""
+        """One JSON document of every running site, in site order, known to all: plans and tallies, never data."""
         ...
 
 
 class LocalComm:
     """All sites in one process, in lockstep. Also keeps what was sent when `record` is set (for tests)."""
 
-    def __init__(self, n_sites: int, *, record: bool = False) -> None:
-        self.sites = tuple(range(n_sites))
+    def __init__(self, n_sites: int, *, running: Sequence[int] | None = None, record: bool = False) -> None:
+        self.sites = self.running = tuple(range(n_sites) if running is None else running)
         self.n_sites = n_sites
         self.traffic = {site: Traffic() for site in self.sites}
         self.sent: list[Message] | None = [] if record else None
@@ -117,12 +99,9 @@ class LocalComm:
         size: int,
     ) -> list[Message]:
         began = time.perf_counter()
-        for item in outgoing:
-            if item.release.vector.size != size:
-                raise WsiFlError(
-                    f"round {round_}: site {item.sender} sent {item.release.vector.size} values, agreed on {size}"
-                )
-        arrived = [_unpack(*_pack(item, round_, hop), item.receiver) for item in outgoing]
+        arrived = [
+            received(*pack(item, round_, hop), item.sender, item.receiver, round_, size) for item in outgoing
+        ]
         pairs = {(message.sender, message.receiver) for message in arrived}
         missing = set(expected) - pairs
         if missing:
@@ -138,18 +117,40 @@ class LocalComm:
 
 @dataclass
 class MpiComm:
-    """One MPI rank per site; rank k is site k."""
+    """One MPI rank per running site, in site order.
+
+    Args:
+        timeout_s: how long to wait for a peer.
+        running: indices of the sites that have a rank; default: all.
+        n_sites: of the study; default: as many as there are ranks.
+        waiting: called now and then while this rank waits for peers.
+        late: told the sites that let this rank wait longer than timeout_s, again and again: somebody else then
+            decides who is lost. Without it such a wait raises PeerLate.
+    """
 
     timeout_s: float
+    running: tuple[int, ...] = ()
+    n_sites: int = 0
+    waiting: Callable[[], None] | None = None
+    late: Callable[[list[int]], None] | None = None
 
     def __post_init__(self) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
         self._world = MPI.COMM_WORLD
-        self.sites: tuple[int, ...] = (self._world.Get_rank(),)
-        self.n_sites: int = self._world.Get_size()
+        size = self._world.Get_size()
+        self.running = tuple(self.running) or tuple(range(size))
+        if len(self.running) != size:
+            raise UsageError(
+                f"{len(self.running)} sites need {len(self.running)} ranks, but MPI sees {size}; "
+                "try mpiexec, or srun --mpi=pmix"
+            )
+        self.n_sites = self.n_sites or size
+        self._rank_of = {site: rank for rank, site in enumerate(self.running)}
+        self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
         self.traffic = {self.sites[0]: Traffic()}
+        self._gathered = 0
 
     def exchange(
         self,
@@ -164,107 +165,86 @@ class MpiComm:
         mine = self.sites[0]
         sources = [sender for sender, receiver in expected if receiver == mine]
         tag = 2 * ((round_ * 8 + hop) % 4096)
-        packed = [(item.receiver, *_pack(item, round_, hop)) for item in outgoing]
+        packed = [(item.receiver, *pack(item, round_, hop)) for item in outgoing]
         sends = []
         for receiver, head, body in packed:
-            sends.append(self._world.Isend([head, self._mpi.BYTE], receiver, tag))
-            sends.append(self._world.Isend([body, self._mpi.FLOAT], receiver, tag + 1))
-        headers = [bytearray(_HEADER.size) for _ in sources]
-        self._receive(headers, self._mpi.BYTE, sources, tag, round_)
-        for source, header in zip(sources, headers, strict=True):
-            if _length(header) != size:
-                raise WsiFlError(
-                    f"round {round_}: site {source} sent {_length(header)} values, agreed on {size}"
-                )
-        vectors = [np.empty(size, np.float32) for _ in sources]
-        self._receive(vectors, self._mpi.FLOAT, sources, tag + 1, round_)
+            sends += self._send(receiver, (head, self._mpi.BYTE), (body, self._mpi.FLOAT), tag)
+        headers = [bytearray(HEADER_BYTES) for _ in sources]
+        self._wait(
+            [self._receive(h, self._mpi.BYTE, s, tag) for h, s in zip(headers, sources, strict=True)],
+            sources,
+            round_,
+        )
+        bodies = [np.empty(body_length(header, size), np.float32) for header in headers]
+        requests = [
+            self._receive(body, self._mpi.FLOAT, source, tag + 1)
+            for body, source in zip(bodies, sources, strict=True)
+            if body.size
+        ]
+        self._wait(requests, [s for body, s in zip(bodies, sources, strict=True) if body.size], round_)
         self._wait(sends, [receiver for receiver, _, _ in packed for _ in range(2)], round_)
         _count(self.traffic, outgoing, time.perf_counter() - began)
-        messages = [_unpack(header, vector, mine) for header, vector in zip(headers, vectors, strict=True)]
-        for message, source in zip(messages, sources, strict=True):
-            if (message.sender, message.round) != (source, round_):
-                raise WsiFlError(
-                    f"round {round_}: site {source} sent round {message.round} of site {message.sender}"
-                )
-        return messages
-
-    def _receive(
-        self, buffers: Sequence[Any], kind: Any, sources: Sequence[int], tag: int, round_: int
-    ) -> None:
-        """Fills each buffer from its source."""
-        pairs = zip(sources, buffers, strict=True)
-        self._wait(
-            [self._world.Irecv([buffer, kind], source, tag) for source, buffer in pairs], sources, round_
-        )
+        return [
+            received(header, body, source, mine, round_, size)
+            for header, body, source in zip(headers, bodies, sources, strict=True)
+        ]
 
     def gather(self, documents: Sequence[Any]) -> list[Any]:
         (document,) = documents
         mine = np.frombuffer(json.dumps(document).encode(), np.uint8)
-        sizes = np.empty(self.n_sites, np.int64)
-        self._collective(self._world.Iallgather(np.array([len(mine)], np.int64), sizes))
-        everything = np.empty(int(sizes.sum()), np.uint8)
-        starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-        self._collective(
-            self._world.Iallgatherv(mine, [everything, (sizes.tolist(), starts.tolist()), self._mpi.BYTE])
-        )
-        parts = np.split(everything, np.cumsum(sizes)[:-1])
-        return [json.loads(part.tobytes()) for part in parts]
+        others = [site for site in self.running if site != self.sites[0]]
+        tag = _GATHER_TAG + 2 * (self._gathered % 4096)
+        self._gathered += 1
+        length = np.array([mine.size], np.int64)
+        sends = []
+        for site in others:
+            sends += self._send(site, (length, self._mpi.INT64_T), (mine, self._mpi.BYTE), tag)
+        lengths = {site: np.empty(1, np.int64) for site in others}
+        self._wait([self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in others], others, None)
+        texts = {site: np.empty(int(lengths[site][0]), np.uint8) for site in others}
+        self._wait([self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in others], others, None)
+        self._wait(sends, [site for site in others for _ in range(2)], None)
+        texts[self.sites[0]] = mine
+        return [json.loads(texts[site].tobytes()) for site in self.running]
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks at once with this exit code; the others could only wait for this one."""
         self._world.Abort(code)
 
-    def _collective(self, request: Any) -> None:
-        self._wait([request], [None], None)
+    def _send(self, site: int, head: tuple[Any, Any], body: tuple[Any, Any], tag: int) -> list[Any]:
+        rank = self._rank_of[site]
+        return [self._world.Isend(list(head), rank, tag), self._world.Isend(list(body), rank, tag + 1)]
 
-    def _wait(self, requests: list[Any], peers: Sequence[int | None], round_: int | None) -> None:
+    def _receive(self, buffer: Any, kind: Any, site: int, tag: int) -> Any:
+        return self._world.Irecv([buffer, kind], self._rank_of[site], tag)
+
+    def _wait(self, requests: Sequence[Any], peers: Sequence[int], round_: int | None) -> None:
         """Waits for all requests with a deadline of our own: a slow or stopped peer must not hang us for ever."""
-        deadline = time.monotonic() + self.timeout_s
+        began = said = time.monotonic()
         pause = 0.0
-        while not all(request.Test() for request in requests):
-            if time.monotonic() > deadline:
-                late = [p for p, request in zip(peers, requests, strict=True) if not request.Test()]
-                if not late:  # it came just now
-                    return
-                who = "a peer" if late[0] is None else f"site {late[0]}"
-                where = "" if round_ is None else f" in round {round_}"
-                raise WsiFlError(f"{who} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)")
+        while not self._mpi.Request.Testall(requests):
+            now = time.monotonic()
+            if now - said > _LATE_EVERY_S or now - began > self.timeout_s:
+                said = now
+                if self.waiting is not None:
+                    self.waiting()
+                if now - began > self.timeout_s:
+                    self._late(
+                        [p for p, request in zip(peers, requests, strict=True) if not request.Test()], round_
+                    )
             time.sleep(pause)
             pause = min(pause + _POLL_S / 10, _POLL_S)
 
-
-def _pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, NDArray[np.float32]]:
-    release = item.release
-    if release.round != round_:
-        raise WsiFlError(f"a release of round {release.round} cannot be sent in round {round_}")
-    vector = release.vector if item.share == 1 else release.vector * np.float32(item.share)
-    header = _HEADER.pack(
-        _MAGIC,
-        _VERSION,
-        hop,
-        item.sender,
-        round_,
-        release.weight * item.share,
-        bytes.fromhex(release.schema),
-        vector.size,
-    )
-    return header, np.ascontiguousarray(vector, np.float32)
-
-
-def _fields(header: bytes | bytearray) -> tuple[Any, ...]:
-    fields = _HEADER.unpack(header)
-    if fields[:2] != (_MAGIC, _VERSION):
-        raise WsiFlError("a peer speaks another protocol; install the same wsi-fl at every site")
-    return fields
-
-
-def _length(header: bytes | bytearray) -> int:
-    return int(_fields(header)[-1])
-
-
-def _unpack(header: bytes | bytearray, vector: NDArray[np.float32], receiver: int) -> Message:
-    _, _, _, sender, round_, weight, schema, _ = _fields(header)
-    return Message(sender, receiver, round_, schema.hex(), vector, weight)
+    def _late(self, sites: list[int], round_: int | None) -> None:
+        if not sites:  # it came just now
+            return
+        if self.late is None:
+            where = "" if round_ is None else f" in round {round_}"
+            raise PeerLate(
+                f"site {sites[0]} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)", sites
+            )
+        self.late(sites)
+        time.sleep(min(_LATE_EVERY_S, self.timeout_s / 4))
 
 
 def _count(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds: float) -> None:
@@ -272,4 +252,4 @@ def _count(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds
         tally.seconds += seconds / len(traffic)
     for item in outgoing:
         traffic[item.sender].messages += 1
-        traffic[item.sender].bytes += _HEADER.size + item.release.vector.nbytes
+        traffic[item.sender].bytes += HEADER_BYTES + item.release.vector.nbytes

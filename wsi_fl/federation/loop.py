@@ -8,77 +8,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wsi_fl.federation.comm import Comm, Message, Outgoing, Traffic
-from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.federation.mixing import PushSum, mix
-from wsi_fl.federation.topology import Matrix, receivers, senders
-from wsi_fl.learning.examples import Augment, Examples, batches, epoch_rows
-from wsi_fl.learning.local import Learners, mean_losses, probabilities
+from wsi_fl.federation.comm import Comm, Traffic
+from wsi_fl.federation.exchange import exchange
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.mixing import PushSum
+from wsi_fl.federation.site import Schedule, Site, checkpoint, reissued, relayed, release, restore
+from wsi_fl.federation.topology import handover, over, receivers, welcome
+from wsi_fl.learning.examples import batches, epoch_rows
+from wsi_fl.learning.local import mean_losses, probabilities
 from wsi_fl.learning.metrics import scores
-from wsi_fl.models import schema
-from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.dpsgd import entropy_generator
-from wsi_fl.privacy.ledger import PrivacyLedger, Release
-from wsi_fl.runs import SiteFolder
+from wsi_fl.privacy.ledger import Release
 from wsi_fl.types import WsiFlError
 
-_CONTENT = "model"
-"""What leaves, as a site file's `allow` names it where it leaves without differential privacy."""
+_FAREWELL, _WELCOME = 6, 7
+"""Hops of leaving and returning, beside those of the graph."""
 
 Report = Callable[[dict[str, Any]], None]
 """Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """What all sites agree on.
+class Roster:
+    """Who takes part in a round, as all sites see it."""
 
-    Attributes:
-        make_augment: seed → augmentation of one image, or None.
-        self_weight: P[i, i] of the exponential graph.
-        insecure_seed: fixed noise, for tests alone.
-    """
+    staying: tuple[int, ...]
+    leaving: tuple[int, ...] = ()
+    returning: tuple[int, ...] = ()
 
-    rounds: int
-    epochs_per_round: int
-    batch_size: int
-    eval_every: int
-    seed: int
-    weights: Weights
-    self_weight: float
-    make_augment: Callable[[int], Augment | None]
-    insecure_seed: int | None = None
-
-
-@dataclass
-class Site:
-    """One site that lives in this process.
-
-    Attributes:
-        tests: what its model is evaluated on: "own", and "merged" where that is allowed.
-        mechanism: what one round costs, or None without differential privacy.
-        push: PushSum state of the travelling parameters; None when nothing travels.
-    """
-
-    index: int
-    name: str
-    learners: Learners
-    train: Examples
-    tests: Mapping[str, Examples]
-    ledger: PrivacyLedger
-    folder: SiteFolder
-    device: torch.device
-    mechanism: Mechanism | None
-    push: PushSum | None = None
-    losses: dict[str, float | None] = field(default_factory=dict)
-    seconds: float = 0.0
+    @property
+    def present(self) -> tuple[int, ...]:
+        return tuple(sorted((*self.staying, *self.returning)))
 
 
 def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: Report) -> None:
@@ -88,70 +55,193 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         sites: those of `comm.sites`, in that order.
 
     Raises:
-        WsiFlError: a budget, a peer or a disk failed; what was finished stays and can be resumed.
+        WsiFlError: a peer or a disk failed; what was finished stays and can be resumed.
     """
-    for site in sites:
-        if method.travels is not None and site.push is None:
-            site.push = PushSum(site.learners[method.travels].vector(), 1.0)
     first = _first_round(sites, method, comm)
     for site in sites:
-        site.folder.forget_rounds_from(first)
+        _begin(site, method, first)
     for round_ in range(first, schedule.rounds + 1):
         before = {index: replace(tally) for index, tally in comm.traffic.items()}
-        releases = {site.index: _trained(site, method, schedule, round_, report) for site in sites}
-        for hop, matrix in enumerate(method.exchange(comm.n_sites, round_ - 1, schedule.self_weight)):
-            if hop > 0:
-                releases = {site.index: _relayed(site, method, matrix, round_) for site in sites}
-            _exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop)
+        roster = _roll_call(sites, method, comm, round_, first)
+        hosts = _regroup(sites, method, comm, roster, round_, first)
+        releases: dict[int, Release | None] = {}
         for site in sites:
-            if method.travels is not None and site.push is not None:
-                site.learners[method.travels].load_vector(site.push.z)
+            if round_ not in site.folder.checkpoints():
+                releases[site.index] = _trained(site, method, schedule, round_, report)
+                continue
+            if round_ != first:  # there it was restored before the roll call
+                restore(site, round_)
+            again = relayed if site.index in hosts else reissued
+            releases[site.index] = again(site, method, round_)
+        if method.travels is not None:
+            _communicate(sites, method, schedule, comm, roster, releases, round_=round_)
         for site in sites:
             tally = comm.traffic[site.index].since(before[site.index])
             _log_round(site, method, schedule, tally, round_=round_, report=report)
-        if method.travels is not None:
-            comm.gather([round_ for _ in sites])  # nobody runs ahead of a checkpoint that others may need
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
 
 
 def _first_round(sites: list[Site], method: Method, comm: Comm) -> int:
-    """1, or the last round for which every site has a checkpoint; a site nobody waits for goes on from its own."""
-    latest = [max(site.folder.checkpoints(), default=1) for site in sites]
-    first: int = min(comm.gather(latest)) if method.travels is not None else min(latest)
+    """1, or the last round for which every site has a checkpoint.
+
+    A site that comes back does not take the others further back than they stand, and one that nobody waits
+    for goes on from its own.
+    """
+    mine = [{"kept": site.folder.checkpoints(), "returning": site.returning} for site in sites]
+    told: list[Any] = comm.gather(mine) if method.travels is not None else mine
+    latest = [max(one["kept"], default=1) for one in told]
+    first = min(latest)
+    if not all(_stands(one["kept"], first) for one in told):
+        first = min((r for r, one in zip(latest, told, strict=True) if not one["returning"]), default=first)
     for site in sites:
         kept = site.folder.checkpoints()
-        if (kept or first > 1) and first not in kept:
+        if not site.returning and not _stands(kept, first):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
-        latest_kept = max(kept, default=0)
-        if site.ledger.last_round() > latest_kept + 1 or site.ledger.last_sent() > latest_kept:
+        last = max(kept, default=0)
+        if site.ledger.last_round() > last + 1 or site.ledger.last_sent() > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
             )
     return first
 
 
+def _stands(kept: list[int], round_: int) -> bool:
+    """Whether a site with these checkpoints can go on from a round."""
+    return round_ in kept or (round_ == 1 and not kept)
+
+
+def _begin(site: Site, method: Method, first: int) -> None:
+    """The site as it enters round `first`."""
+    site.folder.forget_rounds_from(first)
+    kept = site.folder.checkpoints()
+    if first in kept:
+        restore(site, first)
+    elif site.returning and first > 1:
+        if kept:
+            restore(site, max(kept))
+        site.settle(active=False)
+        site.returning = method.travels is not None
+    elif method.travels is not None:
+        site.push = PushSum(site.traveller(method).vector(), 1.0)
+
+
+def _roll_call(sites: list[Site], method: Method, comm: Comm, round_: int, first: int) -> Roster:
+    """Who takes part. Nobody runs ahead of it, since others may still need the checkpoints of the last round.
+
+    Who returns waits until no site has its next state on disk already, where the share it would give is whole.
+    """
+    mine = [
+        {
+            "site": site.index,
+            "state": _state(site, round_),
+            "ahead": any(r > round_ or (r == round_ != first) for r in site.folder.checkpoints()),
+        }
+        for site in sites
+    ]
+    told: list[Any] = comm.gather(mine) if method.travels is not None else mine
+    staying, leaving, returning = (
+        tuple(one["site"] for one in told if one["state"] == state)
+        for state in ("staying", "leaving", "returning")
+    )
+    ahead = any(one["ahead"] for one in told if one["state"] == "staying")
+    return Roster(staying, leaving, () if ahead else returning)
+
+
+def _state(site: Site, round_: int) -> str:
+    """A site whose next round would cross its budget leaves the graph for good."""
+    if not (site.active or site.returning):
+        return "left"
+    if site.mechanism is not None and not site.ledger.affords(round_, site.mechanism):
+        site.returning = False
+        return "leaving" if site.active else "left"
+    return "returning" if site.returning else "staying"
+
+
+def _regroup(
+    sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, first: int
+) -> set[int]:
+    """Who leaves hands its mass to the next site; who returns is given a share by one, returned here."""
+    here = {site.index: site for site in sites}
+    hosts: set[int] = set()
+    if method.travels is not None and roster.leaving and roster.staying and round_ > 1:
+        matrix = handover(comm.n_sites, roster.leaving, roster.staying)
+        relays = {i: relayed(here[i], method, round_ - 1) for i in roster.leaving if i in here}
+        exchange(sites, method, comm, matrix, relays, round_=round_ - 1, hop=_FAREWELL)
+    for index in roster.leaving:
+        if index in here:
+            here[index].settle(active=False)
+            here[index].folder.log(
+                f"round {round_}: left the graph, the next round would cross its max_epsilon"
+            )
+    if method.travels is not None and roster.returning and roster.staying:
+        matrix = welcome(comm.n_sites, roster.returning, roster.staying)
+        hosts = {i for i in roster.staying if receivers(matrix, i)}
+        latest = round_ if round_ == first else round_ - 1
+        relays = {i: relayed(here[i], method, latest) for i in hosts if i in here}
+        exchange(sites, method, comm, matrix, relays, round_=latest, hop=_WELCOME)
+        for site in sites:
+            if site.returning and site.push is not None and site.push.w > 0:
+                site.returning = False
+                site.settle(active=True)
+                site.folder.log(f"round {round_}: back again")
+    if roster.leaving or roster.returning:
+        _load(sites, method)
+    return hosts
+
+
+def _load(sites: list[Site], method: Method, *, reset_optimizer: bool = False) -> None:
+    """Puts the de-biased mixture into the model that travels (line 11)."""
+    for site in sites:
+        if site.push is not None and site.active:
+            learner = site.traveller(method)
+            learner.load_vector(site.push.z)
+            if reset_optimizer:
+                learner.optimizer.state.clear()
+
+
+def _communicate(
+    sites: list[Site],
+    method: Method,
+    schedule: Schedule,
+    comm: Comm,
+    roster: Roster,
+    releases: Mapping[int, Release | None],
+    *,
+    round_: int,
+) -> None:
+    """All hops of the round's graph over those who are present."""
+    held = {site.index: site.push for site in sites}
+    graph = schedule.graph or method.exchange
+    for hop, matrix in enumerate(over(graph, comm.n_sites, roster.present, round_ - 1, schedule.self_weight)):
+        if hop > 0:
+            passing = [site for site in sites if receivers(matrix, site.index)]
+            releases = {site.index: relayed(site, method, round_) for site in passing}
+        exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop)
+    for site in sites:
+        if site.push is not None and site.push.w <= 0:  # all it was sent was rejected
+            site.push = held[site.index]
+    _load(sites, method, reset_optimizer=schedule.reset_optimizer)
+
+
 def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report: Report) -> Release | None:
-    """The site after local training of the round: from its checkpoint if there is one, else by training."""
+    """One round of local training, checkpointed; what it releases is on record before it can leave."""
     began = time.perf_counter()
-    if round_ in site.folder.checkpoints():
-        release = _restore(site, method, round_)
-    else:
-        if site.mechanism is not None:
-            site.ledger.check_budget(round_, site.mechanism)
+    site.losses = {}
+    if site.active or schedule.train_after_leaving:
         site.losses = _train_round(site, method, schedule, round_, report)
-        for role, learner in site.learners.items():
-            if not np.isfinite(learner.vector()).all():
-                raise WsiFlError(
-                    f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
-                )
-        release = _release(site, method, round_)
-        _checkpoint(site, round_)
-        if release is not None:
-            site.ledger.sending(round_)
+    for role, learner in site.learners.items():
+        if not np.isfinite(learner.vector()).all():
+            raise WsiFlError(
+                f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
+            )
+    released = release(site, method, round_)
+    checkpoint(site, round_)
+    if released is not None:
+        site.ledger.sending(round_)
     site.seconds = time.perf_counter() - began
-    return release
+    return released
 
 
 def _train_round(
@@ -163,6 +253,8 @@ def _train_round(
     records before it in the batch, and ε holds only where one record changes one gradient.
     """
     seed = _seed(schedule.seed, site.index, round_)
+    if all(learner.frozen for learner in site.learners.values()):
+        return {}
     insecure = schedule.insecure_seed
     fixed = None if insecure is None else _seed(insecure, site.index, round_)
     poisson = any(learner.private for learner in site.learners.values())
@@ -185,100 +277,6 @@ def _train_round(
         return mean_losses(step(number, batch) for number, batch in enumerate(drawn))
 
 
-def _release(site: Site, method: Method, round_: int) -> Release | None:
-    """Line 7: what leaves the site, recorded in its ledger first."""
-    if method.travels is None:
-        if site.mechanism is not None:
-            site.ledger.record(round_, site.mechanism)
-        return None
-    learner = site.learners[method.travels]
-    assert site.push is not None
-    site.push = site.push.trained(learner.vector())
-    return site.ledger.release(
-        round_,
-        site.push.x,
-        schema=schema(learner.model),
-        weight=site.push.w,
-        mechanism=site.mechanism,
-        content=_CONTENT,
-    )
-
-
-def _relayed(site: Site, method: Method, matrix: Matrix, round_: int) -> Release | None:
-    """What a site passes on in a further hop: the mixture it holds by now."""
-    if not receivers(matrix, site.index):
-        return None
-    assert site.push is not None and method.travels is not None
-    agreed = schema(site.learners[method.travels].model)
-    return site.ledger.relay(round_, site.push.x, schema=agreed, weight=site.push.w)
-
-
-def _checkpoint(site: Site, round_: int) -> None:
-    """Everything needed to send the same bytes again and go on."""
-    tensors = {
-        f"{role}/{name}": value
-        for role, learner in site.learners.items()
-        for name, value in learner.state().items()
-    }
-    if site.push is not None:
-        tensors["push/x"] = torch.from_numpy(np.array(site.push.x))
-    weight = site.push.w if site.push else None
-    site.folder.save_checkpoint(round_, tensors, {"round": round_, "weight": weight, "losses": site.losses})
-
-
-def _restore(site: Site, method: Method, round_: int) -> Release | None:
-    tensors, document = site.folder.load_checkpoint(round_)
-    for role, learner in site.learners.items():
-        prefix = f"{role}/"
-        learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-    site.losses = document["losses"]
-    if method.travels is None:
-        return None
-    site.push = PushSum(tensors["push/x"].numpy(), float(document["weight"]))
-    return site.ledger.reissue(
-        round_, site.push.x, schema=schema(site.learners[method.travels].model), weight=site.push.w
-    )
-
-
-def _exchange(
-    sites: list[Site],
-    method: Method,
-    comm: Comm,
-    matrix: Matrix,
-    releases: Mapping[int, Release | None],
-    *,
-    round_: int,
-    hop: int,
-) -> None:
-    """Lines 7–10: sends P·(x, w) and adds up what arrives."""
-    assert method.travels is not None
-    outgoing = [
-        Outgoing(site.index, to, float(matrix[to, site.index]), release)
-        for site in sites
-        if (release := releases[site.index]) is not None
-        for to in receivers(matrix, site.index)
-    ]
-    expected = [(sender, site.index) for site in sites for sender in senders(matrix, site.index)]
-    size = sites[0].learners[method.travels].vector().size
-    arrived = comm.exchange(outgoing, expected, round_=round_, hop=hop, size=size)
-    for site in sites:
-        learner = site.learners[method.travels]
-        agreed = schema(learner.model)
-        mine = [_accepted(message, agreed) for message in arrived if message.receiver == site.index]
-        assert site.push is not None
-        site.push = mix(site.push, float(matrix[site.index, site.index]), mine)
-
-
-def _accepted(message: Message, learner_schema: str) -> PushSum:
-    """The message as PushSum mass, once it is what was agreed on."""
-    what = f"round {message.round}: the proxy from site {message.sender}"
-    if message.schema != learner_schema:
-        raise WsiFlError(f"{what} has another architecture; set the same model.proxy at every site")
-    if not np.isfinite(message.vector).all() or not 0 < message.weight < np.inf:
-        raise WsiFlError(f"{what} is not finite")
-    return PushSum(message.vector, message.weight)
-
-
 def _log_round(
     site: Site, method: Method, schedule: Schedule, traffic: Traffic, *, round_: int, report: Report
 ) -> None:
@@ -288,7 +286,10 @@ def _log_round(
         "seconds": round(site.seconds, 3),
         "loss": site.losses,
         "epsilon": site.ledger.epsilon(),
+        "takes_part": site.active,
     }
+    if site.rejected:
+        line["rejected"], site.rejected = site.rejected, []
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
         for name, examples in site.tests.items():
             predicted = probabilities(lambda x: method.predict(site.learners, x), examples, site.device)

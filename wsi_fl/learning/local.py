@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
+from wsi_fl.privacy.choice import AUTO, MODES
 from wsi_fl.privacy.dpsgd import DPTrainer
 
 Learners = Mapping[str, "Learner"]
@@ -22,11 +23,17 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DPSettings:
-    """How a learner trains with differential privacy: σ, C and the divisor B."""
+    """How a learner trains with differential privacy: σ, C, the divisor B, and the way to per-example gradients.
+
+    Attributes:
+        modes: what `auto` chooses from.
+    """
 
     sigma: float
     clip: float
     batch_size: int
+    grad_mode: str = AUTO
+    modes: tuple[str, ...] = MODES
 
 
 class Learner:
@@ -43,11 +50,19 @@ class Learner:
     ) -> None:
         self.model = model.to(device)
         self.device = device
+        self.frozen = False
+        """While set, steps change nothing."""
         self.optimizer = torch.optim.Adam(self._parameters(), lr=lr, weight_decay=weight_decay)
         self._dp: DPTrainer | None = None
         if dp is not None:
             self._dp = DPTrainer(
-                self.model, self.optimizer, sigma=dp.sigma, clip=dp.clip, batch_size=dp.batch_size
+                self.model,
+                self.optimizer,
+                sigma=dp.sigma,
+                clip=dp.clip,
+                batch_size=dp.batch_size,
+                grad_mode=dp.grad_mode,
+                modes=dp.modes,
             )
 
     @property
@@ -55,8 +70,20 @@ class Learner:
         """Whether it trains with differential privacy."""
         return self._dp is not None
 
+    @property
+    def grad_mode(self) -> str | None:
+        """How per-example gradients are taken; None before the first step, or without differential privacy."""
+        return self._dp.mode if self._dp is not None else None
+
+    @grad_mode.setter
+    def grad_mode(self, mode: str | None) -> None:
+        if self._dp is not None and mode is not None:
+            self._dp.choose(mode)
+
     def step(self, x: Tensor, loss_of: Callable[[Tensor], Tensor], noise: torch.Generator) -> float:
         """One optimizer step on the mean loss of the batch; an empty batch moves only a DP learner."""
+        if self.frozen:
+            return float("nan")
         self.model.train()
         if self._dp is not None:
             return self._dp.step(x, loss_of, noise)

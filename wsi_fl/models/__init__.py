@@ -17,6 +17,7 @@ from torch import nn
 from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
+from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import UsageError
 
 Builder = Callable[[int, int, int], nn.Module]
@@ -36,6 +37,7 @@ BUILDERS: dict[str, Builder] = {
     "mlp": mlp,
     "cnn1": cnn1,
     "cnn2": cnn2,
+    "vgg11": vgg11,
 }
 
 

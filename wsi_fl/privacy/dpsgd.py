@@ -1,4 +1,4 @@
-"""DP-SGD (Abadi et al., 2016) by Opacus: Poisson batches, clipped per-example gradients, Gaussian noise.
+"""DP-SGD (Abadi et al., 2016): Poisson batches, clipped per-example gradients, Gaussian noise.
 
 The mean gradient is (Σ clip(g_i, C) + N(0, σ²C² I)) / B with the public constant B, never the size of the
 batch that came out (ProxyFL, eq. 7). Noise and batches draw on entropy of the operating system.
@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
 
 import numpy as np
 import torch
-from opacus import GradSampleModule
-from opacus.optimizers import DPOptimizer
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
+from wsi_fl.privacy.choice import AUTO, MODES, fastest, require, suitable
+from wsi_fl.privacy.gradients import ENGINES, LossOf, Sums, trained
 from wsi_fl.types import UsageError, WsiFlError
 
 _UNTRAINABLE = "model cannot be trained with differential privacy"
@@ -60,55 +56,25 @@ def check_trainable(model: nn.Module) -> None:
         raise UsageError(f"{_UNTRAINABLE}: {reason}")
 
 
-class _OutOfPlace(TorchFunctionMode):
-    """Computes `x += y` as `x = x + y`: autograd forbids the former on what Opacus's hooks return."""
+def check_per_example_gradients(
+    model: nn.Module, input_shape: tuple[int, int, int], n_classes: int, grad_mode: str = AUTO
+) -> tuple[str, ...]:
+    """The modes whose per-example gradients, on a copy of the model, are those of one example at a time.
 
-    _INSTEAD: Mapping[Any, Any] = {
-        Tensor.add_: Tensor.add,
-        Tensor.sub_: Tensor.sub,
-        Tensor.mul_: Tensor.mul,
-        Tensor.div_: Tensor.div,
-    }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        computed = isinstance(args[0], Tensor) and args[0].grad_fn is not None if args else False
-        return (self._INSTEAD.get(func, func) if computed else func)(*args, **(kwargs or {}))
-
-
-def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
-
-
-def _per_example(model: nn.Module) -> GradSampleModule:
-    """The model, its backward pass leaving each parameter's `grad_sample` [b, …] of a mean loss."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            # Opacus's unfold misreads the strides of any other layout, and says nothing
-            module.register_forward_pre_hook(_contiguous)
-    return GradSampleModule(model, batch_first=True, loss_reduction="mean")
-
-
-@contextmanager
-def _quiet_hooks() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
-        yield
-
-
-def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, int], n_classes: int) -> None:
-    """Compares the per-example gradients of a copy of the model with those of one example at a time.
-
-    Clipping means nothing where they differ, and an architecture from elsewhere may do what Opacus's hooks do
-    not see: use parameters outside their module, operate in place, tie the examples of a batch together.
+    Clipping means nothing where they differ, and an architecture from elsewhere may do what the modes do not
+    see: use parameters outside their module, operate in place, tie the examples of a batch together.
 
     Args:
         input_shape: channels, height and width of an image.
         n_classes: length of the logits.
+        grad_mode: the mode to check, or `auto` for all.
 
     Raises:
-        UsageError: when the model does not map such images to logits, or the gradients differ.
+        UsageError: when the model does not map such images to logits, or no mode is right.
     """
     check_trainable(model)
+    if grad_mode != AUTO:
+        require(grad_mode, model)
     shape = "×".join(map(str, input_shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -122,21 +88,18 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, i
             raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
         try:
             singly = _gradients_singly(probe, x, y)
-            together = _gradients_together(probe, x, y)
         except Exception as error:
             raise UsageError(f"{_UNTRAINABLE} on images of {shape}: {_one_line(error)}") from None
-    total = float(torch.stack([gradient.norm() for gradient in singly.values()]).norm())
-    for name, wanted in singly.items():
-        found = together[name]
-        if found is None:
-            raise UsageError(f"{_UNTRAINABLE}: Opacus finds no per-example gradients of {name}")
-        tolerance = _GRADIENT_RTOL * float(wanted.norm()) + _GRADIENT_ATOL * total
-        if found.shape != wanted.shape or not float((found - wanted).norm()) <= tolerance:
-            raise UsageError(f"{_UNTRAINABLE}: Opacus's per-example gradients of {name} are wrong")
+        candidates = suitable(MODES, model) if grad_mode == AUTO else (grad_mode,)
+        faults = {mode: _fault(mode, probe, x, y, singly) for mode in candidates}
+    right = tuple(mode for mode, fault in faults.items() if fault is None)
+    if not right:
+        raise UsageError(f"{_UNTRAINABLE} on images of {shape}: {faults[candidates[0]]}")
+    return right
 
 
-_GRADIENT_RTOL, _GRADIENT_ATOL = 1e-2, 1e-5
-"""Of a parameter's gradient, and of the whole: far above round-off, far below the effect of a mistake."""
+_GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
+"""Of a parameter's gradient, of the whole, and of the norm: far above round-off, far below a mistake's effect."""
 
 
 def _generic_copy(model: nn.Module) -> nn.Module:
@@ -161,14 +124,31 @@ def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tenso
     return {name: torch.stack(g) for name, g in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
-def _gradients_together(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor | None]:
-    """[b, …] by parameter, as a step of DPTrainer takes them."""
-    wrapped = _per_example(model)
-    with _OutOfPlace():
-        logits = wrapped(x)
-    with _quiet_hooks():
-        torch.autograd.backward(functional.cross_entropy(logits, y))
-    return {name: getattr(p, "grad_sample", None) for name, p in model.named_parameters()}
+def _fault(mode: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with the sums and norms of a mode, in words."""
+    c, told = torch.linspace(1.0, 0.25, len(x)), []
+
+    def weigh(norms: Tensor) -> Tensor:
+        told.append(norms)
+        return c
+
+    try:
+        sums, _ = ENGINES[mode](
+            copy.deepcopy(model), x, lambda logits: functional.cross_entropy(logits, y), weigh
+        )
+    except Exception as error:
+        return _one_line(error)
+    norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in singly.values()]).norm(dim=0)
+    for (name, each), found in zip(singly.items(), sums, strict=True):
+        if found is None:
+            return f"grad_mode {mode} finds no per-example gradients of {name}"
+        wanted = torch.einsum("n,n...->...", c, each)
+        tolerance = _GRADIENT_RTOL * float(wanted.norm()) + _GRADIENT_ATOL * float(norms.norm())
+        if found.shape != wanted.shape or not float((found - wanted).norm()) <= tolerance:
+            return f"grad_mode {mode}: per-example gradients of {name} are wrong"
+    if not torch.allclose(told[0], norms, rtol=_NORM_RTOL):
+        return f"grad_mode {mode}: norms of per-example gradients are wrong"
+    return None
 
 
 def _one_line(error: Exception) -> str:
@@ -184,7 +164,14 @@ class DPTrainer:
         sigma: noise multiplier; 0 switches the noise off.
         clip: bound C on per-example gradients; infinity switches clipping off, without noise only.
         batch_size: the divisor B.
+        grad_mode: one of MODES, or `auto` for the fastest on the first batch.
+        modes: candidates of `auto`, for models that not all modes are right about.
+
+    Attributes:
+        mode: the mode in use; None until `auto` has seen a batch.
     """
+
+    mode: str | None
 
     def __init__(
         self,
@@ -194,43 +181,59 @@ class DPTrainer:
         sigma: float,
         clip: float,
         batch_size: int,
+        grad_mode: str = AUTO,
+        modes: Sequence[str] = MODES,
     ) -> None:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of privacy.clip, which cannot be {clip:g}")
-        self._model = _per_example(model)
-        self._optimizer = DPOptimizer(
-            optimizer,
-            noise_multiplier=sigma,
-            max_grad_norm=min(clip, torch.finfo(torch.float32).max),  # Opacus would take 0 · ∞ for the noise
-            expected_batch_size=batch_size,
-            loss_reduction="mean",
-        )
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._model, self._optimizer = model, optimizer
+        self._sigma, self._clip, self._divisor = sigma, clip, batch_size
+        self._parameters = trained(model)
+        self._modes = suitable(modes, model)
+        self.mode = None
+        if grad_mode != AUTO:
+            self.choose(grad_mode)
 
-    def step(self, x: Tensor, loss_of: Callable[[Tensor], Tensor], generator: torch.Generator) -> float:
+    def choose(self, mode: str) -> None:
+        """Sets the mode, as a resumed run must: sums differ between modes by round-off."""
+        require(mode, self._model)
+        self.mode = mode
+
+    def step(self, x: Tensor, loss_of: LossOf, generator: torch.Generator) -> float:
         """One step on the batch x[b, …], of pure noise when b = 0. Returns the mean loss (NaN when b = 0).
 
         Args:
             loss_of: maps logits [b, classes] to the mean of per-example losses.
             generator: source of the noise, on the model's device.
         """
-        self._optimizer.generator = generator
-        self._optimizer.zero_grad()
-        loss = float("nan")
         if len(x):
-            with _OutOfPlace():
-                logits = self._model(x)
-            value = loss_of(logits)
-            with _quiet_hooks():
-                torch.autograd.backward(value)
-            loss = float(value.detach())
-            missing = sum(getattr(p, "grad_sample", None) is None for p in self._parameters)
-            if missing:
-                raise WsiFlError(f"{missing} parameters got no gradient; freeze what the loss does not use")
+            if self.mode is None:
+                self.mode = fastest(self._modes, self._model, x, lambda mode: self._clipped(mode, x, loss_of))
+            sums, loss = self._clipped(self.mode, x, loss_of)
         else:
-            for parameter in self._parameters:
-                parameter.grad_sample = parameter.new_zeros((0, *parameter.shape))  # type: ignore[attr-defined]
+            sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
+        missing = sum(total is None for total in sums)
+        if missing:
+            raise WsiFlError(f"{missing} parameters got no gradient; freeze what the loss does not use")
+        self._set_gradients([total for total in sums if total is not None], generator)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss
+        return float(loss)
+
+    def _clipped(self, mode: str, x: Tensor, loss_of: LossOf) -> tuple[Sums, Tensor]:
+        """Σ_i g_i · min(1, C / |g_i|) of each parameter, and the mean loss."""
+
+        def weigh(norms: Tensor) -> Tensor:
+            return (self._clip / (norms + 1e-6)).clamp(max=1.0)
+
+        return ENGINES[mode](self._model, x, loss_of, weigh)
+
+    def _set_gradients(self, sums: Sequence[Tensor], generator: torch.Generator) -> None:
+        """(sum + N(0, σ²C²)) / B as every parameter's gradient, in place of the sums."""
+        room = self._parameters[0].new_empty(max(p.numel() for p in self._parameters))
+        for parameter, total in zip(self._parameters, sums, strict=True):
+            if self._sigma:
+                noise = room[: parameter.numel()].view_as(parameter)
+                total.add_(noise.normal_(0.0, self._sigma * self._clip, generator=generator))
+            parameter.grad = total.div_(self._divisor)

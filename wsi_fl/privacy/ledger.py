@@ -122,10 +122,21 @@ class PrivacyLedger:
         """The last round of this run whose release may have left; 0 before the first."""
         return max((int(e["round"]) for e in self._scope(False) if e.get("sending")), default=0)
 
-    def check_budget(self, round_: int, mechanism: Mechanism) -> None:
-        """Raises BudgetSpent when `mechanism` in this round, on top of the past, would cross max_epsilon."""
+    def affords(self, round_: int, mechanism: Mechanism) -> bool:
+        """Whether `mechanism` in this round, on top of the past, stays within max_epsilon.
+
+        What this run has recorded of the round already costs nothing more.
+        """
+        if self.terms.max_epsilon is None:
+            return True
         self._entries = read_lines(self.path)  # another run may have spent something since
-        self._check(self._entry(round_, mechanism, ""))
+        if any(e["round"] == round_ and e.get("mechanism") for e in self._scope(False)):
+            return True
+        try:
+            self._check(self._entry(round_, mechanism, ""))
+        except BudgetSpent:
+            return False
+        return True
 
     def _check(self, entry: dict[str, Any]) -> None:
         limit = self.terms.max_epsilon

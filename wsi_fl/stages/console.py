@@ -22,12 +22,19 @@ class Watcher(Protocol):
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None: ...
 
+    def say(self, text: str) -> None:
+        """Something people should know while the job goes on."""
+        ...
+
 
 class Silent:
-    """Tells nobody."""
+    """Tells nobody how far it is; what people should know still goes to stderr."""
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         pass
+
+    def say(self, text: str) -> None:
+        say(text, "yellow")
 
 
 class Bars:
@@ -69,6 +76,9 @@ class Bars:
             self._said = time.monotonic()
             stderr.print(self._line())
 
+    def say(self, text: str) -> None:
+        say(text, "yellow")
+
     def _line(self) -> str:
         done = sum(min(d, t) for d, t, _ in self._state.values())
         total = sum(t for _, t, _ in self._state.values())
@@ -91,6 +101,9 @@ class Events:
             return
         self._said[part] = now
         emit({"part": part, "done": done, "total": total, "note": note})
+
+    def say(self, text: str) -> None:
+        emit({"say": text})
 
 
 def emit(document: dict[str, Any]) -> None:

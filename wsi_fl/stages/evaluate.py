@@ -59,7 +59,10 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
     if not any(len(part) for part, _ in parts.values()):
         raise WsiFlError("no site has test patches; tile with tile.test_fraction above 0")
     rows = []
+    lost = {loss["site"] for loss in run.losses()}
     for index, site in enumerate(sites):
+        if site.name in lost:
+            continue
         watcher.update("evaluate", index, len(sites), site.name)
         seen = parts if merged else {site.name: parts[site.name]}
         rows.append(_evaluate_site(study, run, pipeline, site, index, seen))

@@ -1,13 +1,17 @@
-"""Starting one MPI rank per site, and knowing when somebody else already did."""
+"""Starting one MPI rank per site, knowing when somebody else already did, and noticing who is lost."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -17,10 +21,24 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
+_POLL_S = 0.05
+_KILLED = re.compile(
+    rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
+)
+"""What Open MPI's launcher says of a rank that a signal ended, and what MPICH's says."""
 
 
 class RankDied(WsiFlError):
-    """A rank ended without giving a reason."""
+    """A rank ended without giving a reason, and nobody knows which."""
+
+
+class SitesLost(Exception):
+    """Some ranks were killed or hang; the job was ended so that the others can start again."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        """Site → why."""
 
 
 def launched_ranks() -> int | None:
@@ -55,18 +73,23 @@ def rank_environment(n_ranks: int) -> dict[str, str]:
     return environment
 
 
-def run_ranks(n_ranks: int, arguments: list[str], *, log: Path, watcher: Watcher, resume: str) -> None:
-    """Runs `wsi-fl ARGUMENTS` on n ranks of this machine until all are done.
+def run_ranks(
+    sites: Sequence[str], arguments: list[str], *, log: Path, timeout_s: float, watcher: Watcher, resume: str
+) -> None:
+    """Runs `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
 
     Args:
+        sites: rank k belongs to the k-th.
         log: where what MPI itself says is kept.
+        timeout_s: how long one rank may let another wait.
         resume: the command that continues the job, for messages.
 
     Raises:
+        SitesLost: when ranks were killed, or hang.
         WsiFlError: with the failing rank's own reason, or that a rank died without one.
         UsageError: likewise, for wrong usage.
     """
-    command = [find_mpiexec(), "-n", str(n_ranks), "--oversubscribe", "--bind-to", "none"]
+    command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -76,42 +99,100 @@ def run_ranks(n_ranks: int, arguments: list[str], *, log: Path, watcher: Watcher
             stdout=subprocess.PIPE,
             stderr=log_file,
             stdin=subprocess.DEVNULL,
-            env=rank_environment(n_ranks),
+            env=rank_environment(len(sites)),
             start_new_session=True,
         ) as process,
     ):
-        failures: list[dict[str, Any]] = []
         assert process.stdout is not None
-        reader = Thread(target=_follow, args=(process.stdout, watcher, failures), daemon=True)
+        ranks = _Ranks(watcher, timeout_s)
+        reader = Thread(target=ranks.follow, args=(process.stdout,), daemon=True)
         reader.start()
         try:
-            code = process.wait()
+            while process.poll() is None and not ranks.hanging():
+                time.sleep(_POLL_S)
+            hanging = ranks.hanging() if process.poll() is None else {}
+            if hanging:
+                ranks.kill(hanging)  # MPI can end the others only once these are gone
+            _end(process)
         except KeyboardInterrupt:
             _end(process)
             raise WsiFlError(f"interrupted; continue with `{resume}`") from None
         except BaseException:
             _end(process)
             raise
+        code = process.returncode
         reader.join(timeout=5)
-    if failures:
-        kind = UsageError if failures[0].get("usage") else WsiFlError
-        raise kind(failures[0]["error"])
-    if code != 0:
+    lost = hanging or (ranks.killed(log.read_bytes()) if code else {})
+    if lost:
+        raise SitesLost(lost)
+    if ranks.failures:
+        kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
+        raise kind(ranks.failures[0]["error"])
+    if code:
         raise RankDied(
             f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
         )
 
 
-def _follow(stream: IO[bytes], watcher: Watcher, failures: list[dict[str, Any]]) -> None:
-    for line in stream:
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if "error" in event:
-            failures.append(event)
-        elif "part" in event:
-            watcher.update(event["part"], event["done"], event["total"], event["note"])
+class _Ranks:
+    """What the ranks of a job said, and what follows from their silence."""
+
+    def __init__(self, watcher: Watcher, timeout_s: float) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self._watcher, self._timeout_s = watcher, timeout_s
+        self._pids: dict[str, int] = {}
+        self._heard: dict[str, float] = {}
+        self._late: set[str] = set()
+
+    def follow(self, stream: IO[bytes]) -> None:
+        """Reads events until the last rank is gone."""
+        for line in stream:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if (site := event.get("site", event.get("part"))) is not None:
+                self._heard[site] = time.monotonic()
+            if "pid" in event:
+                self._pids[event["site"]] = event["pid"]
+            if "late" in event:
+                self._late = self._late | set(event["late"])
+            if "error" in event:
+                self.failures.append(event)
+            if "say" in event:
+                self._watcher.say(event["say"])
+            if "part" in event:
+                self._watcher.update(event["part"], event["done"], event["total"], event["note"])
+
+    def hanging(self) -> dict[str, str]:
+        """Sites that others wait for longer than the timeout, and that gave no sign of life for half of it."""
+        now = time.monotonic()
+        return {
+            site: f"no sign of life for {now - self._heard[site]:.0f} s"
+            for site in sorted(self._late)
+            if now - self._heard.get(site, now) > self._timeout_s / 2
+        }
+
+    def killed(self, log: bytes) -> dict[str, str]:
+        """The sites whose processes ended by a signal, as MPI's launcher said."""
+        of_pid = {pid: site for site, pid in self._pids.items()}
+        found = {}
+        for pid, sign in _KILLED.findall(log):
+            if int(pid) in of_pid:
+                found[of_pid[int(pid)]] = f"its process was killed by {_signal_name(int(sign))}"
+        return found
+
+    def kill(self, sites: dict[str, str]) -> None:
+        for site in sites:
+            with suppress(ProcessLookupError, KeyError):
+                os.kill(self._pids[site], signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from wsi_fl.config import Pipeline
-from wsi_fl.federation import loop, preflight
+from wsi_fl.federation import preflight
 from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
@@ -21,6 +22,7 @@ from wsi_fl.stages.console import say
 from wsi_fl.stages.workshop import (
     assemble,
     brought,
+    graph_of,
     guarantee_of,
     method_named,
     open_store,
@@ -40,6 +42,7 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
     """
     row = method_named(method)
+    graph_of(study, pipeline)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     sites = study.sites(pipeline)
@@ -87,26 +90,27 @@ def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
         )
 
 
-def check_budget(site: loop.Site, pipeline: Pipeline) -> None:
-    """Refuses a plan that would cross the site's budget, saying how far it would get."""
-    limit = site.ledger.terms.max_epsilon
-    if limit is None or site.mechanism is None:
-        return
-    past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
-    rounds = pipeline.train.rounds - len(site.ledger.mechanisms())
-    affordable = next(
-        (
-            r
-            for r in range(rounds, 0, -1)
-            if epsilon([*past, *[site.mechanism] * r], site.ledger.terms.delta) <= limit
-        ),
-        0,
-    )
-    if affordable < rounds:
-        raise UsageError(
-            f"sites/{site.name}.toml: max_epsilon = {limit:g} is enough for {affordable} of {rounds} rounds; "
-            "lower train.rounds, raise privacy.sigma, or agree on a larger budget"
-        )
+def check_budgets(
+    brought: Sequence[Mapping[str, Any]], limits: Mapping[str, float | None], rounds: int
+) -> str:
+    """What to say of the sites whose budget ends before the plan does; empty when none does.
+
+    Args:
+        brought: the preflight documents of all sites, with "site" and "affordable" rounds.
+        limits: max_epsilon of each site, as far as it is known here.
+
+    Raises:
+        UsageError: when no site can afford a single round.
+    """
+    short = {one["site"]: one["affordable"] for one in brought if one["affordable"] < rounds}
+    said = [
+        f"sites/{name}.toml: max_epsilon{f' = {limits[name]:g}' if limits.get(name) else ''} "
+        f"is enough for {n} of {rounds} rounds"
+        for name, n in short.items()
+    ]
+    if len(short) == len(brought) and not any(short.values()):
+        raise UsageError(f"{said[0]}; lower train.rounds, raise privacy.sigma, or agree on a larger budget")
+    return "; ".join(said) + ("; then it leaves and the others go on" if said else "")
 
 
 def dry_run(
@@ -125,10 +129,15 @@ def dry_run(
     sites = study.sites(pipeline)
     folder = RunFolder(study.runs / "dry-run")
     assembled = [assemble(study, pipeline, method, folder, index) for index in range(len(sites))]
-    preflight.compare([brought(site, study, pipeline, method) for site in assembled])
-    for site in assembled:
-        check_budget(site, pipeline)
-    rows = [_cost(site, pipeline, method) for site in assembled]
+    documents = [brought(site, study, pipeline, method) for site in assembled]
+    preflight.compare(documents)
+    limits = {site.name: site.max_epsilon for site in sites}
+    if warning := check_budgets(documents, limits, pipeline.train.rounds):
+        say(f"  {warning}", "yellow")
+    rows = [
+        _cost(study, site, pipeline, method) | {"affordable_rounds": document["affordable"]}
+        for site, document in zip(assembled, documents, strict=True)
+    ]
     # On CPUs the sites share the cores; on GPUs each has its own.
     shared = rows[0].pop("cpu")
     for row in rows[1:]:
@@ -144,11 +153,11 @@ def dry_run(
     }
 
 
-def _cost(site: loop.Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
+def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
     rows = np.arange(min(pipeline.train.batch_size, len(site.train)))
     noise = entropy_generator(site.device)
-    schedule = schedule_of(pipeline)
+    schedule = schedule_of(study, pipeline)
     drawn = batches(
         site.train, iter([rows] * (_TIMED_STEPS + 1)), augment=schedule.make_augment(0), device=site.device
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,6 +20,7 @@ from wsi_fl.config import Pipeline, dump_toml
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, LocalComm, MpiComm
 from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json, write_text
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages import launch, plan
@@ -55,35 +58,64 @@ def train(
     ranks = launch.launched_ranks()
     plan.check(study, pipeline, method, backend, stores=ranks is None)
     if ranks is not None:
-        return _join(study, pipeline, ranks, lambda comm: _agreed_run(study, pipeline, method, name, comm))
+        everyone = tuple(range(len(study.sites(pipeline))))
+        agree = partial(_agreed_run, study, pipeline, method, name)
+        return _join(study, pipeline, ranks, agree, everyone)
     plan.warn_of_other_patches(study, pipeline)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
     _describe(study, run, pipeline, method, name, uuid4().hex)
     try:
-        return _start(study, run, len(study.sites(pipeline)), backend, watcher)
+        return _start(study, run, pipeline, backend, watcher)
     except UsageError:  # refused before the first step
         run.discard_if_unstarted()
         raise
 
 
 def resume(
-    study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
+    study: Study,
+    run_name: str,
+    *,
+    without: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Continues a run from the last round that all its sites had finished."""
+    """Continues a run from the last round that all its sites had finished.
+
+    A site that was lost on the way comes back in the round where the others stand, even when they have finished.
+
+    Args:
+        without: sites to go on without, as if they had been lost.
+    """
     run = RunFolder(study.run(run_name))
+    pipeline = load_pipeline(run.path / "config.toml")
+    names = [site.name for site in study.sites(pipeline)]
+    if unknown := sorted(set(without) - set(names)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
+    if not set(names) - set(without):
+        raise UsageError("--without leaves no site to train")
     finished: dict[str, Any] | None = run.summary()
-    if finished is not None:
+    back = [loss["site"] for loss in run.losses() if loss["site"] not in without]
+    if finished is not None and not back:
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
-    pipeline = load_pipeline(run.path / "config.toml")
     ranks = launch.launched_ranks()
     method = read_json(run.path / "manifest.json")["method"]
     plan.check(study, pipeline, method, backend, stores=ranks is None)
+    for name in back:
+        run.note_return(name)
+    for name in sorted(set(without) - {loss["site"] for loss in run.losses()}):
+        run.note_loss(name, "left out by --without")
     if ranks is not None:
-        return _join(study, pipeline, ranks, lambda comm: run)
-    return _start(study, run, len(study.sites(pipeline)), backend, watcher or Silent())
+        return _join(study, pipeline, ranks, lambda comm: run, _running(study, pipeline, run))
+    return _start(study, run, pipeline, backend, watcher or Silent())
+
+
+def _running(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
+    """Indices of the sites that were not lost."""
+    lost = {loss["site"] for loss in run.losses()}
+    return tuple(k for k, site in enumerate(study.sites(pipeline)) if site.name not in lost)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -91,29 +123,30 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     began = time.perf_counter()
     pipeline = load_pipeline(run.path / "config.toml")
     method = read_json(run.path / "manifest.json")["method"]
-    n_sites = len(study.sites(pipeline))
-    if comm.n_sites != n_sites:
-        raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {comm.n_sites} were started")
     sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
     for site in sites:
         with open_store(study, site.name) as store:
             site.folder.remember_store(store_digest(store))
-    preflight.compare(comm.gather([brought(site, study, pipeline, method) for site in sites]))
-    for site in sites:
-        plan.check_budget(site, pipeline)
+    documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
+    preflight.compare(documents)
+    first = comm.running[0] in comm.sites
+    limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
+    if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
+        watcher.say(f"  {warning}")
     with _alone(sites):
-        loop.run(sites, METHODS[method], schedule_of(pipeline), comm, _reporter(sites, pipeline, watcher))
+        report = _reporter(sites, pipeline, watcher)
+        loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
     rows = comm.gather([_row(site, pipeline, method) for site in sites])
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary())
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
-    if 0 in comm.sites or not (run.path / "summary.json").exists():
+    if first or not (run.path / "summary.json").exists():
         write_json(run.path / "summary.json", summary)
     return summary
 
 
 @contextmanager
-def _alone(sites: Sequence[loop.Site]) -> Iterator[None]:
+def _alone(sites: Sequence[Site]) -> Iterator[None]:
     """One job at a time per run: two would send two noisy versions of the same round."""
     with ExitStack() as stack:
         for site in sites:
@@ -130,7 +163,17 @@ def rank_main(run_path: Path) -> None:
     """The process of one rank: errors become one event, and end all ranks."""
     run = RunFolder(run_path)
     study = Study(run_path.parent.parent)
-    comm = MpiComm(load_pipeline(run_path / "config.toml").comm.timeout_s)
+    pipeline = load_pipeline(run_path / "config.toml")
+    names = [site.name for site in study.sites(pipeline)]
+    comm = MpiComm(
+        pipeline.comm.timeout_s,
+        _running(study, pipeline, run),
+        len(names),
+        waiting=lambda: emit({"site": me}),
+        late=lambda sites: emit({"site": me, "late": [names[k] for k in sites]}),
+    )
+    me = names[comm.sites[0]]
+    emit({"site": me, "pid": os.getpid()})
 
     def tell(text: str, usage: bool) -> None:
         emit({"error": text, "usage": usage})
@@ -194,35 +237,55 @@ def _git_commit(folder: Path) -> str | None:
     return answer.stdout.strip() or None
 
 
-def _start(study: Study, run: RunFolder, n_sites: int, backend: str, watcher: Watcher) -> dict[str, Any]:
+def _start(
+    study: Study, run: RunFolder, pipeline: Pipeline, backend: str, watcher: Watcher
+) -> dict[str, Any]:
+    """Starts the ranks, and those of the other sites once more whenever one is lost."""
+    names = [site.name for site in study.sites(pipeline)]
     if backend == "local":
-        return work_as_rank(study, run, LocalComm(n_sites), watcher)
+        comm = LocalComm(len(names), running=_running(study, pipeline, run))
+        return work_as_rank(study, run, comm, watcher)
     again = f"wsi-fl train --resume {study.relative(run.path)}"
-    arguments = ["rank", str(run.path)]
-    launch.run_ranks(n_sites, arguments, log=run.path / "mpi.log", watcher=watcher, resume=again)
+    while True:
+        running = [names[k] for k in _running(study, pipeline, run)]
+        try:
+            launch.run_ranks(
+                running,
+                ["rank", str(run.path)],
+                log=run.path / "mpi.log",
+                timeout_s=pipeline.comm.timeout_s,
+                watcher=watcher,
+                resume=again,
+            )
+            break
+        except launch.SitesLost as lost:
+            if not set(running) - set(lost.reasons):
+                raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
+            for name, reason in lost.reasons.items():
+                loss = run.note_loss(name, reason)
+                watcher.say(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
     summary: dict[str, Any] = read_json(run.path / "summary.json")
     return summary
 
 
 def _join(
-    study: Study, pipeline: Pipeline, ranks: int, run_of: Callable[[MpiComm], RunFolder]
+    study: Study,
+    pipeline: Pipeline,
+    ranks: int,
+    run_of: Callable[[MpiComm], RunFolder],
+    running: tuple[int, ...],
 ) -> dict[str, Any]:
     """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
-    n_sites = len(study.sites(pipeline))
-    if ranks != n_sites:
-        raise UsageError(f"{n_sites} sites need {n_sites} ranks, but {ranks} were started")
-    comm = MpiComm(pipeline.comm.timeout_s)
-    if comm.n_sites != ranks:
-        raise UsageError(
-            f"{ranks} ranks were started, but MPI sees {comm.n_sites}; try mpiexec, or srun --mpi=pmix"
-        )
+    if ranks != len(running):
+        raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
+    comm = MpiComm(pipeline.comm.timeout_s, running, len(study.sites(pipeline)))
 
     def tell(text: str, usage: bool) -> None:
         del usage
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
     summary = _guarded(comm, study.runs, lambda: work_as_rank(study, run_of(comm), comm, Silent()), tell)
-    return summary if 0 in comm.sites else {}
+    return summary if comm.running[0] in comm.sites else {}
 
 
 def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
@@ -235,7 +298,7 @@ def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: 
     return chosen
 
 
-def _reporter(sites: Sequence[loop.Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
+def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
     folders = {site.name: site.folder for site in sites}
     rounds = pipeline.train.rounds
 
@@ -257,8 +320,9 @@ def _reporter(sites: Sequence[loop.Site], pipeline: Pipeline, watcher: Watcher) 
     return report
 
 
-def _row(site: loop.Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
+def _row(site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
     lines = site.folder.metrics()  # of all rounds, those before a restart too
+    took_part = sum(line["takes_part"] for line in lines)
     terms = site.ledger.terms
     return {
         "site": site.name,
@@ -268,7 +332,8 @@ def _row(site: loop.Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
         "delta": terms.delta,
         "guarantee": guarantee_of(METHODS[method], pipeline),
         "unit": terms.unit,
-        "rounds": pipeline.train.rounds,
+        "rounds": took_part,
+        "rejected": sum(len(line.get("rejected", ())) for line in lines),
         "n_train": len(site.train),
         "trained_seconds": sum(line["seconds"] for line in lines),
         **{
@@ -291,7 +356,8 @@ def _summary(
         "method": method,
         "seconds": seconds,
         "sites": rows,
-        "lost": [],
+        "lost": [loss["site"] for loss in run.losses()],
+        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
         "communication": communication,
     }
 
@@ -307,4 +373,7 @@ def print_summary(summary: dict[str, Any]) -> None:
         say(f"  {row['site']}: {row['rounds']} rounds, {spent}")
     c = summary["communication"]
     say(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
+    for loss in summary["losses"]:
+        say(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
+        say(f"  it can come back: wsi-fl train --resume {summary['run']}")
     say(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")

@@ -15,14 +15,16 @@ import torch
 
 from wsi_fl import config
 from wsi_fl.config import Pipeline
-from wsi_fl.federation.loop import Schedule, Site
+from wsi_fl.federation.graph import from_file
 from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
+from wsi_fl.federation.site import Schedule, Site
+from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
 from wsi_fl.learning.examples import Examples, in_memory, joined, resized
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import build
-from wsi_fl.privacy.accounting import Mechanism, plan
+from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
@@ -100,7 +102,20 @@ def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
     return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
 
 
-def schedule_of(pipeline: Pipeline) -> Schedule:
+def graph_of(study: Study, pipeline: Pipeline) -> Topology | None:
+    """The graph a pipeline names or points to; None for the method's own."""
+    graph = pipeline.topology.graph
+    if graph is None:
+        return None
+    if not graph.endswith(".json"):
+        if graph not in TOPOLOGIES:
+            raise UsageError(f"unknown graph {graph!r}; known: {', '.join(TOPOLOGIES)}, FILE.json")
+        return named(graph, pipeline.train.seed)
+    names = [site.name for site in study.sites(pipeline)]
+    return from_file(study.resolve(graph), names, pipeline.topology.self_weight)
+
+
+def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
     train = pipeline.train
     return Schedule(
         rounds=train.rounds,
@@ -111,6 +126,9 @@ def schedule_of(pipeline: Pipeline) -> Schedule:
         weights=weights_of(pipeline),
         self_weight=pipeline.topology.self_weight,
         make_augment=partial(augmentation, train.augment),
+        graph=graph_of(study, pipeline),
+        reset_optimizer=train.optimizer_after_exchange == "reset",
+        train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
     )
 
@@ -170,11 +188,13 @@ def make_learners(
     privacy = pipeline.privacy
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size)
+        settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size, privacy.grad_mode)
         model = build_model(site, pipeline, store, role, index, common=common)
         size = input_px(pipeline, store)
         if dp and privacy.enabled and _architecture(site, pipeline, role, common=common).startswith("timm:"):
-            check_per_example_gradients(model, (store.channels, size, size), len(store.meta.classes))
+            shape, n_classes = (store.channels, size, size), len(store.meta.classes)
+            modes = check_per_example_gradients(model, shape, n_classes, privacy.grad_mode)
+            settings = replace(settings, modes=modes)
         return Learner(
             model,
             lr=pipeline.train.lr,
@@ -225,6 +245,7 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         folder=run.site(site.name),
         device=device,
         mechanism=mechanism,
+        returning=site.name in run.returned(),
     )
 
 
@@ -278,8 +299,33 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
             train.epochs_per_round,
             train.seed,
             pipeline.topology.self_weight,
+            _graph_digest(study, pipeline),
+            train.optimizer_after_exchange,
             pipeline.privacy.mode if pipeline.privacy.enabled else "no privacy",
         ],
         "versions": versions(),
-        "n_train": len(site.train),
+        "affordable": affordable_rounds(site, train.rounds),
     }
+
+
+def _graph_digest(study: Study, pipeline: Pipeline) -> str | None:
+    """The name of the graph, or what its file says."""
+    graph = pipeline.topology.graph
+    if graph is None or not graph.endswith(".json"):
+        return graph
+    return hashlib.sha256(study.resolve(graph).read_bytes()).hexdigest()
+
+
+def affordable_rounds(site: Site, rounds: int) -> int:
+    """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
+    limit = site.ledger.terms.max_epsilon
+    done = len(site.ledger.mechanisms())
+    if limit is None or site.mechanism is None:
+        return rounds
+    past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
+    more = 0
+    while done + more < rounds:
+        if epsilon([*past, *[site.mechanism] * (more + 1)], site.ledger.terms.delta) > limit:
+            break
+        more += 1
+    return done + more

@@ -1,0 +1,145 @@
+"""The shipped studies of ProxyFL's section 4: their settings, their first lines, and models that differ by site."""
+
+import shlex
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+from wsi_fl.cli import app
+from wsi_fl.models import BUILDERS, build
+from wsi_fl.stages.partition import partition
+from wsi_fl.stages.train import train
+from wsi_fl.study import Study, shipped
+
+BENCHMARKS = {
+    "mnist": ("lenet5", "mlp", 250, 8, 1000, "major:0.8"),
+    "fashion_mnist": ("lenet5", "mlp", 250, 8, 1000, "major:0.8"),
+    "mnist_heterogeneous": ("mlp", "mlp", 250, 8, 1000, "major:0.8"),
+    "cifar10": ("cnn2", "cnn1", 250, 8, 3000, "major:0.3"),
+    "kvasir": ("vgg11", "vgg11", 128, 8, None, "dirichlet:0.5"),
+}
+
+
+@pytest.fixture
+def study(tmp_path):
+    for name in ("pipelines", "sites"):
+        (tmp_path / "study" / name).mkdir(parents=True)
+    return Study(tmp_path / "study")
+
+
+def first_line(name):
+    """The options of `partition DATA` and of `train` in the command that begins the pipeline."""
+    line = (shipped("pipelines") / f"{name}.toml").read_text(encoding="utf-8").splitlines()[0]
+    divide, train = (shlex.split(command) for command in line.removeprefix("# ").split("&&"))
+    assert (divide[:2], train[:2]) == (["wsi-fl", "partition"], ["wsi-fl", "train"])
+    return [dict(zip(words[::2], words[1::2], strict=True)) for words in (divide[3:], train[2:])]
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_has_every_setting_of_the_paper(study, name):
+    """Sections 4.1 to 4.3."""
+    private, proxy, batch_size, n_sites, per_site, skew = BENCHMARKS[name]
+    pipeline = study.pipeline(name)
+    assert (pipeline.model.private, pipeline.model.proxy) == (private, proxy)
+    train, privacy = pipeline.train, pipeline.privacy
+    assert train.batch_size == batch_size
+    assert (train.lr, train.weight_decay, train.epochs_per_round) == (1e-3, 1e-4, 1)
+    assert (train.alpha, train.beta, train.augment) == (0.5, 0.5, "none")
+    assert (privacy.enabled, privacy.mode, privacy.sigma, privacy.clip) == (True, "paper", 1.0, 1.0)
+    assert privacy.delta <= 1 / (per_site or 750)
+    assert pipeline.topology.self_weight == 0
+    divided, trained = first_line(name)
+    assert int(divided["--sites"]) == n_sites
+    assert divided.get("--per-site") == (str(per_site) if per_site else None)
+    assert divided["--skew"] == skew
+    assert (trained["--method"], trained["--pipeline"]) == ("proxyfl", name)
+
+
+def test_kvasir_holds_2000_of_8000_images_out(study):
+    divided, _ = first_line("kvasir")
+    assert float(divided["--test-fraction"]) * 8000 == 2000
+    pipeline = study.pipeline("kvasir")
+    size_px = int(divided["--size-px"])
+    model = build(pipeline.model.private, n_classes=8, in_channels=3, size_px=size_px, seed=0)
+    assert sum(p.numel() for p in model.parameters()) < 10_000_000
+
+
+def write_images(path, n, side, channels, n_classes):
+    """Synthetic images whose brightness tells the class: an npz, or for a path without suffix a folder."""
+    rng = np.random.default_rng(0)
+    y = np.arange(n) % n_classes
+    shape = (n, side, side, channels) if channels > 1 else (n, side, side)
+    shade = (y * 200 // n_classes).reshape(n, *[1] * (len(shape) - 1))
+    x = (rng.integers(0, 56, shape) + shade).astype(np.uint8)
+    if path.suffix:
+        np.savez(path, x_train=x, y_train=y, x_test=x[: n // 4], y_test=y[: n // 4])
+        return path
+    for k in range(n):
+        folder = path / f"class_{y[k]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.concatenate([x[k], x[k][:, : side // 4]], axis=1)).save(folder / f"{k}.png")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "images", "smaller"),
+    [
+        ("fashion_mnist", ("data.npz", 300, 28, 1, 10), {"--per-site": "30"}),
+        ("cifar10", ("data.npz", 120, 32, 3, 10), {"--per-site": "30"}),
+        ("kvasir", ("folder", 24, 40, 3, 8), {"--size-px": "32"}),
+    ],
+)
+def test_the_first_line_does_the_study_at_a_smaller_scale(study, monkeypatch, name, images, smaller):
+    data = write_images(study.root / images[0], *images[1:])
+    divided, trained = first_line(name)
+    monkeypatch.chdir(study.root)
+    app(["partition", str(data), *flat(divided | smaller | {"--sites": "2"})], standalone_mode=False)
+    small = ["--set", "train.rounds=1", "--set", "train.batch_size=10"]
+    if name == "kvasir":  # what its comment recommends for two cores
+        small += ["--set", "model.private=gn_cnn", "--set", "model.proxy=gn_cnn_small"]
+    app(["train", "--backend", "local", *flat(trained), *small], standalone_mode=False)
+    (run,) = (folder for folder in study.runs.glob("*") if folder.is_dir())
+    assert run.name.endswith(f"proxyfl-{name}")
+    assert len(list(run.glob("sites/*/private.safetensors"))) == 2
+
+
+def flat(options):
+    return [word for pair in options.items() for word in pair]
+
+
+ARCHITECTURES = ("mlp", "lenet5", "cnn1", "cnn2")
+
+
+def test_sites_with_private_models_of_four_architectures_learn_together(study, tmp_path):
+    """ProxyFL, section 4.2: private models differ, the proxies that travel are MLPs."""
+    data = write_images(tmp_path / "mnist.npz", 160, 28, 1, 10)
+    partition(study, data, n_sites=4, per_site=30)
+    for k, name in enumerate(ARCHITECTURES[1:], 2):
+        with (study.root / "sites" / f"S{k}.toml").open("a") as file:
+            file.write(f'private_model = "{name}"\n')
+    small = ["train.rounds=3", "train.batch_size=10", "train.lr=0.005", "privacy.sigma=0.2"]
+    summary = train(
+        study, method="proxyfl", pipeline_name="mnist_heterogeneous", overrides=small, backend="local"
+    )
+    assert [row["site"] for row in summary["sites"]] == ["S1", "S2", "S3", "S4"]
+    assert summary["communication"]["messages"] == 12
+    for site, name in zip(("S1", "S2", "S3", "S4"), ARCHITECTURES, strict=True):
+        folder = study.root / summary["run"] / "sites" / site
+        assert shapes(load_file(folder / "private.safetensors")) == shapes_of(name)
+        assert shapes(load_file(folder / "proxy.safetensors")) == shapes_of("mlp")
+
+
+def shapes(tensors):
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def shapes_of(name):
+    return shapes(build(name, n_classes=10, in_channels=1, size_px=28, seed=0).state_dict())
+
+
+@pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
+def test_every_shipped_pipeline_names_models_that_exist(study, path):
+    model = study.pipeline(path.stem).model
+    assert {model.private, model.proxy} <= set(BUILDERS)

@@ -1,0 +1,361 @@
+"""Sites that leave, are lost, come back, or send nonsense: the others go on, and every account stays right."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study
+from safetensors.torch import load_file
+
+from wsi_fl.federation import loop
+from wsi_fl.federation.comm import LocalComm
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages import launch
+from wsi_fl.stages import train as stage
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.plan import dry_run
+from wsi_fl.stages.report import report
+from wsi_fl.stages.train import resume, train
+from wsi_fl.types import UsageError, WsiFlError
+
+SEEDED = "privacy.insecure_seed=1"
+
+
+def local(study, method="proxyfl", *overrides):
+    return train(study, method=method, overrides=overrides, backend="local")
+
+
+def model(path, site, role="private"):
+    return load_file(path / "sites" / site / f"{role}.safetensors")
+
+
+def metrics(path, site):
+    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+
+
+def spent(rounds):
+    return epsilon([plan(36, 8, rounds, 1.4, 0.7)], 1e-5)
+
+
+def limit(study, site, rounds):
+    file = study.root / "sites" / f"{site}.toml"
+    file.write_text(file.read_text() + f"max_epsilon = {spent(rounds) + 1e-6 if rounds else 1e-3}\n")
+
+
+def push_of(path, site, round_):
+    state = load_file(path / "sites" / site / "state" / f"round_{round_:05d}.safetensors")
+    return state.get("push/x")
+
+
+# --- leaving with the budget spent ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
+    if METHODS[method].pooled:
+        pytest.skip("pooled data has one account")
+    limit(study, "S1", 2)
+    summary = local(study, method, "train.rounds=4")
+    rows = {row["site"]: row for row in summary["sites"]}
+    assert rows["S1"]["epsilon"] == pytest.approx(spent(2))
+    assert rows["S1"]["rounds"] == 2
+    for site in ("S0", "S2", "S3"):
+        assert rows[site]["epsilon"] == pytest.approx(spent(4))
+        assert rows[site]["rounds"] == 4
+    assert summary["lost"] == []
+    lines = metrics(study.root / summary["run"], "S1")
+    assert [line["takes_part"] for line in lines] == [True, True, False, False]
+    assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0
+    assert report(study, summary["run"]).exists()
+
+
+def test_who_left_learns_on_alone_if_it_wishes(study):
+    limit(study, "S1", 1)
+    on = study.root / local(study, "proxyfl", SEEDED)["run"]
+    stopped = study.root / local(study, "proxyfl", SEEDED, "train.after_budget=stop")["run"]
+    assert metrics(on, "S1")[2]["loss"]["private"] is not None
+    assert metrics(on, "S1")[2]["loss"]["proxy"] is None
+    assert metrics(stopped, "S1")[2]["loss"] == {}
+    assert metrics(on, "S1")[2]["messages"] == 0
+    for path in (on, stopped):
+        proxies = [push_of(path, "S1", round_) for round_ in (2, 3)]
+        assert proxies == [None, None]
+
+
+def test_mass_is_handed_over_and_nothing_is_lost(study):
+    limit(study, "S1", 1)
+    path = study.root / local(study, "proxyfl", "privacy.insecure_seed=1", "train.rounds=2")["run"]
+    weights = []
+    for k in range(4):
+        _, document = RunFolder(path).site(f"S{k}").load_checkpoint(2)
+        weights.append(document["weight"])
+    assert weights == [1, None, 2, 1]
+
+
+def test_a_plan_that_nobody_can_afford_is_refused_and_leaves_nothing(study):
+    for site in study.site_names():
+        limit(study, site, 0)
+    for attempt in (lambda: local(study), lambda: dry_run(study, method="proxyfl")):
+        with pytest.raises(
+            UsageError, match=r"sites/S0\.toml: max_epsilon = 0\.001 is enough for 0 of 3 rounds"
+        ):
+            attempt()
+    assert not list(study.runs.glob("0*"))
+
+
+def test_a_site_that_cannot_afford_one_round_never_joins(study):
+    limit(study, "S2", 0)
+    summary = local(study)
+    row = summary["sites"][2]
+    assert (row["epsilon"], row["rounds"]) == (None, 0)
+    assert summary["communication"]["messages"] == 9
+
+
+def test_a_dry_run_says_how_far_a_budget_goes(study, capsys):
+    limit(study, "S1", 2)
+    rows = dry_run(study, method="proxyfl")["sites"]
+    assert [row["affordable_rounds"] for row in rows] == [3, 2, 3, 3]
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(r"sites/S1\.toml: max_epsilon = .* is enough for 2 of 3 rounds; then it leaves", said)
+
+
+def test_leaving_survives_a_restart(study, monkeypatch):
+    limit(study, "S1", 1)
+    whole = local(study, "proxyfl", SEEDED, "train.rounds=4")["run"]
+    real = loop.checkpoint
+
+    def cut(site, round_):
+        if (site.name, round_) == ("S2", 3):
+            raise KeyboardInterrupt
+        real(site, round_)
+
+    monkeypatch.setattr(loop, "checkpoint", cut)
+    with pytest.raises(KeyboardInterrupt):
+        local(study, "proxyfl", SEEDED, "train.rounds=4")
+    monkeypatch.undo()
+    again = resume(study, "2", backend="local")
+    for site in study.site_names():
+        for role in ("private", "proxy"):
+            a, b = (model(study.root / run, site, role) for run in (whole, again["run"]))
+            assert all(torch.equal(a[key], b[key]) for key in a), (site, role)
+
+
+# --- nonsense from a peer ------------------------------------------------------------------------------------
+
+
+class Liar(LocalComm):
+    """Changes what site 2 sends from some round on."""
+
+    def __init__(self, n_sites, change, since=1):
+        super().__init__(n_sites)
+        self.change, self.since = change, since
+
+    def exchange(self, outgoing, expected, *, round_, hop, size):
+        messages = super().exchange(outgoing, expected, round_=round_, hop=hop, size=size)
+        return [self.change(m) if m.sender == 2 and round_ >= self.since else m for m in messages]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
+        (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* away, usual is"),
+        (lambda m: replace(m, weight=0.0), "its weight is 0"),
+        (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
+        (lambda m: replace(m, schema="00" * 32), "another architecture"),
+        (
+            lambda m: replace(m, refused="it has 2 values, agreed on 3", vector=m.vector[:2]),
+            "it has 2 values",
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", ["proxyfl", "fedavg"])
+def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, method, change, words):
+    monkeypatch.setattr(stage, "LocalComm", lambda n, running: Liar(n, change))
+    summary = local(study, method)
+    path = study.root / summary["run"]
+    rejected = [line for k in range(4) for one in metrics(path, f"S{k}") for line in one.get("rejected", ())]
+    assert rejected
+    assert sum(row["rejected"] for row in summary["sites"]) == len(rejected)
+    assert all(re.search(f"^site 2: .*{words}", line) for line in rejected)
+    for k in range(4):
+        for tensors in path.glob(f"sites/S{k}/p*.safetensors"):
+            assert all(bool(value.isfinite().all()) for value in load_file(tensors).values())
+    receiver = "S3" if method == "proxyfl" else "S0"
+    assert "rejected the model from site 2" in (path / "sites" / receiver / "log.txt").read_text()
+
+
+def test_honest_models_are_never_rejected(study):
+    for method in ("proxyfl", "fedavg", "cwt"):
+        summary = local(study, method, "train.rounds=8", "train.lr=0.05")
+        assert [row["rejected"] for row in summary["sites"]] == [0, 0, 0, 0]
+
+
+# --- ranks that die or hang ----------------------------------------------------------------------------------
+
+
+def started(study, *overrides, timeout_s=60):
+    sets = [part for o in (*overrides, f"comm.timeout_s={timeout_s}") for part in ("--set", o)]
+    command = [sys.executable, "-m", "wsi_fl", "train", "--json", *sets]
+    return subprocess.Popen(
+        command,
+        cwd=study.root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def pid_of(run_path, rank, n=4):
+    """The process of a rank, once all ranks are at work."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        ranks = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                if str(run_path).encode() in words and b"rank" in words and b"-n" not in words:
+                    found = re.search(rb"OMPI_COMM_WORLD_RANK=(\d+)", (process / "environ").read_bytes())
+                    ranks[int(found[1])] = int(process.name)
+        if len(ranks) == n:
+            return ranks[rank]
+        time.sleep(0.02)
+    raise AssertionError("ranks did not start")
+
+
+def wait_for_round(study, number, site, run="00001-proxyfl-small"):
+    path = study.runs / run / "sites" / site / "state"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if path.exists() and any(int(f.stem[-5:]) >= number for f in path.glob("round_*.safetensors")):
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"{site} never finished round {number}")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(study, sign):
+    job = started(study, "train.rounds=12", timeout_s=3)
+    wait_for_round(study, 3, "S2")
+    os.kill(pid_of(study.runs / "00001-proxyfl-small", 2), sign)
+    out, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err
+    summary = json.loads(out)
+    assert summary["lost"] == ["S2"]
+    (loss,) = summary["losses"]
+    assert loss["site"] == "S2"
+    assert 3 <= loss["round"] <= 12
+    assert ("SIGKILL" if sign == signal.SIGKILL else "no sign of life") in loss["reason"]
+    assert f"S2 was lost in round {loss['round']}" in err
+    assert [row["site"] for row in summary["sites"]] == ["S0", "S1", "S3"]
+    for row in summary["sites"]:
+        assert row["rounds"] == 12
+        assert row["epsilon"] == pytest.approx(spent(12))
+    document = evaluate(study, summary["run"])
+    assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S3"]
+    assert document["sites"][0]["n"] == 48  # the merged test set stays whole
+    assert "S2" in report(study, summary["run"]).read_text()
+    back = resume(study, summary["run"], backend="local")
+    assert back["lost"] == []
+    assert [row["site"] for row in back["sites"]] == study.site_names()
+    lost = back["sites"][2]
+    assert lost["rounds"] == len(metrics(study.root / back["run"], "S2")) >= 3
+    assert lost["epsilon"] >= spent(lost["rounds"]) - 1e-6  # a round on its account may never have been sent
+    assert evaluate(study, back["run"])["sites"][2]["site"] == "S2"
+
+
+def test_a_run_goes_on_without_a_site_that_is_left_out(study, monkeypatch):
+    real = loop.checkpoint
+
+    def cut(site, round_):
+        if (site.name, round_) == ("S3", 2):
+            raise KeyboardInterrupt
+        real(site, round_)
+
+    monkeypatch.setattr(loop, "checkpoint", cut)
+    with pytest.raises(KeyboardInterrupt):
+        local(study, "proxyfl", "train.rounds=5")
+    monkeypatch.undo()
+    summary = resume(study, "1", without=["S1"], backend="local")
+    assert summary["lost"] == ["S1"]
+    assert [row["rounds"] for row in summary["sites"]] == [5, 5, 5]
+    with pytest.raises(UsageError, match="unknown site 'S9'; the run has S0"):
+        resume(study, "1", without=["S9"], backend="local")
+    with pytest.raises(UsageError, match="leaves no site"):
+        resume(study, "1", without=study.site_names(), backend="local")
+    again = resume(study, "1", without=["S1"], backend="local")
+    assert again == summary  # finished; S1 stays away
+
+
+def test_who_comes_back_is_given_a_share_and_takes_part_from_then_on(study, monkeypatch):
+    real = loop.checkpoint
+
+    def cut(site, round_):
+        if (site.name, round_) == ("S3", 6):
+            raise KeyboardInterrupt
+        real(site, round_)
+
+    rounds = "train.rounds=8"
+    monkeypatch.setattr(
+        loop, "checkpoint", lambda site, r: cut(site, 6 if (site.name, r) == ("S3", 2) else r)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        local(study, "proxyfl", rounds)
+    monkeypatch.setattr(loop, "checkpoint", cut)
+    with pytest.raises(KeyboardInterrupt):
+        resume(study, "1", without=["S1"], backend="local")
+    monkeypatch.undo()
+    summary = resume(study, "1", backend="local")
+    path = study.root / summary["run"]
+    took_part = {line["round"]: line["takes_part"] for line in metrics(path, "S1")}
+    assert took_part == {1: True, 5: False, 6: False, 7: True, 8: True}  # others had trained round 6 already
+    assert [row["rounds"] for row in summary["sites"]] == [8, 3, 8, 8]
+    weights = [RunFolder(path).site(f"S{k}").load_checkpoint(8)[1]["weight"] for k in range(4)]
+    assert sum(weights) == pytest.approx(3)  # the mass of S1 was lost with it
+    assert sorted(weights) == [0.5, 0.5, 1, 1]
+    assert summary["sites"][0]["epsilon"] == pytest.approx(spent(8))
+    assert summary["sites"][1]["epsilon"] == pytest.approx(spent(4))  # round 2 was trained, then lost
+
+
+def test_all_sites_lost_is_an_error(study, monkeypatch):
+    def lose_everyone(running, *_, **__):
+        raise launch.SitesLost(dict.fromkeys(running, "gone"))
+
+    monkeypatch.setattr(launch, "run_ranks", lose_everyone)
+    with pytest.raises(WsiFlError, match="all sites were lost; continue with `wsi-fl train --resume"):
+        train(study, method="proxyfl")
+
+
+def test_one_site_alone_finishes(tmp_path):
+    study = make_study(tmp_path / "two", n_sites=2)
+    limit(study, "S1", 1)
+    summary = local(study, "fedavg")
+    assert [row["rounds"] for row in summary["sites"]] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"prterun noticed that process rank 1 with PID 4711 on node x exited on\nsignal 9 (Killed).",
+        b"mpirun noticed that process rank 2 with PID 4711 on node y exited on signal 9 (Killed).",
+        b"=   BAD TERMINATION\n=   PID 4711 RUNNING AT x\n=   EXIT CODE: 9\n",
+    ],
+)
+def test_what_launchers_say_of_a_killed_rank(text):
+    ranks = launch._Ranks(stage.Silent(), 10.0)
+    ranks.follow([b'{"site": "S1", "pid": 4711}\n', b"noise\n"])
+    assert ranks.killed(text) == {"S1": "its process was killed by SIGKILL"}
+    assert ranks.killed(text.replace(b"4711", b"4712")) == {}

@@ -1,0 +1,89 @@
+"""One hop of an exchange: sends P·(x, w), screens what arrives, adds it up (Algorithm 1, lines 7–10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+import numpy as np
+
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.message import Message, Outgoing
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.mixing import PushSum, Vector, mix
+from wsi_fl.federation.site import Site
+from wsi_fl.federation.topology import Matrix, receivers, senders
+from wsi_fl.models import schema
+from wsi_fl.privacy.ledger import Release
+
+_FAR = 10.0
+"""How many times further than usual a model may lie from the own one."""
+_REMEMBERED, _ENOUGH = 20, 5
+
+
+def exchange(
+    sites: Sequence[Site],
+    method: Method,
+    comm: Comm,
+    matrix: Matrix,
+    releases: Mapping[int, Release | None],
+    *,
+    round_: int,
+    hop: int,
+) -> None:
+    """Moves mass along the nonzeros of `matrix`. What is not accepted is replaced by the receiver's own share."""
+    outgoing = [
+        Outgoing(site.index, to, float(matrix[to, site.index]), release)
+        for site in sites
+        if (release := releases.get(site.index)) is not None
+        for to in receivers(matrix, site.index)
+    ]
+    expected = [(sender, site.index) for site in sites for sender in senders(matrix, site.index)]
+    size = sites[0].traveller(method).vector().size
+    arrived = comm.exchange(outgoing, expected, round_=round_, hop=hop, size=size)
+    for site in sites:
+        mine = [message for message in arrived if message.receiver == site.index]
+        if mine or site.push is not None:
+            site.push = _mixed(site, method, matrix, mine, comm.n_sites)
+
+
+def _mixed(site: Site, method: Method, matrix: Matrix, messages: Sequence[Message], n_sites: int) -> PushSum:
+    """The site's state after a hop; a rejected message counts as if its sender had sent the receiver's own state."""
+    learner = site.traveller(method)
+    own = learner.vector()
+    agreed = schema(learner.model)
+    share, accepted = float(matrix[site.index, site.index]), []
+    for message in messages:
+        problem = _problem(message, own, agreed, site.heard, n_sites)
+        if problem:
+            share += float(matrix[site.index, message.sender])
+            site.rejected.append(f"site {message.sender}: {problem}")
+            site.folder.log(
+                f"round {message.round}: rejected the model from site {message.sender}: {problem}"
+            )
+        else:
+            accepted.append(PushSum(message.vector, message.weight))
+            site.heard = [*site.heard, _distance(accepted[-1], own)][-_REMEMBERED:]
+    return mix(site.push or PushSum(np.zeros_like(own), 0.0), share, accepted)
+
+
+def _problem(message: Message, own: Vector, agreed: str, heard: Sequence[float], n_sites: int) -> str:
+    """Why a message cannot be what an honest site sends; empty when it can."""
+    if message.refused:
+        return message.refused
+    if message.schema != agreed:
+        return "it has another architecture"
+    if not np.isfinite(message.vector).all():
+        return "it is not finite"
+    if not 0 < message.weight <= n_sites * (1 + 1e-9):
+        return f"its weight is {message.weight:g}"
+    distance = _distance(PushSum(message.vector, message.weight), own)
+    usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
+    if distance > _FAR * usual:
+        return f"it lies {distance:.3g} away, usual is {usual:.3g}"
+    return ""
+
+
+def _distance(state: PushSum, own: Vector) -> float:
+    """‖z − own‖₂."""
+    return float(np.linalg.norm(state.z - own))

@@ -1,0 +1,165 @@
+"""One site in a run: its models, its PushSum state, what it releases, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from wsi_fl.federation.methods import Method, Weights
+from wsi_fl.federation.mixing import PushSum
+from wsi_fl.federation.topology import Topology
+from wsi_fl.learning.examples import Augment, Examples
+from wsi_fl.learning.local import Learner, Learners
+from wsi_fl.models import schema
+from wsi_fl.privacy.accounting import Mechanism
+from wsi_fl.privacy.ledger import PrivacyLedger, Release
+from wsi_fl.runs import SiteFolder
+
+_CONTENT = "model"
+"""What leaves, as a site file's `allow` names it where it leaves without differential privacy."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What all sites agree on.
+
+    Attributes:
+        make_augment: seed → augmentation of one image, or None.
+        self_weight: P[i, i] where the graph leaves it open.
+        graph: instead of the method's own.
+        reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
+        train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
+        insecure_seed: fixed noise, for tests alone.
+    """
+
+    rounds: int
+    epochs_per_round: int
+    batch_size: int
+    eval_every: int
+    seed: int
+    weights: Weights
+    self_weight: float
+    make_augment: Callable[[int], Augment | None]
+    graph: Topology | None = None
+    reset_optimizer: bool = False
+    train_after_leaving: bool = True
+    insecure_seed: int | None = None
+
+
+@dataclass
+class Site:
+    """One site that lives in this process.
+
+    Attributes:
+        tests: what its model is evaluated on: "own", and "merged" where that is allowed.
+        mechanism: what one round costs, or None without differential privacy.
+        returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
+        active: whether it takes part in the graph and its models under differential privacy still learn.
+        push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
+        heard: how far the models that arrived lay from its own (L2), the last ones.
+        rejected: what it did not accept in this round, and why.
+    """
+
+    index: int
+    name: str
+    learners: Learners
+    train: Examples
+    tests: Mapping[str, Examples]
+    ledger: PrivacyLedger
+    folder: SiteFolder
+    device: torch.device
+    mechanism: Mechanism | None
+    returning: bool = False
+    active: bool = True
+    push: PushSum | None = None
+    heard: list[float] = field(default_factory=list)
+    rejected: list[str] = field(default_factory=list)
+    losses: dict[str, float | None] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def traveller(self, method: Method) -> Learner:
+        """The learner whose parameters are exchanged."""
+        assert method.travels is not None
+        return self.learners[method.travels]
+
+    def settle(self, active: bool) -> None:
+        """Takes part, or has left: then nothing that is accounted for moves any more."""
+        self.active = active
+        if not active:
+            self.push = None
+        for learner in self.learners.values():
+            learner.frozen = learner.private and not active
+
+
+def release(site: Site, method: Method, round_: int) -> Release | None:
+    """Line 7 of Algorithm 1: what leaves the site, recorded in its ledger first."""
+    if not site.active:
+        return None
+    if method.travels is None:
+        if site.mechanism is not None:
+            site.ledger.record(round_, site.mechanism)
+        return None
+    learner = site.traveller(method)
+    assert site.push is not None
+    site.push = site.push.trained(learner.vector())
+    return site.ledger.release(
+        round_,
+        site.push.x,
+        schema=schema(learner.model),
+        weight=site.push.w,
+        mechanism=site.mechanism,
+        content=_CONTENT,
+    )
+
+
+def relayed(site: Site, method: Method, round_: int) -> Release:
+    """What a site passes on: the mixture it holds by now, computed from releases alone."""
+    assert site.push is not None
+    agreed = schema(site.traveller(method).model)
+    return site.ledger.relay(round_, site.push.x, schema=agreed, weight=site.push.w)
+
+
+def reissued(site: Site, method: Method, round_: int) -> Release | None:
+    """The release of a round that was trained before a restart, byte for byte."""
+    if method.travels is None or site.push is None:
+        return None
+    agreed = schema(site.traveller(method).model)
+    return site.ledger.reissue(round_, site.push.x, schema=agreed, weight=site.push.w)
+
+
+def checkpoint(site: Site, round_: int) -> None:
+    """Everything needed to send the same bytes again and go on."""
+    tensors = {
+        f"{role}/{name}": value
+        for role, learner in site.learners.items()
+        for name, value in learner.state().items()
+    }
+    if site.push is not None:
+        tensors["push/x"] = torch.from_numpy(np.array(site.push.x))
+    document = {
+        "round": round_,
+        "active": site.active,
+        "returning": site.returning,
+        "weight": site.push.w if site.push else None,
+        "losses": site.losses,
+        "heard": site.heard,
+        "grad_mode": {role: learner.grad_mode for role, learner in site.learners.items()},
+    }
+    site.folder.save_checkpoint(round_, tensors, document)
+
+
+def restore(site: Site, round_: int) -> None:
+    """The state that `checkpoint` kept of a round: after its training, before its exchange."""
+    tensors, document = site.folder.load_checkpoint(round_)
+    for role, learner in site.learners.items():
+        prefix = f"{role}/"
+        learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        learner.grad_mode = document["grad_mode"][role]
+    site.losses, site.heard = document["losses"], document["heard"]
+    site.returning = document["returning"]
+    site.settle(document["active"])
+    if "push/x" in tensors:
+        site.push = PushSum(tensors["push/x"].numpy(), float(document["weight"]))

@@ -1,0 +1,225 @@
+"""Norms and weighted sums of a layer's per-example gradients, from its input A and output gradient G alone.
+
+A layer with T positions (pixels, instances of a bag) has the per-example gradient GᵀA of p × D numbers. Its
+norm needs no such matrix: |GᵀA|² = Σ (AAᵀ)∘(GGᵀ), with T × T inner products on either side. Where T is large
+and the layer small, the matrix itself is cheaper (mixed ghost clipping: Bu, Mao and Xu, NeurIPS 2022).
+Convolutions unfold their input for neither:
+
+- inner products of patches are sums, along diagonals, of inner products of pixels;
+- the gradients of b examples are the weight gradient of one convolution with b times the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from opacus import GradSampleModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.grad import conv2d_weight
+
+Use = tuple[Tensor, Tensor]
+"""Input A[b, …] and output gradient G[b, …] of a module, once."""
+
+ByParameter = dict[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Per-example gradients g_i of a module.
+
+    Attributes:
+        squares: |g_i|², float32[b].
+        weighted: c[b] → Σ_i c_i g_i of each trained parameter.
+    """
+
+    squares: Tensor
+    weighted: Callable[[Tensor], ByParameter]
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why this model's gradients cannot be had layer by layer, or None where they can."""
+    owner: dict[nn.Parameter, str] = {}
+    for name, module in model.named_modules():
+        own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+        if own and (type(module) not in _KNOWN or not own.keys() <= {"weight", "bias"}):
+            kind = type(module).__name__
+            return f"it has no rule for the parameters of {f'{name} ({kind})' if name else kind}"
+        for parameter in own.values():
+            if parameter in owner:
+                return f"{owner[parameter]} and {name} share a parameter"
+            owner[parameter] = name
+    return None
+
+
+_KNOWN = frozenset(
+    kind for kind in GradSampleModule.GRAD_SAMPLERS if kind.__module__.startswith("torch.nn.modules")
+) - {nn.EmbeddingBag}
+"""Modules of one input, the batch first, whose per-example gradients Opacus can write down."""
+
+
+def gradients_of(module: nn.Module, uses: Sequence[Use]) -> Gradients:
+    """The per-example gradients of a module that `obstacle` has nothing against, over all its uses."""
+    ghost = _GHOSTS.get(type(module))
+    found = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
+    return found or _materialised([_per_example(module, a, g) for a, g in uses])
+
+
+def _materialised(uses: Sequence[ByParameter]) -> Gradients:
+    """From [b, …] of each parameter in each use."""
+    flat = {
+        parameter: sum((use[parameter] for use in uses[1:]), g).flatten(1) for parameter, g in uses[0].items()
+    }
+    squares = [torch.linalg.vector_norm(g, dim=1).square() for g in flat.values()]
+    return Gradients(
+        torch.stack(squares).sum(0),
+        lambda c: {parameter: (c @ g).view_as(parameter) for parameter, g in flat.items()},
+    )
+
+
+def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
+    """[b, …] of each trained parameter."""
+    if isinstance(module, nn.Conv2d):
+        return _conv2d_per_example(module, a, g)
+    sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
+    found: ByParameter = sampler(module, [a.contiguous()], g)
+    return found
+
+
+def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> Gradients | None:
+    """From A[b, …, d] and G[b, …, p]; None where their T positions make the matrix cheaper."""
+    a, g = (z.flatten(1, -2) if z.dim() > 2 else z.unsqueeze(1) for z in (a, g))
+    n_positions = a.shape[1]
+    if not module.weight.requires_grad or 2 * n_positions**2 > module.weight.numel():
+        return None
+    squares = _squares(a) * _squares(g) if n_positions == 1 else _inner(a @ a.mT, g @ g.mT)
+    bias = _trained_bias(module)
+    if bias is not None:
+        squares = squares + _squares(g.sum(1))
+
+    def weighted(c: Tensor) -> ByParameter:
+        rows = (g * c.view(-1, 1, 1)).flatten(0, 1)
+        sums: ByParameter = {module.weight: rows.mT @ a.flatten(0, 1)}
+        return sums if bias is None else {**sums, bias: rows.sum(0)}
+
+    return Gradients(squares, weighted)
+
+
+def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
+    """From A[b, c, h, w] and G[b, p, h', w']; None where their pixels make the matrix cheaper."""
+    left, right, top, bottom = module._reversed_padding_repeated_twice
+    n_pixels = (a.shape[2] + top + bottom) * (a.shape[3] + left + right)
+    if not module.weight.requires_grad or 2 * module.groups * n_pixels**2 > module.weight.numel():
+        return None
+    squares = _patch_squares(module, a, g)
+    bias = _trained_bias(module)
+    if bias is not None:
+        squares = squares + _squares(g.sum((2, 3)))
+
+    def weighted(c: Tensor) -> ByParameter:
+        rows = g * c.view(-1, 1, 1, 1)
+        sums: ByParameter = {module.weight: _weight_gradient(module, a, rows)}
+        return sums if bias is None else {**sums, bias: rows.sum((0, 2, 3))}
+
+    return Gradients(squares, weighted)
+
+
+def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
+    """|g_i|² of the kernels, [b]: the inner products of patches with those of output gradients."""
+    n_rows = len(a) * module.groups
+    x, g = (z.reshape(n_rows, -1, *z.shape[2:]) for z in (_padded(module, a), g))
+    at_once = max(1, (_GRAM_CUDA if x.is_cuda else _GRAM_CPU) // x[0, 0].numel() ** 2)
+    size = g.shape[2:]
+    parts = []
+    for some, rows in zip(torch.split(x, at_once), torch.split(g.flatten(2), at_once), strict=True):
+        parts.append(_inner(_patch_gram(module, some, size), (rows.mT @ rows).view(-1, *size, *size)))
+    return torch.cat(parts).view(-1, module.groups).sum(1)
+
+
+_GRAM_CPU, _GRAM_CUDA = 2**19, 2**27
+"""Inner products of pixels at a time: as many as a cache holds, or as memory has to spare."""
+
+
+def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
+    """Inner products of the patches that a kernel sees at its h' × w' positions: [n, h', w', h', w'].
+
+    Pixels are numbered row by row. Each tap of the kernel moves both pixels of a pair by the same number k,
+    that is down the diagonal of their N × N inner products: by k(N + 1) entries.
+    """
+    n, _, height, width = x.shape
+    n_pixels = height * width
+    x = x.flatten(2)
+    gram = (x.mT @ x).flatten(1)
+    for taps, dilation, pixels in zip(module.kernel_size, module.dilation, (width, 1), strict=True):
+        move = dilation * pixels * (n_pixels + 1)
+        length = gram.shape[1] - (taps - 1) * move
+        first, *others = (gram[:, k * move : k * move + length] for k in range(taps))
+        gram = first.clone() if others else first
+        for other in others:
+            gram += other
+    down, right = module.stride[0] * width, module.stride[1]
+    strides = (gram.stride(0), down * n_pixels, right * n_pixels, down, right)
+    return gram.as_strided((n, *size, *size), strides)
+
+
+def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ByParameter:
+    """[b, …] of each trained parameter: the examples become groups of one image's channels."""
+    found: ByParameter = {}
+    if module.weight.requires_grad:
+        kernels = _weight_gradient(module, a.flatten(0, 1)[None], g.flatten(0, 1)[None], n_examples=len(a))
+        found[module.weight] = kernels.view(len(a), *module.weight.shape)
+    bias = _trained_bias(module)
+    return found if bias is None else {**found, bias: g.sum((2, 3))}
+
+
+def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
+    """Of the kernels, those of several examples one after the other."""
+    kernels, *kernel = module.weight.shape
+    x, padding = a, module.padding
+    if isinstance(padding, str) or module.padding_mode != "zeros":
+        x, padding = _padded(module, a), (0, 0)
+    shape, groups = (n_examples * kernels, *kernel), n_examples * module.groups
+    with _full_precision(g):
+        gradient: Tensor = conv2d_weight(x, shape, g, module.stride, padding, module.dilation, groups)  # type: ignore[no-untyped-call]
+    return gradient
+
+
+def _padded(module: nn.Conv2d, a: Tensor) -> Tensor:
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return functional.pad(a, module._reversed_padding_repeated_twice, mode)
+
+
+@contextmanager
+def _full_precision(g: Tensor) -> Iterator[None]:
+    """No TensorFloat-32: what is summed has the norm that was taken, to more than three digits."""
+    if not g.is_cuda:
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, allow_tf32=False):
+        yield
+
+
+def _trained_bias(module: nn.Linear | nn.Conv2d) -> Tensor | None:
+    return module.bias if module.bias is not None and module.bias.requires_grad else None
+
+
+def _squares(z: Tensor) -> Tensor:
+    """Squared norm of each row, [b]."""
+    norms: Tensor = torch.linalg.vector_norm(z.flatten(1), dim=1)
+    return norms.square()
+
+
+def _inner(one: Tensor, other: Tensor) -> Tensor:
+    """Inner product of each row with its other, [b]; of Gram matrices it is not negative but by round-off."""
+    products: Tensor = (one * other).flatten(1).sum(1)
+    return products.clamp(min=0)
+
+
+_GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], Gradients | None]] = {
+    nn.Linear: _linear,
+    nn.Conv2d: _conv2d,
+}

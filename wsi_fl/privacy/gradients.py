@@ -1,0 +1,192 @@
+"""Weighted sums of per-example gradients, three ways.
+
+An engine takes the batch, asks for a weight c_i of each example once it knows the norms |g_i| of its gradients,
+and returns Σ_i c_i g_i:
+
+- `ghost` never holds the g_i: one backward pass gives every layer's output gradients, and a layer's rule the
+  norms and the sum (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023);
+- `hooks` and `functorch` hold all b gradients, by Opacus.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from opacus import GradSampleModule
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
+
+from wsi_fl.privacy.ghost import ByParameter, Gradients, Use, gradients_of
+from wsi_fl.types import WsiFlError
+
+LossOf = Callable[[Tensor], Tensor]
+"""Logits [b, classes] → the mean of per-example losses."""
+
+Weigh = Callable[[Tensor], Tensor]
+"""Norms |g_i| [b] → weights c_i [b]."""
+
+Sums = list[Tensor | None]
+"""Σ_i c_i g_i of each trained parameter, in the model's order; None where the loss does not depend on it."""
+
+Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[Sums, Tensor]]
+"""(model, x[b, …], loss_of, weigh) → (sums, mean loss)."""
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer moves."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+# ghost
+
+
+class _Recorded(NamedTuple):
+    module: nn.Module
+    x: Tensor
+    version: int
+    output: GradientEdge
+
+
+def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[Sums, Tensor]:
+    with _recording(model) as records:
+        logits = model(x)
+    loss = loss_of(logits)
+    # with respect to outputs alone: autograd then leaves the weights' gradients out
+    outputs = [record.output for record in records]
+    scale = torch.full_like(loss, len(x))
+    backprops = list(torch.autograd.grad(loss, outputs, scale, allow_unused=True)) if outputs else []
+    with torch.no_grad():
+        uses: dict[nn.Module, list[Use]] = {}
+        while records:
+            record, g = records.pop(), backprops.pop()
+            if g is not None:
+                uses.setdefault(record.module, []).append((_unchanged(record, len(x)), g))
+        layers: list[Gradients] = [gradients_of(module, uses.pop(module)) for module in list(uses)]
+        c = weigh(sum((layer.squares for layer in layers), scale.new_zeros(len(x))).sqrt())
+        sums: ByParameter = {}
+        while layers:
+            sums.update(layers.pop().weighted(c))
+    return [sums.get(p) for p in trained(model)], loss.detach()
+
+
+@contextmanager
+def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
+    """Collects input and output of every use of a module with trained parameters."""
+    records: list[_Recorded] = []
+
+    def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if len(inputs) != 1 or not isinstance(output, Tensor):
+            raise WsiFlError(
+                f"grad_mode ghost: {type(module).__name__} takes and gives one tensor, by position"
+            )
+        if output.requires_grad:  # its edge stays what it is when the output is changed in place
+            (x,) = inputs
+            records.append(_Recorded(module, x.detach(), x._version, get_gradient_edge(output)))
+
+    handles = [
+        module.register_forward_hook(record)
+        for module in model.modules()
+        if any(p.requires_grad for p in module.parameters(recurse=False))
+    ]
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _unchanged(record: _Recorded, b: int) -> Tensor:
+    """The input, still as the module saw it."""
+    kind = type(record.module).__name__
+    if record.x._version != record.version:
+        raise WsiFlError(f"grad_mode ghost: the input of {kind} was changed in place after its use")
+    if len(record.x) != b:
+        raise WsiFlError(
+            f"grad_mode ghost: the input of {kind} has {len(record.x)} rows, not one per example"
+        )
+    return record.x
+
+
+# hooks, functorch
+
+
+def _sampled(
+    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, *, force_functorch: bool
+) -> tuple[Sums, Tensor]:
+    with _sampling(model, force_functorch) as wrapped:
+        with _OutOfPlace():
+            logits = wrapped(x)
+        loss = loss_of(logits)
+        with _quiet_hooks():
+            torch.autograd.backward(loss)
+        samples = [getattr(p, "grad_sample", None) for p in trained(model)]
+    rows = [None if g is None else g.reshape(len(g), -1) for g in samples]
+    norms = [torch.linalg.vector_norm(g, dim=1) for g in rows if g is not None]
+    c = weigh(torch.linalg.vector_norm(torch.stack([loss.new_zeros(len(x)), *norms]), dim=0))
+    sums = [None if g is None else (c @ g).view_as(p) for p, g in zip(trained(model), rows, strict=True)]
+    return sums, loss.detach()
+
+
+@contextmanager
+def _sampling(model: nn.Module, force_functorch: bool) -> Iterator[GradSampleModule]:
+    """The model, its backward pass leaving each parameter's `grad_sample` [b, …]; as it was afterwards."""
+    wrapped = GradSampleModule(
+        model, batch_first=True, loss_reduction="mean", force_functorch=force_functorch
+    )
+    handles = [
+        module.register_forward_pre_hook(_contiguous)
+        for module in model.modules()
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    ]
+    try:
+        yield wrapped
+    finally:
+        wrapped.to_standard_module()
+        for handle in handles:
+            handle.remove()
+        for module in model.modules():  # what Opacus leaves where the backward pass did not come by
+            for left in ("activations", "max_batch_len"):
+                module.__dict__.pop(left, None)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Opacus's unfold misreads the strides of any other layout, and says nothing."""
+    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
+
+
+class _OutOfPlace(TorchFunctionMode):
+    """Computes `x += y` as `x = x + y`: autograd forbids the former on what Opacus's hooks return."""
+
+    _INSTEAD: Mapping[Any, Any] = {
+        Tensor.add_: Tensor.add,
+        Tensor.sub_: Tensor.sub,
+        Tensor.mul_: Tensor.mul,
+        Tensor.div_: Tensor.div,
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        computed = isinstance(args[0], Tensor) and args[0].grad_fn is not None if args else False
+        return (self._INSTEAD.get(func, func) if computed else func)(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _quiet_hooks() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+        yield
+
+
+ENGINES: Mapping[str, Engine] = {
+    "ghost": _ghost,
+    "hooks": partial(_sampled, force_functorch=False),
+    "functorch": partial(_sampled, force_functorch=True),
+}
+"""By grad_mode."""
