@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from wsi_fl.federation import comm
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import Outgoing, body_length, pack, received
 from wsi_fl.federation.topology import exponential, receivers, senders
@@ -71,6 +72,18 @@ def test_headers_that_lie_are_refused(tmp_path):
     endless[-8:] = b"\xff" * 8
     assert body_length(endless, 1) == 0
     assert "values, agreed on 1" in received(endless, vector, 0, 1, 1, 1).refused
+
+
+def test_a_buffer_is_used_again_only_when_nobody_holds_it():
+    buffers = comm._Buffers()
+    first, second = buffers.take(8), buffers.take(8)
+    assert first is not second
+    address, part = id(first), first[2:5]
+    del first
+    assert id(buffers.take(8)) != address  # a view holds it still
+    del part
+    assert id(buffers.take(8)) == address
+    assert buffers.take(9).size == 9
 
 
 def test_gather_knows_every_document_in_order():

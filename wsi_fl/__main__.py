@@ -1,6 +1,54 @@
-"""`python -m wsi_fl` is `wsi-fl`."""
+"""The program: runs a command; every failure is one line on stderr."""
 
-from wsi_fl.cli import main
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from wsi_fl.cli import app
+from wsi_fl.types import UsageError, WsiFlError
+
+_WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+"""Click's UsageError, wherever typer keeps its click."""
+
+_INTERRUPTED = 130  # what typer makes of Ctrl-C
+_GO_ON = "interrupted; what was finished is kept, start the same command again to go on"
+
+
+def main() -> None:
+    """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
+    try:
+        code = app(standalone_mode=False)
+    except _WrongUsage as error:
+        code = _fail(f"{error.format_message()} (see --help)", 2)
+    except UsageError as error:
+        code = _fail(str(error), 2)
+    except WsiFlError as error:
+        code = _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        code = _fail(_GO_ON, 1)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        code = _fail(f"{place}{error.strerror or error}", 1)
+    except Exception as error:
+        if os.environ.get("WSI_FL_TRACEBACK"):
+            raise
+        text = f"{type(error).__name__}: {error}"
+        code = _fail(f"unexpected {text}; WSI_FL_TRACEBACK=1 shows where", 1)
+    if code == _INTERRUPTED:
+        code = _fail(_GO_ON, 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"wsi-fl: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
 
 if __name__ == "__main__":
     main()

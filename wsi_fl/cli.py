@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wsi_fl import __version__
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 if TYPE_CHECKING:
     from wsi_fl.study import Study
-
-_WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
-"""Click's UsageError, wherever typer keeps its click."""
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -201,45 +196,50 @@ def train(
     resume: Annotated[
         str | None, typer.Option(metavar="RUN", help="Continue a run after its last round.")
     ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", help="A series of runs from N seeds, train.seed and on.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="With --resume: go on without this site. Repeatable."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
-    if resume is not None and (overrides or pipeline):
-        raise UsageError("a resumed run keeps its configuration; leave out --set and --pipeline")
+    if resume is not None and (overrides or pipeline or seeds):
+        raise UsageError("a resumed run keeps its configuration; leave out --set, --pipeline and --seeds")
+    if without and resume is None:
+        raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
     study = _study()
-    from wsi_fl.stages import plan
+    chosen: dict[str, Any] = {"method": method, "pipeline_name": pipeline, "overrides": overrides or []}
+    from wsi_fl.stages import plan, series
     from wsi_fl.stages import train as stage
     from wsi_fl.stages.console import Bars
 
     if dry_run:
-        cost = plan.dry_run(
-            study, method=method, pipeline_name=pipeline, overrides=overrides or [], backend=backend
-        )
+        cost = plan.dry_run(study, **chosen, backend=backend)
         _out(cost) if as_json else plan.print_plan(cost)
         return
     with Bars("train") as bars:
         if resume is not None:
-            summary = stage.resume(study, resume, backend=backend, watcher=bars)
+            summary = stage.resume(study, resume, without=without or (), backend=backend, watcher=bars)
+            summary = series.resume_series(study, resume, backend=backend, watcher=bars) or summary
+        elif seeds is not None:
+            summary = series.train_series(study, seeds=seeds, **chosen, backend=backend, watcher=bars)
         else:
-            summary = stage.train(
-                study,
-                method=method,
-                pipeline_name=pipeline,
-                overrides=overrides or [],
-                backend=backend,
-                watcher=bars,
-            )
+            summary = stage.train(study, **chosen, backend=backend, watcher=bars)
     if summary:  # ranks other than the first have nothing to say
-        _out(summary) if as_json else stage.print_summary(summary)
+        people = series.print_series if "runs" in summary else stage.print_summary
+        _out(summary) if as_json else people(summary)
 
 
 @app.command(hidden=True)
 def rank(run: Path) -> None:
     """One MPI rank of a run that `train` started."""
-    from wsi_fl.stages.train import rank_main
+    from wsi_fl.stages.ranks import rank_main
 
     rank_main(run)
 
@@ -254,6 +254,30 @@ def evaluate(run: Run, as_json: Json = False) -> None:
     with Bars("evaluate") as bars:
         document = evaluate(study, run, watcher=bars)
     _out(document) if as_json else print_evaluation(document)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*'); the first is the reference.",
+        ),
+    ],
+    baseline: Annotated[
+        bool, typer.Option(help="Train the runs that are missing of every hospital alone without DP.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Methods side by side: mean ± sd over sites and seeds, significance, communication."""
+    study = _study()
+    from wsi_fl.stages.compare import compare, print_compare
+    from wsi_fl.stages.console import Bars
+
+    with Bars("compare") as bars:
+        document = compare(study, runs, baseline=baseline, watcher=bars)
+    _out(document) if as_json else print_compare(document)
 
 
 @app.command()
@@ -285,40 +309,3 @@ def privacy(
         n=n, batch_size=batch_size, epochs=epochs, delta=delta, sigma=sigma, target_epsilon=target_epsilon
     )
     _out(document) if as_json else print_privacy(document)
-
-
-_INTERRUPTED = 130  # what typer makes of Ctrl-C
-_GO_ON = "interrupted; what was finished is kept, start the same command again to go on"
-
-
-def main() -> None:
-    """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
-    try:
-        code = app(standalone_mode=False)
-    except _WrongUsage as error:
-        code = _fail(f"{error.format_message()} (see --help)", 2)
-    except UsageError as error:
-        code = _fail(str(error), 2)
-    except WsiFlError as error:
-        code = _fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        code = _fail(_GO_ON, 1)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename else ""
-        code = _fail(f"{place}{error.strerror or error}", 1)
-    except Exception as error:
-        if os.environ.get("WSI_FL_TRACEBACK"):
-            raise
-        text = f"{type(error).__name__}: {error}"
-        code = _fail(f"unexpected {text}; WSI_FL_TRACEBACK=1 shows where", 1)
-    if code == _INTERRUPTED:
-        code = _fail(_GO_ON, 1)
-    sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int) -> int:
-    print(f"wsi-fl: error: {' '.join(message.split())}", file=sys.stderr)
-    return code

@@ -130,17 +130,25 @@ def _mend_tail(handle: BinaryIO) -> None:
 
 def read_lines(path: Path) -> list[Any]:
     """The JSON lines of `path`; a last line cut short by a crash is dropped, any other damage is an error."""
+    return read_lines_from(path, 0)[0]
+
+
+def read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
+    """The JSON lines from byte `start` on, and where to go on reading when there are more."""
     if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")  # a cut may lie within a character
+        return [], start
+    with path.open("rb") as handle:
+        handle.seek(start)
+        lines = handle.read().split(b"\n")  # a cut may lie within a character
     documents = []
+    end = start
     for number, line in enumerate(lines, 1):
-        if not line:
-            continue
+        last = number == len(lines)  # no newline after it
         try:
-            documents.append(json.loads(line))
+            documents += [json.loads(line)] if line else []
         except ValueError:  # not JSON, or not UTF-8
-            if number == len(lines):  # no newline after it: never finished
+            if last:  # never finished
                 break
             raise WsiFlError(f"{path}: line {number} is damaged") from None
-    return documents
+        end += len(line) + (not last)
+    return documents, end

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.federation.message import HEADER_BYTES, Message, Outgoing, body_length, pack, received
 from wsi_fl.types import UsageError, WsiFlError
@@ -16,6 +18,8 @@ from wsi_fl.types import UsageError, WsiFlError
 _POLL_S = 0.0005
 _LATE_EVERY_S = 1.0
 _GATHER_TAG = 1 << 14
+_UNUSED = 3
+"""References to an array that only its list, the loop over it and the call that counts know."""
 
 
 class PeerLate(WsiFlError):
@@ -115,6 +119,22 @@ class LocalComm:
         return [json.loads(json.dumps(document)) for document in documents]
 
 
+class _Buffers:
+    """Arrays to receive into, used again once nobody holds them: touching fresh memory costs as much as the copy."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.float32]] = []
+
+    def take(self, size: int) -> NDArray[np.float32]:
+        """float32[size] of any content that nobody else refers to, views included."""
+        for array in self._arrays:
+            if array.size == size and sys.getrefcount(array) <= _UNUSED:
+                return array
+        fresh = np.empty(size, np.float32)
+        self._arrays = [a for a in self._arrays if a.size == size] + [fresh]
+        return fresh
+
+
 @dataclass
 class MpiComm:
     """One MPI rank per running site, in site order.
@@ -151,6 +171,7 @@ class MpiComm:
         self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
         self.traffic = {self.sites[0]: Traffic()}
         self._gathered = 0
+        self._buffers = _Buffers()
 
     def exchange(
         self,
@@ -175,7 +196,7 @@ class MpiComm:
             sources,
             round_,
         )
-        bodies = [np.empty(body_length(header, size), np.float32) for header in headers]
+        bodies = [self._buffers.take(body_length(header, size)) for header in headers]
         requests = [
             self._receive(body, self._mpi.FLOAT, source, tag + 1)
             for body, source in zip(bodies, sources, strict=True)

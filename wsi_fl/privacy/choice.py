@@ -23,8 +23,8 @@ MODES = tuple(ENGINES)
 _CLEARLY, _HOPELESS = 0.7, 3.0
 """Times the time of another mode: below it a mode is faster beyond doubt, above it not worth a second look."""
 
-_SHARE = 1 / 8
-"""Of the free memory, for the gradients of all examples side by side; other ranks may live here too."""
+_SHARE = 1 / 32
+"""Of the free memory, for all gradients side by side: Opacus needs a few times that, and so may other ranks."""
 
 
 def require(mode: str, model: nn.Module) -> None:
@@ -65,7 +65,7 @@ def fastest(modes: Sequence[str], model: nn.Module, x: Tensor, attempt: Callable
             try:
                 seconds[mode] = _seconds(partial(attempt, mode), x)
             except (torch.OutOfMemoryError, WsiFlError) as error:
-                failed.append(error)
+                failed.append(error.with_traceback(None))  # whose frames hold tensors
         if not seconds:
             raise failed[0]
         first, least = next(iter(seconds)), min(seconds.values())
@@ -75,8 +75,8 @@ def fastest(modes: Sequence[str], model: nn.Module, x: Tensor, attempt: Callable
         # in turns, so that what else the machine does slows all of them down; the first runs were to warm up
         turns = [{mode: _seconds(partial(attempt, mode), x) for mode in rivals} for _ in range(2)]
     best = {mode: min(turn[mode] for turn in turns) for mode in rivals}
-    fastest_ = min(rivals, key=lambda mode: best[mode])
-    return fastest_ if best[fastest_] < _CLEARLY * best[first] else first
+    winner = min(rivals, key=lambda mode: best[mode])
+    return winner if best[winner] < _CLEARLY * best[first] else first
 
 
 def _seconds(work: Callable[[], object], x: Tensor) -> float:

@@ -213,10 +213,11 @@ class DPTrainer:
             sums, loss = self._clipped(self.mode, x, loss_of)
         else:
             sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
-        missing = sum(total is None for total in sums)
-        if missing:
+        found = [total for total in sums if total is not None]
+        if len(found) < len(sums):
+            missing = len(sums) - len(found)
             raise WsiFlError(f"{missing} parameters got no gradient; freeze what the loss does not use")
-        self._set_gradients([total for total in sums if total is not None], generator)
+        self._set_gradients(found, generator)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss)

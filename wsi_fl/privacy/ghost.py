@@ -90,11 +90,16 @@ def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
     return found
 
 
+def _pays(n_positions: int, n_entries: int) -> bool:
+    """Whether two matrices of inner products are smaller than the gradient."""
+    return 2 * n_positions**2 <= n_entries
+
+
 def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> Gradients | None:
     """From A[b, …, d] and G[b, …, p]; None where their T positions make the matrix cheaper."""
     a, g = (z.flatten(1, -2) if z.dim() > 2 else z.unsqueeze(1) for z in (a, g))
     n_positions = a.shape[1]
-    if not module.weight.requires_grad or 2 * n_positions**2 > module.weight.numel():
+    if not (module.weight.requires_grad and _pays(n_positions, module.weight.numel())):
         return None
     squares = _squares(a) * _squares(g) if n_positions == 1 else _inner(a @ a.mT, g @ g.mT)
     bias = _trained_bias(module)
@@ -113,7 +118,7 @@ def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
     """From A[b, c, h, w] and G[b, p, h', w']; None where their pixels make the matrix cheaper."""
     left, right, top, bottom = module._reversed_padding_repeated_twice
     n_pixels = (a.shape[2] + top + bottom) * (a.shape[3] + left + right)
-    if not module.weight.requires_grad or 2 * module.groups * n_pixels**2 > module.weight.numel():
+    if not (module.weight.requires_grad and _pays(n_pixels, module.weight.numel() // module.groups)):
         return None
     squares = _patch_squares(module, a, g)
     bias = _trained_bias(module)
@@ -122,7 +127,8 @@ def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
 
     def weighted(c: Tensor) -> ByParameter:
         rows = g * c.view(-1, 1, 1, 1)
-        sums: ByParameter = {module.weight: _weight_gradient(module, a, rows)}
+        with _full_precision(g):
+            sums: ByParameter = {module.weight: _weight_gradient(module, a, rows)}
         return sums if bias is None else {**sums, bias: rows.sum((0, 2, 3))}
 
     return Gradients(squares, weighted)
@@ -183,8 +189,7 @@ def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 
     if isinstance(padding, str) or module.padding_mode != "zeros":
         x, padding = _padded(module, a), (0, 0)
     shape, groups = (n_examples * kernels, *kernel), n_examples * module.groups
-    with _full_precision(g):
-        gradient: Tensor = conv2d_weight(x, shape, g, module.stride, padding, module.dilation, groups)  # type: ignore[no-untyped-call]
+    gradient: Tensor = conv2d_weight(x, shape, g, module.stride, padding, module.dilation, groups)  # type: ignore[no-untyped-call]
     return gradient
 
 
@@ -195,7 +200,7 @@ def _padded(module: nn.Conv2d, a: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision(g: Tensor) -> Iterator[None]:
-    """No TensorFloat-32: what is summed has the norm that was taken, to more than three digits."""
+    """Without TensorFloat-32: what is summed is to have the norm that was taken, beyond three digits."""
     if not g.is_cuda:
         yield
         return

@@ -83,7 +83,7 @@ def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
     def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if len(inputs) != 1 or not isinstance(output, Tensor):
             raise WsiFlError(
-                f"grad_mode ghost: {type(module).__name__} takes and gives one tensor, by position"
+                f"grad_mode ghost: {type(module).__name__} must take and give one tensor, by position"
             )
         if output.requires_grad:  # its edge stays what it is when the output is changed in place
             (x,) = inputs

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.files import append_line, read_lines
+from wsi_fl.files import append_line, read_lines_from
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.types import WsiFlError
 
@@ -93,7 +93,18 @@ class PrivacyLedger:
 
     def __init__(self, path: Path, *, site: str, run: str, terms: Terms) -> None:
         self.path, self.site, self.run, self.terms = path, site, run, terms
-        self._entries: list[dict[str, Any]] = read_lines(path)
+        self._entries: list[dict[str, Any]] = []
+        self._read = 0
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Reads what this run and others beside it have written since."""
+        new, self._read = read_lines_from(self.path, self._read)
+        self._entries += new
+
+    def _append(self, entry: dict[str, Any]) -> None:
+        append_line(self.path, entry)
+        self._catch_up()
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
         """What was applied, in this run or in all; a round redone before its release counts once."""
@@ -115,8 +126,7 @@ class PrivacyLedger:
         """Notes that the release of a round is about to leave: from now on it can only be sent again, never redone."""
         entry = {"run": self.run, "site": self.site, "round": round_, "sending": True}
         with _locked(self.path):
-            append_line(self.path, entry)
-        self._entries.append(entry)
+            self._append(entry)
 
     def last_sent(self) -> int:
         """The last round of this run whose release may have left; 0 before the first."""
@@ -129,7 +139,7 @@ class PrivacyLedger:
         """
         if self.terms.max_epsilon is None:
             return True
-        self._entries = read_lines(self.path)  # another run may have spent something since
+        self._catch_up()
         if any(e["round"] == round_ and e.get("mechanism") for e in self._scope(False)):
             return True
         try:
@@ -156,10 +166,9 @@ class PrivacyLedger:
         """
         entry = self._entry(round_, mechanism, content)
         with _locked(self.path):
-            self._entries = read_lines(self.path)
+            self._catch_up()
             self._check(entry)
-            append_line(self.path, entry)
-        self._entries.append(entry)
+            self._append(entry)
 
     def _entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
         return {
@@ -241,8 +250,7 @@ class PrivacyLedger:
             )
         entry = {"run": self.run, "site": self.site, "round": round_, "relayed": digest(vector)}
         with _locked(self.path):
-            append_line(self.path, entry)
-        self._entries.append(entry)
+            self._append(entry)
         return self._sealed(round_, vector, schema, weight)
 
     def _sealed(self, round_: int, vector: NDArray[np.float32], schema: str, weight: float) -> Release:

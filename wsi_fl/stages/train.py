@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import subprocess
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,21 +13,13 @@ from typing import Any
 from uuid import uuid4
 
 from wsi_fl.config import Pipeline, dump_toml
-from wsi_fl.federation import loop, preflight
-from wsi_fl.federation.comm import Comm, LocalComm, MpiComm
-from wsi_fl.federation.methods import METHODS
-from wsi_fl.federation.site import Site
-from wsi_fl.files import raise_if_full, read_json, write_json, write_text
+from wsi_fl.federation.comm import LocalComm, MpiComm
+from wsi_fl.files import read_json, write_json, write_text
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages import launch, plan
-from wsi_fl.stages.console import Events, Silent, Watcher, emit, say
+from wsi_fl.stages.console import Silent, Watcher, say
+from wsi_fl.stages.ranks import join, running_sites, work_as_rank
 from wsi_fl.stages.workshop import (
-    assemble,
-    brought,
-    guarantee_of,
-    open_store,
-    schedule_of,
-    store_digest,
     versions,
 )
 from wsi_fl.study import Study, load_pipeline
@@ -56,16 +44,39 @@ def train(
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
     ranks = launch.launched_ranks()
-    plan.check(study, pipeline, method, backend, stores=ranks is None)
     if ranks is not None:
+        plan.check(study, pipeline, method, backend, stores=False)
         everyone = tuple(range(len(study.sites(pipeline))))
         agree = partial(_agreed_run, study, pipeline, method, name)
-        return _join(study, pipeline, ranks, agree, everyone)
+        return join(study, pipeline, ranks, agree, everyone)
+    return begin(study, pipeline, method, name, backend=backend, watcher=watcher)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs that differ in their seed alone."""
+
+    id: str
+    seeds: tuple[int, ...]
+
+
+def begin(
+    study: Study,
+    pipeline: Pipeline,
+    method: str,
+    name: str,
+    *,
+    backend: str,
+    watcher: Watcher,
+    series: Series | None = None,
+) -> dict[str, Any]:
+    """Starts the ranks of a new run, or runs it in this process."""
+    plan.check(study, pipeline, method, backend)
     plan.warn_of_other_patches(study, pipeline)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
-    _describe(study, run, pipeline, method, name, uuid4().hex)
+    _describe(study, run, pipeline, method, name, uuid4().hex, series=series)
     try:
         return _start(study, run, pipeline, backend, watcher)
     except UsageError:  # refused before the first step
@@ -108,105 +119,19 @@ def resume(
     for name in sorted(set(without) - {loss["site"] for loss in run.losses()}):
         run.note_loss(name, "left out by --without")
     if ranks is not None:
-        return _join(study, pipeline, ranks, lambda comm: run, _running(study, pipeline, run))
+        return join(study, pipeline, ranks, lambda comm: run, running_sites(study, pipeline, run))
     return _start(study, run, pipeline, backend, watcher or Silent())
 
 
-def _running(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
-    """Indices of the sites that were not lost."""
-    lost = {loss["site"] for loss in run.losses()}
-    return tuple(k for k, site in enumerate(study.sites(pipeline)) if site.name not in lost)
-
-
-def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
-    """Does the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
-    began = time.perf_counter()
-    pipeline = load_pipeline(run.path / "config.toml")
-    method = read_json(run.path / "manifest.json")["method"]
-    sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
-    for site in sites:
-        with open_store(study, site.name) as store:
-            site.folder.remember_store(store_digest(store))
-    documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
-    preflight.compare(documents)
-    first = comm.running[0] in comm.sites
-    limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
-    if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
-        watcher.say(f"  {warning}")
-    with _alone(sites):
-        report = _reporter(sites, pipeline, watcher)
-        loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
-    rows = comm.gather([_row(site, pipeline, method) for site in sites])
-    for site in sites:
-        write_json(site.folder.path / "ledger.json", site.ledger.summary())
-    summary = _summary(study, run, method, rows, time.perf_counter() - began)
-    if first or not (run.path / "summary.json").exists():
-        write_json(run.path / "summary.json", summary)
-    return summary
-
-
-@contextmanager
-def _alone(sites: Sequence[Site]) -> Iterator[None]:
-    """One job at a time per run: two would send two noisy versions of the same round."""
-    with ExitStack() as stack:
-        for site in sites:
-            site.folder.path.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context((site.folder.path / ".lock").open("w"))
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise WsiFlError(f"{site.folder.path}: another job still works on this run; end it") from None
-        yield
-
-
-def rank_main(run_path: Path) -> None:
-    """The process of one rank: errors become one event, and end all ranks."""
-    run = RunFolder(run_path)
-    study = Study(run_path.parent.parent)
-    pipeline = load_pipeline(run_path / "config.toml")
-    names = [site.name for site in study.sites(pipeline)]
-    comm = MpiComm(
-        pipeline.comm.timeout_s,
-        _running(study, pipeline, run),
-        len(names),
-        waiting=lambda: emit({"site": me}),
-        late=lambda sites: emit({"site": me, "late": [names[k] for k in sites]}),
-    )
-    me = names[comm.sites[0]]
-    emit({"site": me, "pid": os.getpid()})
-
-    def tell(text: str, usage: bool) -> None:
-        emit({"error": text, "usage": usage})
-        traceback.print_exc()  # into mpi.log
-
-    _guarded(comm, run.path, lambda: work_as_rank(study, run, comm, Events()), tell)
-
-
-def _guarded(
-    comm: MpiComm,
-    place: Path,
-    work: Callable[[], dict[str, Any]],
-    tell: Callable[[str, bool], None],
-) -> dict[str, Any]:
-    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain."""
-    try:
-        return work()
-    except BaseException as error:
-        text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
-        try:
-            raise_if_full(error, place)
-        except WsiFlError as full:
-            text = str(full)
-        usage = isinstance(error, UsageError)
-        with suppress(OSError):  # nobody listens any more
-            tell(" ".join(text.split()), usage)
-            sys.stderr.flush()
-        comm.abort(2 if usage else 1)
-        raise
-
-
 def _describe(
-    study: Study, run: RunFolder, pipeline: Pipeline, method: str, name: str, identity: str
+    study: Study,
+    run: RunFolder,
+    pipeline: Pipeline,
+    method: str,
+    name: str,
+    identity: str,
+    *,
+    series: Series | None = None,
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
@@ -219,6 +144,7 @@ def _describe(
             "id": identity,
             "method": method,
             "pipeline": name,
+            "series": asdict(series) if series else None,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
@@ -243,11 +169,11 @@ def _start(
     """Starts the ranks, and those of the other sites once more whenever one is lost."""
     names = [site.name for site in study.sites(pipeline)]
     if backend == "local":
-        comm = LocalComm(len(names), running=_running(study, pipeline, run))
+        comm = LocalComm(len(names), running=running_sites(study, pipeline, run))
         return work_as_rank(study, run, comm, watcher)
     again = f"wsi-fl train --resume {study.relative(run.path)}"
     while True:
-        running = [names[k] for k in _running(study, pipeline, run)]
+        running = [names[k] for k in running_sites(study, pipeline, run)]
         try:
             launch.run_ranks(
                 running,
@@ -268,26 +194,6 @@ def _start(
     return summary
 
 
-def _join(
-    study: Study,
-    pipeline: Pipeline,
-    ranks: int,
-    run_of: Callable[[MpiComm], RunFolder],
-    running: tuple[int, ...],
-) -> dict[str, Any]:
-    """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
-    if ranks != len(running):
-        raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
-    comm = MpiComm(pipeline.comm.timeout_s, running, len(study.sites(pipeline)))
-
-    def tell(text: str, usage: bool) -> None:
-        del usage
-        print(f"wsi-fl: error: {text}", file=sys.stderr)
-
-    summary = _guarded(comm, study.runs, lambda: work_as_rank(study, run_of(comm), comm, Silent()), tell)
-    return summary if comm.running[0] in comm.sites else {}
-
-
 def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
     """Rank 0 names the new run; every rank reads its own store alone, and describes the run on its own disk."""
     run = RunFolder.create(study.runs, method, name) if 0 in comm.sites else None
@@ -296,70 +202,6 @@ def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: 
     if not (chosen.path / "config.toml").exists():
         _describe(study, chosen, pipeline, method, name, identity)
     return chosen
-
-
-def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
-    folders = {site.name: site.folder for site in sites}
-    rounds = pipeline.train.rounds
-
-    def report(event: dict[str, Any]) -> None:
-        done = event.get("done")
-        if done is None:
-            part = event["step"] / max(1, event["steps"])
-            watcher.update(event["site"], event["round"] - 1 + part, rounds, f"round {event['round']}")
-            return
-        scores = done.get("merged") or done.get("own") or {}
-        accuracy = scores.get("accuracy")
-        note = "" if accuracy is None else f"accuracy {accuracy:.3f}"
-        if done["epsilon"] is not None:
-            note += f" ε {done['epsilon']:.2f}"
-        watcher.update(event["site"], event["round"], rounds, note.strip())
-        losses = ", ".join(f"{role} {value:.4f}" for role, value in done["loss"].items() if value is not None)
-        folders[event["site"]].log(f"round {event['round']}/{rounds}: loss {losses}; {note}")
-
-    return report
-
-
-def _row(site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
-    lines = site.folder.metrics()  # of all rounds, those before a restart too
-    took_part = sum(line["takes_part"] for line in lines)
-    terms = site.ledger.terms
-    return {
-        "site": site.name,
-        "epsilon": site.ledger.epsilon(),
-        "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
-        "max_epsilon": terms.max_epsilon,
-        "delta": terms.delta,
-        "guarantee": guarantee_of(METHODS[method], pipeline),
-        "unit": terms.unit,
-        "rounds": took_part,
-        "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        "n_train": len(site.train),
-        "trained_seconds": sum(line["seconds"] for line in lines),
-        **{
-            name: sum(line[name] for line in lines) for name in ("messages", "bytes", "communication_seconds")
-        },
-    }
-
-
-def _summary(
-    study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
-    seconds = max([seconds, *(row.pop("trained_seconds") for row in rows)])
-    communication = {
-        "messages": sum(row.pop("messages") for row in rows),
-        "bytes": sum(row.pop("bytes") for row in rows),
-        "seconds": max(row.pop("communication_seconds") for row in rows),
-    }
-    return {
-        "run": study.relative(run.path),
-        "method": method,
-        "seconds": seconds,
-        "sites": rows,
-        "lost": [loss["site"] for loss in run.losses()],
-        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
-        "communication": communication,
-    }
 
 
 def print_summary(summary: dict[str, Any]) -> None:

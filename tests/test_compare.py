@@ -1,0 +1,610 @@
+"""`compare`: paired tests against their definition, rows from runs, the baseline that is always there, the page."""
+
+import csv
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_study, refused, write_store
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from scipy import stats
+from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
+
+from wsi_fl.learning.significance import holm, paired
+from wsi_fl.report import comparison
+from wsi_fl.report.comparison_figures import Series, charts, palette, png
+from wsi_fl.stages import compare_runs
+from wsi_fl.stages.compare import compare
+from wsi_fl.stages.compare_runs import settings
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.train import train
+from wsi_fl.types import WsiFlError
+
+QUICK = ["train.rounds=2", "train.lr=0.002", "evaluate.bootstrap=0"]
+probability = st.floats(0, 1)
+
+
+def test_the_paired_test_is_students():
+    a, b = [0.71, 0.74, 0.70, 0.69], [0.64, 0.70, 0.66, 0.70]
+    found = paired(a, b)
+    differences = [x - y for x, y in zip(a, b, strict=True)]
+    mean = sum(differences) / 4
+    sd = math.sqrt(sum((d - mean) ** 2 for d in differences) / 3)
+    assert found.difference == pytest.approx(mean)
+    assert found.sd == pytest.approx(sd)
+    assert found.p == pytest.approx(2 * stats.t.sf(abs(mean) / (sd / 2), 3))
+    assert found.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+    assert paired(b, a).difference == pytest.approx(-mean)
+    assert paired(b, a).p == pytest.approx(found.p)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.25, 0.1])
+def test_equal_differences_have_no_p(shift):
+    values = [0.5, 0.625, 0.75]
+    found = paired([v + shift for v in values], values)
+    assert found.difference == pytest.approx(shift)
+    assert (found.n, found.p, found.sd) == (3, None, 0.0)
+
+
+def test_a_single_pair_has_no_p_and_no_pair_is_an_error():
+    assert (paired([0.7], [0.6]).p, paired([0.7], [0.6]).sd) == (None, None)
+    for a, b in (([], []), ([0.5], []), ([0.5], [0.5, 0.6])):
+        with pytest.raises(ValueError, match="make no pairs"):
+            paired(a, b)
+
+
+def test_holm_by_hand():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, None, 0.5]) == [1.0, None, 1.0]
+    assert holm([]) == []
+
+
+@given(st.lists(st.one_of(st.none(), probability), max_size=8), st.randoms())
+def test_holm_keeps_the_order_and_never_lowers(p_values, random):
+    corrected = holm(p_values)
+    known = sorted((p, c) for p, c in zip(p_values, corrected, strict=True) if p is not None)
+    assert [p is None for p in p_values] == [c is None for c in corrected]
+    assert all(p <= c <= 1 and c <= max(p, min(1, len(known) * p)) for p, c in known)
+    assert [c for _, c in known] == sorted(c for _, c in known)
+    order = list(range(len(p_values)))
+    random.shuffle(order)
+    assert holm([p_values[k] for k in order]) == [corrected[k] for k in order]
+
+
+def run(study, method, *overrides):
+    return train(study, method=method, backend="local", overrides=[*QUICK, *overrides])["run"]
+
+
+@pytest.fixture(scope="module")
+def series(tmp_path_factory):
+    """(study, document) of two methods with three seeds each, whose baseline was still to be trained."""
+    study = make_study(tmp_path_factory.mktemp("compare") / "study", n_sites=3)
+    for seed in range(3):
+        for method in ("proxyfl", "fedavg"):
+            run(study, method, f"train.seed={seed}")
+    return study, compare(study, ["1-6"])
+
+
+def evaluation(study, name):
+    return json.loads((study.runs / name / "evaluation.json").read_text())
+
+
+def row_of(document, method):
+    (row,) = [row for row in document["rows"] if row["method"] == method]
+    return row
+
+
+def test_rows_hold_mean_and_sd_over_sites_and_seeds(series):
+    study, document = series
+    assert document["on"] == "merged"
+    assert {row["label"] for row in document["rows"]} == {
+        "ProxyFL with DP",
+        "FedAvg with DP",
+        "Regular without DP",
+    }
+    means = [row["accuracy"]["mean"] for row in document["rows"]]
+    assert means == sorted(means, reverse=True)
+    for row in document["rows"]:
+        assert (row["seeds"], row["n_sites"], len(row["runs"])) == ([0, 1, 2], 3, 3)
+        sites = [site for name in row["runs"] for site in evaluation(study, name)["sites"]]
+        for metric in ("accuracy", "macro_accuracy", "auroc"):
+            values = [site[metric] for site in sites]
+            assert row[metric] == {
+                "mean": pytest.approx(np.mean(values)),
+                "sd": pytest.approx(np.std(values)),
+                "n": 9,
+            }
+        assert row["own_accuracy"]["mean"] == pytest.approx(np.mean([s["own"]["accuracy"] for s in sites]))
+        assert row["sites"]["S1"] == pytest.approx(
+            np.mean([s["accuracy"] for s in sites if s["site"] == "S1"])
+        )
+
+
+def test_rows_hold_privacy_and_communication(series):
+    study, document = series
+    summaries = [json.loads(path.read_text()) for path in study.runs.glob("*-proxyfl-*/summary.json")]
+    proxyfl, fedavg, alone = (row_of(document, method) for method in ("proxyfl", "fedavg", "regular"))
+    assert (proxyfl["dp"], proxyfl["guarantee"]) == (True, "guaranteed")
+    assert proxyfl["epsilon"] == max(site["epsilon"] for s in summaries for site in s["sites"])
+    assert (alone["dp"], alone["guarantee"], alone["epsilon"]) == (False, "none", None)
+    per_message = summaries[0]["communication"]["bytes"] / summaries[0]["communication"]["messages"]
+    assert proxyfl["communication"]["messages"] == 1
+    assert proxyfl["communication"]["bytes"] == proxyfl["communication"]["busiest_bytes"] == per_message
+    assert fedavg["communication"]["messages"] == pytest.approx(4 / 3)  # the hub sends to two, who send to it
+    ratio = fedavg["communication"]["busiest_bytes"] / fedavg["communication"]["bytes"]
+    assert ratio == pytest.approx(2 / (4 / 3))
+    assert alone["communication"]["bytes"] == 0
+    assert proxyfl["seconds_per_round"] == pytest.approx(np.mean([s["seconds"] for s in summaries]) / 2)
+
+
+def test_differences_are_paired_by_seed_and_corrected(series):
+    study, document = series
+    assert (document["baseline"], document["reference"]) == ("Regular without DP", "ProxyFL with DP")
+    for metric in ("accuracy", "macro_accuracy", "auroc"):  # and "own_accuracy"
+        tests = [test for test in document["paired"] if test["metric"] == metric]
+        pairs = {(test["a"], test["b"]) for test in tests}
+        assert pairs == {
+            ("ProxyFL with DP", "Regular without DP"),
+            ("FedAvg with DP", "Regular without DP"),
+            ("FedAvg with DP", "ProxyFL with DP"),
+        }
+        by_label = {row["label"]: row for row in document["rows"]}
+        for test in tests:
+            sides = [
+                [
+                    np.mean([s[metric] for s in evaluation(study, name)["sites"]])
+                    for name in by_label[label]["runs"]
+                ]
+                for label in (test["a"], test["b"])
+            ]
+            assert (test["n"], test["unit"]) == (3, "seed")
+            assert test["difference"] == pytest.approx(np.mean(sides[0]) - np.mean(sides[1]))
+            if np.ptp(np.subtract(*sides)) > 1e-9:
+                assert test["p"] == pytest.approx(stats.ttest_rel(*sides).pvalue)
+            else:
+                assert test["p"] is None
+        assert [test["p_holm"] for test in tests] == holm([test["p"] for test in tests])
+
+
+def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(series):
+    study, document = series
+    trained = sorted(study.runs.glob("*-regular-*"))
+    assert [path.name for path in trained] == row_of(document, "regular")["runs"]
+    assert "seeds 0, 1, 2 was trained for this comparison" in document["notes"][0]
+    for path in trained:
+        config = (path / "config.toml").read_text()
+        assert "enabled = false" in config and "rounds = 2" in config and "lr = 0.002" in config
+        assert json.loads((path / "manifest.json").read_text())["pipeline"] == "small"
+    again = compare(study, ["1-6"])
+    assert sorted(study.runs.glob("*-regular-*")) == trained
+    assert again["rows"] == document["rows"] and again["page"] == document["page"]
+    assert not any("trained for this" in note for note in again["notes"])
+
+
+def test_the_first_run_is_the_reference_and_may_be_the_baseline(series):
+    study, document = series
+    first = row_of(document, "regular")["runs"][0]
+    turned = compare(study, [first, "00001", "runs/*-fedavg-*"])
+    assert turned["reference"] == turned["baseline"] == "Regular without DP"
+    assert [(t["a"], t["unit"]) for t in turned["paired"] if t["metric"] == "auroc"] == [
+        (row["label"], "seed" if row["method"] == "fedavg" else "site")
+        for row in turned["rows"]
+        if row["method"] != "regular"
+    ]
+    assert any("fewer than three seeds" in note for note in turned["notes"])
+    assert row_of(turned, "regular")["seeds"] == [0, 1, 2], "completed for the seeds of the others"
+
+
+def test_page_figure_and_table_are_written(series):
+    study, document = series
+    page = (study.root / document["page"]).read_text()
+    seen = Document(page)
+    table = seen.table("Method", "Macro-accuracy", "ε")
+    assert set(table) == {"ProxyFL with DP", "FedAvg with DP", "Regular (baseline) without DP"}
+    assert table["Regular (baseline) without DP"][-2] == "nothing"
+    assert len(seen.table("Method", "against")) >= 2
+    for finding in document["findings"]:
+        assert finding["text"] in seen.text
+    assert sum(tag == "svg" for tag, _ in seen.tags) == 3
+    assert "script" not in {tag for tag, _ in seen.tags} and "http://www" not in page.replace(
+        "http://www.w3.org", ""
+    )
+    with Image.open(study.root / document["figure"]) as image:
+        assert image.size[0] > 1500
+        assert len(image.convert("RGB").getcolors(2**20)) > 50
+    rows = list(csv.DictReader(io.StringIO((study.root / document["table"]).read_text())))
+    assert [row["label"] for row in rows] == [row["label"] for row in document["rows"]]
+    assert float(rows[0]["accuracy_mean"]) == document["rows"][0]["accuracy"]["mean"]
+    assert {row["method"]: row["epsilon"] == "" for row in rows} == {
+        "regular": True, "proxyfl": False, "fedavg": False,
+    }  # fmt: skip
+
+
+def test_the_document_is_strict_json(series):
+    _, document = series
+
+    def constant(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    assert json.loads(json.dumps(document, allow_nan=False), parse_constant=constant) == document
+
+
+def test_where_a_run_has_no_merged_test_set_all_are_measured_on_their_own_part(series, tmp_path):
+    study, document = series
+    shutil.copytree(study.root, tmp_path / "study")
+    study = type(study)(tmp_path / "study")
+    path = study.runs / "00002-fedavg-small" / "evaluation.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"merged": None}))
+    own = compare(study, ["1-6"])
+    assert own["on"] == "own"
+    assert any("own site's test part" in note for note in own["notes"])
+    for row in own["rows"]:
+        assert row["accuracy"] == row["own_accuracy"] == row_of(document, row["method"])["own_accuracy"]
+    assert "on each site's own test part" in Document((study.root / own["page"]).read_text()).text
+
+
+def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, tmp_path):
+    study, document = series
+    shutil.copytree(study.root, tmp_path / "study")
+    study = type(study)(tmp_path / "study")
+    name = "00002-fedavg-small"
+    whole = evaluation(study, name)
+    (study.runs / name / "evaluation.json").write_text(json.dumps(whole | {"sites": whole["sites"][1:]}))
+    summary = json.loads((study.runs / name / "summary.json").read_text())
+    summary |= {"lost": ["S0"], "sites": summary["sites"][1:]}
+    (study.runs / name / "summary.json").write_text(json.dumps(summary))
+    later = (study.runs / name / "summary.json").stat().st_mtime + 1
+    os.utime(study.runs / name / "evaluation.json", (later, later))
+    found = compare(study, ["1-6"])
+    assert "Lost during training in some run: S0." in found["notes"]
+    assert row_of(found, "fedavg")["accuracy"]["n"] == 8
+
+    def means(method, seed, sites):
+        run = row_of(document, method)["runs"][seed]
+        return np.mean([s["accuracy"] for s in evaluation(study, run)["sites"] if s["site"] in sites])
+
+    both = [("S1", "S2"), ("S0", "S1", "S2"), ("S0", "S1", "S2")]
+    expected = np.mean([means("fedavg", k, s) - means("regular", k, s) for k, s in enumerate(both)])
+    (test,) = [t for t in found["paired"] if t["a"][:6] == "FedAvg" and t["b"][:7] == "Regular"][:1]
+    assert (test["metric"], test["n"]) == ("accuracy", 3)
+    assert test["difference"] == pytest.approx(expected)
+
+
+def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, tmp_path):
+    study, document = series
+    shutil.copytree(study.root, tmp_path / "study")
+    study = type(study)(tmp_path / "study")
+    folder = study.runs / "00002-fedavg-small"
+    early = json.loads((folder / "evaluation.json").read_text())
+    (folder / "evaluation.json").write_text(json.dumps(early | {"sites": early["sites"][:1]}))
+    later = (folder / "evaluation.json").stat().st_mtime + 1
+    os.utime(folder / "summary.json", (later, later))
+    assert row_of(compare(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]
+
+
+def test_differing_settings_make_rows_and_labels(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    for alpha in (0.3, 0.9):
+        run(study, "proxyfl", f"train.alpha={alpha}", "train.beta=0.7")
+    run(study, "proxyfl", "train.alpha=0.9", "train.seed=1")
+    run(study, "regular", "train.alpha=0.5", "privacy.enabled=false", "privacy.sigma=9.0")
+    document = compare(study, ["1-4"], baseline=False)
+    rows = {row["label"]: row for row in document["rows"]}
+    assert set(rows) == {
+        "ProxyFL with DP, train.alpha=0.3",
+        "ProxyFL with DP, train.alpha=0.9",
+        "Regular without DP",
+    }
+    assert rows["ProxyFL with DP, train.alpha=0.9"]["settings"] == {"train.alpha": 0.9}
+    assert rows["ProxyFL with DP, train.alpha=0.9"]["seeds"] == [0, 1]
+    assert (rows["Regular without DP"]["seeds"], document["baseline"]) == ([0], "Regular without DP")
+    (note,) = [note for note in document["notes"] if "not trained" in note]
+    assert "seed 1" in note and len(list(study.runs.glob("*-regular-*"))) == 1
+    assert "train.alpha=0.3" in Document((study.root / document["page"]).read_text()).text
+
+
+def test_only_settings_that_matter_to_a_method_count():
+    from wsi_fl.config import Pipeline, Privacy
+
+    strict = Pipeline()
+    off = Pipeline(privacy=Privacy(enabled=False))
+    for method, pipeline, has, lacks in (
+        (
+            "proxyfl",
+            strict,
+            {"train.alpha", "privacy.sigma", "model.proxy", "topology.self_weight"},
+            {"train.beta"},
+        ),
+        ("proxyfl", off, {"train.beta"}, {"privacy.sigma", "privacy.mode"}),
+        ("fedavg", strict, {"privacy.clip", "train.lr"}, {"train.alpha", "model.proxy"}),
+        (
+            "regular",
+            off,
+            {"train.rounds", "model.private"},
+            {"train.alpha", "privacy.clip", "topology.self_weight"},
+        ),
+    ):
+        found = settings(method, pipeline)
+        assert has <= found.keys() and not lacks & found.keys(), method
+        assert not {"sites", "train.seed", "tile.size_px", "evaluate.bootstrap"} & found.keys()
+
+
+def test_a_baseline_left_out_is_null_and_its_command_is_named(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    name = run(study, "proxyfl", "train.seed=4")
+    document = compare(study, [name], baseline=False)
+    row = row_of(document, "regular")
+    assert document["baseline"] == row["label"] == document["rows"][-1]["label"]
+    assert row["accuracy"] == {"mean": None, "sd": None, "n": 0}
+    assert (row["seeds"], row["runs"], row["communication"]["bytes"]) == ([], [], None)
+    assert document["paired"] == []
+    assert "nothing here says whether federation pays" in document["findings"][0]["text"]
+    assert not list(study.runs.glob("*-regular-*"))
+    Document((study.root / document["page"]).read_text())
+    words = shlex.split(re.search("`(.*)`", document["notes"][0])[1])
+    assert words[:6] == ["wsi-fl", "train", "--method", "regular", "--pipeline", "small"]
+    train(study, method="regular", pipeline_name="small", overrides=words[7::2], backend="local")
+    assert row_of(compare(study, [name], baseline=False), "regular")["seeds"] == [4], (
+        "the command made what was missing"
+    )
+
+
+def test_without_its_pipeline_the_baseline_is_trained_from_the_run(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    name = run(study, "proxyfl", "train.seed=4")
+    (study.root / "pipelines" / "small.toml").unlink()
+    assert row_of(compare(study, [name]), "regular")["seeds"] == [4]
+
+
+def test_a_store_made_anew_is_no_place_for_the_baseline(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    name = run(study, "proxyfl")
+    evaluate(study, name)
+    write_store(study, "S1", seed=9, n_per_slide=10)
+    document = compare(study, [name])
+    assert "the store of S1 was made anew since these runs" in document["notes"][0]
+    other = run(study, "proxyfl")
+    refused(lambda: compare(study, [name, other]), "00002-proxyfl-small", "other patches", "site S1")
+
+
+def test_unfinished_and_unknown_runs_are_refused(series, tmp_path):
+    study, _ = series
+    shutil.copytree(study.root, tmp_path / "study")
+    copy = type(study)(tmp_path / "study")
+    (copy.runs / "00002-fedavg-small" / "summary.json").unlink()
+    refused(
+        lambda: compare(copy, ["1-6"]),
+        "wsi-fl train --resume runs/00002-fedavg-small",
+        error=WsiFlError,
+    )
+    refused(lambda: compare(study, []), "needs runs")
+    refused(lambda: compare(study, ["70-80"]), "no run '70-80'")
+    refused(lambda: compare(study, ["*-cwt-*"]), "no run '*-cwt-*'")
+    refused(lambda: compare(study, ["77"]), "no run '77'")
+
+
+def test_a_hospital_that_shows_nobody_its_patches_is_compared_with_itself(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1, site_extra="real = true")
+    name = run(study, "regular")
+    document = compare(study, [name])
+    assert document["on"] == "own"
+    assert [row["label"] for row in document["rows"] if row["label"] == document["baseline"]] == [
+        "Regular without DP"
+    ]
+    assert {row["dp"] for row in document["rows"]} == {True, False}
+    (test,) = [test for test in document["paired"] if test["metric"] == "accuracy"]
+    assert (test["n"], test["unit"], test["p"]) == (1, "site", None)
+
+
+def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(
+    tmp_path, monkeypatch
+):
+    study = make_study(tmp_path / "study", n_sites=2)
+    name = run(study, "proxyfl")
+    for path in (study.root / "sites").glob("*.toml"):
+        path.write_text(path.read_text().replace("real = false", "real = true"))
+    asked = {}
+
+    def instead_of_train(study, **arguments):
+        asked.update(arguments)
+        raise WsiFlError("stop")
+
+    monkeypatch.setattr(compare_runs, "train", instead_of_train)
+    refused(lambda: compare(study, [name]), "stop", error=WsiFlError)
+    assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
+    assert "privacy.enabled=false" in asked["overrides"]
+    shutil.rmtree(study.root / "stores" / "S1")
+    document = compare(study, [name])
+    assert document["on"] == "own" and "the store of S1 is not here" in document["notes"][0]
+    assert row_of(document, "proxyfl")["sites"].keys() == {"S0"}
+
+
+def made_up(method, mean, *, dp=True, **more):
+    label = more.pop("label", f"{method} {'with' if dp else 'without'} DP")
+    spread = {"mean": mean, "sd": 0.02, "n": 12}
+    return {
+        "label": label,
+        "method": method,
+        "dp": dp,
+        "settings": {},
+        "guarantee": "nominal" if dp else "none",
+        "epsilon": 12.3 if dp else None,
+        "seeds": [0, 1, 2],
+        "runs": ["00001-x"],
+        "n_sites": 4,
+        **dict.fromkeys(("accuracy", "macro_accuracy", "auroc", "own_accuracy"), spread),
+        "sites": {"A": mean, "B": mean},
+        "communication": {"messages": 1.0, "bytes": 8e5, "busiest_bytes": 8e5, "seconds": 0.1},
+        "seconds_per_round": 2.0,
+        **more,
+    }
+
+
+def against_alone(row, difference, p, unit="seed", n=3):
+    alone = "regular without DP"
+    return {
+        "a": row["label"], "b": alone, "metric": "accuracy", "difference": difference, "sd": 0.01, "n": n,
+        "unit": unit, "p": p, "p_holm": p,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("difference", "p", "unit", "tone", "said"),
+    [
+        (-0.29, 0.003, "seed", "bad", "0.29 below {} (p = 0.003 over 3 seeds): on this task federation does not pay."),
+        (0.05, 0.0001, "seed", "good", "0.05 above {} (p < 0.001 over 3 seeds): on this task federation pays."),
+        (0.05, 0.01, "site", "good", "(p = 0.010 over 3 sites): in these runs federation pays."),
+        (0.05, 0.2, "seed", "unclear", "(p = 0.20 over 3 seeds): this does not show that federation pays."),
+        (0.004, 0.001, "seed", "unclear", "as much as {}"),
+        (-0.3, None, "seed", "unclear", "(no p-value over 3 seeds): this does not show that federation pays."),
+    ],
+)  # fmt: skip
+def test_sentences_say_what_the_numbers_say(difference, p, unit, tone, said):
+    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.73 + difference)
+    first, second = comparison.findings(
+        [ours, alone], [against_alone(ours, difference, p, unit)], alone["label"]
+    )
+    assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
+    assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
+    assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
+
+
+def test_what_a_hospital_gains_at_home_is_said_too():
+    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
+    tests = [
+        against_alone(ours, 0.05, 0.01),
+        {**against_alone(ours, -0.04, 0.02), "metric": "own_accuracy"},
+    ]
+    text = comparison.findings([ours, alone], tests, alone["label"])[1].text
+    assert text.endswith(
+        "federation pays. On a hospital's own test part: 0.04 below it (p = 0.020 over 3 seeds)."
+    )
+
+
+def test_references_are_never_called_federation():
+    alone = made_up("regular", 0.73, dp=False)
+    noisy, joint = made_up("regular", 0.55), made_up("joint", 0.85, dp=False)
+    found = comparison.findings(
+        [joint, alone, noisy],
+        [against_alone(noisy, -0.18, 0.001), against_alone(joint, 0.12, 0.001)],
+        alone["label"],
+    )
+    assert "nobody may pool" in found[1].text and "what its noise costs" in found[2].text
+    assert not any("federation" in finding.text for finding in found)
+
+
+def test_cautions_name_what_spoils_a_comparison():
+    alone, a = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.7)
+    b = made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
+    text = " ".join(comparison.cautions([alone, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
+    for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds"):
+        assert said in text
+    assert comparison.cautions([alone, alone], [against_alone(alone, 0.0, None)]) == []
+
+
+def many(n=11, rounds=6):
+    """A document and its charts' series: more methods than colours, long settings, hostile names."""
+    rng = np.random.default_rng(0)
+    rows, drawn = [made_up("regular", 0.7, dp=False)], []
+    for k in range(n):
+        change = {"train.alpha": k / 10, "privacy.clip": 0.7, "model.proxy": "<b>gn_cnn_small</b>"}
+        label = f"ProxyFL with DP, {comparison.settings_words(change)}"
+        rows.append(made_up("proxyfl", 0.5 + k / 40, label=label, settings=change))
+    for row in rows:
+        name = "Regular without DP" if row["method"] == "regular" else "ProxyFL with DP"
+        mean = row["accuracy"]["mean"]
+        curves = [[(r, mean - 0.3 / r + rng.normal(0, 0.01)) for r in range(1, rounds + 1)] for _ in range(4)]
+        values = {seed: (mean + rng.normal(0, 0.02, 4)).tolist() for seed in range(3)}
+        words = comparison.settings_words(row["settings"])
+        drawn.append(
+            Series(name, words, row["dp"], not row["dp"], mean, 0.02, values, curves, 8e5 * row["dp"], 8e5)
+        )
+    tests = [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]]
+    document = {
+        "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "paired": tests, "baseline": rows[0]["label"],
+        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
+    }  # fmt: skip
+    return document, drawn
+
+
+def test_many_methods_and_names_do_not_break_the_page():
+    document, drawn = many()
+    html = comparison.render(document, drawn, created="today", sites=["A", "B", "<u>C</u>"])
+    seen = Document(html)
+    assert not {"b", "i", "u"} & {tag for tag, _ in seen.tags}
+    assert "more methods than colours" in seen.text
+    assert not re.search(r"\b(None|nan|Undefined)\b", seen.text)
+    assert not re.findall(r"(?:stroke|fill): #\w+", html.split("</style>")[1]), (
+        "colours are the page's variables"
+    )
+    with Image.open(io.BytesIO(png(drawn, "Accuracy"))) as image:
+        colors = {color for _, color in image.convert("RGB").getcolors(2**20)}
+    for name in ("ink", "s0", "paper"):
+        assert tuple(bytes.fromhex(palette()[name][1:])) in colors
+
+
+def test_charts_leave_out_what_is_unknown():
+    empty = Series("Regular without DP", "", False, True, None, None)
+    assert charts([empty], "Accuracy") == []
+    assert png([empty], "Accuracy")
+    alone = Series("Regular without DP", "", False, True, 0.7, 0.0, {0: [0.7]}, [[(1, 0.7)]], 0.0, 0.0)
+    assert [title for title, _, _ in charts([empty, alone], "Accuracy")] == ["Accuracy", "Accuracy by round"]
+    (_, _, chart), _ = charts([alone], "Accuracy")
+    assert "alone, no DP" in chart.svg and "Regular without DP 0.700" in chart.alt
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_shows_all_of_it_in_legible_letters(tmp_path, width):
+    document, drawn = many()
+    html = comparison.render(document, drawn, created="today", sites=["A", "B"])
+    (tmp_path / "page.html").write_text(html.replace("</body>", MEASURE))
+    (tmp_path / "wrapper.html").write_text(WRAPPER.format(width=width))
+    arguments = ("--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path}/wrapper.html")
+    dom = chromium(tmp_path / "profile", *arguments)
+    found = re.search(r"<title>measured (\d+) (\d+) ([\d.]+)</title>", dom)
+    assert found, dom[:300]
+    assert int(found[1]) <= width == int(found[2]), "the page scrolls sideways"
+    assert float(found[3]) >= 8
+
+
+def test_the_hub_of_a_star_carries_more_with_every_site_and_nobody_in_the_exponential_graph():
+    script = Path(__file__).parents[1] / "benchmarks" / "communication.py"
+    command = [
+        sys.executable,
+        script,
+        "--parameters",
+        "50",
+        "--sites",
+        "2",
+        "4",
+        "8",
+        "--rounds",
+        "3",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    rows = {(row["graph"], row["n_sites"]): row for row in json.loads(done.stdout)["rows"]}
+    for n in (2, 4, 8):
+        star, exponential = rows["star", n], rows["exponential", n]
+        assert (star["messages"], star["handled"]) == (2 * (n - 1), 2 * (n - 1))
+        assert (exponential["messages"], exponential["handled"]) == (n, 2)
+        one = exponential["busiest_bytes"]
+        assert 200 < one < 300 and exponential["others_bytes"] == star["others_bytes"] == one
+        assert star["busiest_bytes"] == (n - 1) * one
+
+
+def test_the_command_prints_one_document(series, wsi_fl):
+    done = wsi_fl("compare", "1-6", "--json", cwd=series[0].root)
+    assert json.loads(done.stdout)["rows"] == series[1]["rows"]

@@ -1,0 +1,74 @@
+"""`train --seeds`: a series of runs, completed by resuming any of them."""
+
+import json
+
+import pytest
+from conftest import make_study, refused
+
+from wsi_fl.federation import loop
+from wsi_fl.stages import launch
+from wsi_fl.stages.series import resume_series, train_series
+from wsi_fl.stages.train import train
+from wsi_fl.study import load_pipeline
+
+
+@pytest.fixture
+def study(tmp_path):
+    return make_study(tmp_path / "study", n_sites=2)
+
+
+def seeds_of(study):
+    return [load_pipeline(path).train.seed for path in sorted(study.runs.glob("0*/config.toml"))]
+
+
+def test_a_series_is_one_run_per_seed(study):
+    document = train_series(study, seeds=3, method="regular", overrides=["train.seed=4"], backend="local")
+    assert document["method"] == "regular"
+    assert document["seeds"] == [4, 5, 6] == seeds_of(study)
+    assert [run["run"] for run in document["runs"]] == [f"runs/0000{k}-regular-small" for k in (1, 2, 3)]
+
+
+def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study, monkeypatch):
+    real, calls = loop.checkpoint, []
+
+    def cut(site, round_):
+        calls.append(1)
+        if len(calls) == 9:  # in the second run
+            raise KeyboardInterrupt
+        real(site, round_)
+
+    monkeypatch.setattr(loop, "checkpoint", cut)
+    with pytest.raises(KeyboardInterrupt):
+        train_series(study, seeds=3, method="proxyfl", backend="local")
+    monkeypatch.undo()
+    assert seeds_of(study) == [0, 1]
+    document = resume_series(study, "1", backend="local")
+    assert document["seeds"] == [0, 1, 2] == seeds_of(study)
+    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [3] * 6
+    assert resume_series(study, "3", backend="local") == document
+
+
+def test_a_run_alone_is_no_series(study):
+    train(study, method="regular", backend="local")
+    assert resume_series(study, "1") is None
+
+
+def test_the_command_line(study, wsi_fl):
+    done = wsi_fl(
+        "train", "--method", "regular", "--seeds", 2, "--backend", "local", "--json", cwd=study.root
+    )
+    assert len(json.loads(done.stdout)["runs"]) == 2
+    done = wsi_fl("train", "--resume", 1, "--backend", "local", "--json", cwd=study.root)
+    assert [run["run"][-13:] for run in json.loads(done.stdout)["runs"]] == ["regular-small"] * 2
+    for arguments, words in (
+        (("--seeds", 0), "--seeds must be at least 1"),
+        (("--without", "S1"), "--without belongs to --resume"),
+        (("--resume", 1, "--seeds", 2), "leave out --set, --pipeline and --seeds"),
+    ):
+        done = wsi_fl("train", *arguments, cwd=study.root)
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+
+
+def test_a_series_starts_its_own_ranks(study, monkeypatch):
+    monkeypatch.setattr(launch, "launched_ranks", lambda: 2)
+    refused(lambda: train_series(study, seeds=2, method="regular"), "leave out mpiexec or srun")

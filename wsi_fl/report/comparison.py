@@ -1,0 +1,214 @@
+"""The page that sets methods side by side: the document of ``compare --json`` in, sentences and HTML out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import ChainableUndefined, Environment, PackageLoader
+from markupsafe import Markup
+
+from wsi_fl.report import sections, words
+from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
+from wsi_fl.report.words import Finding, known, number, signed
+
+Json = Mapping[str, Any]
+"""A JSON object as ``compare --json`` prints it."""
+
+SIGNIFICANT = 0.05
+"""A Holm-corrected p below this is called a difference."""
+ALONE = "a hospital alone without DP"
+WHERE = {"merged": "on the merged test set", "own": "on each site's own test part"}
+
+
+def findings(rows: Sequence[Json], tests: Sequence[Json], baseline: str) -> list[Finding]:
+    """What the numbers say about federation: the baseline first, then a sentence per method.
+
+    Args:
+        rows: one per method, as in the document.
+        tests: paired differences, of which those against the row ``baseline`` are looked at.
+    """
+    alone = next(row for row in rows if row["label"] == baseline)
+    if not known(alone["accuracy"]["mean"]):
+        return [
+            Finding(
+                "unclear",
+                f"There is no run of {ALONE} on these patches, so nothing here says whether federation pays.",
+            )
+        ]
+    n, seeds = alone["n_sites"], len(alone["seeds"])
+    measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'})"
+    reached = f"{_capital(ALONE)} reaches {number(alone['accuracy']['mean'], 2)} {measured}."
+    against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
+    return [Finding("unclear", reached)] + [
+        _against(row, test, against.get((row["label"], "own_accuracy")))
+        for row in rows
+        if (test := against.get((row["label"], "accuracy")))
+    ]
+
+
+def _against(row: Json, test: Json, own: Json | None) -> Finding:
+    """One method against the hospital alone.
+
+    A difference counts when its corrected p is below SIGNIFICANT and it is not negligible (SMALLEST_DIFFERENCE).
+    """
+    d, p = test["difference"], test["p_holm"]
+    reached = f"{_spoken(row)} reaches {number(row['accuracy']['mean'], 2)}{_price(row)}"
+    text = f"{reached}, {_side(d)} {ALONE} ({_evidence(test)})"
+    if row["method"] in words.NOT_FEDERATED:
+        return Finding("unclear", f"{text}{_meaning(row)}.")
+    at_home = (
+        f" On a hospital's own test part: {_side(own['difference'])} it ({_evidence(own)})." if own else ""
+    )
+    if p is None or p >= SIGNIFICANT or abs(d) < words.SMALLEST_DIFFERENCE:
+        return Finding("unclear", f"{text}: this does not show that federation pays.{at_home}")
+    scope = "on this task" if test["unit"] == "seed" else "in these runs"
+    if d > 0:
+        return Finding("good", f"{text}: {scope} federation pays.{at_home}")
+    return Finding("bad", f"{text}: {scope} federation does not pay.{at_home}")
+
+
+def _side(difference: float) -> str:
+    if round(abs(difference), 2) == 0:
+        return "as much as"
+    return f"{abs(difference):.2f} {'above' if difference > 0 else 'below'}"
+
+
+def _evidence(test: Json) -> str:
+    return f"{p_value(test['p_holm'])} over {test['n']} {test['unit']}{'' if test['n'] == 1 else 's'}"
+
+
+def _spoken(row: Json) -> str:
+    """A row as the subject of a sentence."""
+    names = {"regular": "A hospital alone", "joint": "A model of all data pooled"}
+    if row["method"] not in names:
+        return str(row["label"])
+    with_dp = f"{names[row['method']]} {'with' if row['dp'] else 'without'} DP"
+    return ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
+
+
+def _price(row: Json) -> str:
+    return f" (ε {row['guarantee']} {number(row['epsilon'], 1)})" if known(row["epsilon"]) else ""
+
+
+def _meaning(row: Json) -> str:
+    if row["method"] == "joint":
+        return "; nobody may pool the data like that"
+    return "; this is what its noise costs" if row["dp"] else ""
+
+
+def p_value(p: float | None) -> str:
+    """A p-value in words.
+
+    >>> p_value(0.0312), p_value(2e-6), p_value(None)
+    ('p = 0.031', 'p < 0.001', 'no p-value')
+    """
+    if p is None:
+        return "no p-value"
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
+def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
+    """What a reader has to know before believing the sentences."""
+    found = []
+    if any(test["unit"] == "site" for test in tests):
+        found.append(
+            "Where fewer than three seeds are common to both, a test pairs the sites. Sites of one run learned from "
+            "each other and share a test set, so such a p-value is too small; repeat with other seeds "
+            "(--set train.seed=1, 2, …) before believing it."
+        )
+    private = [row for row in rows if known(row["epsilon"])]
+    if len({number(row["epsilon"], 1) for row in private}) > 1:
+        spent = words.span([row["epsilon"] for row in private], 1)
+        found.append(f"The methods did not spend the same ε ({spent}), so they did not pay the same price.")
+    if any(row["guarantee"] == "nominal" for row in private):
+        found.append(
+            "An ε called nominal is no guarantee: the proxy learned from a private model trained without noise."
+        )
+    if len({tuple(row["seeds"]) for row in rows if row["seeds"]}) > 1:
+        found.append(
+            "Not every method was run with the same seeds; differences use the seeds that both have."
+        )
+    return found
+
+
+def render(document: Json, series: Sequence[Series], *, created: str, sites: Sequence[str]) -> str:
+    """One HTML document that needs nothing beside it.
+
+    Args:
+        document: of ``compare --json``.
+        series: what the charts show, one per row and in the order of the rows.
+        created: when, as text.
+        sites: their names, in order.
+    """
+    environment = Environment(
+        loader=PackageLoader("wsi_fl", "report"),
+        autoescape=True,
+        undefined=ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    used = (number, signed, words.count, words.spread, words.size, words.duration, known, p_value)
+    environment.filters.update({function.__name__: function for function in used})
+    html = environment.get_template("comparison.html.j2").render(
+        document=document,
+        title=f"{len(document['rows'])} methods on the same patches",
+        where=WHERE[document["on"]],
+        rows=[_shown(row) for row in document["rows"]],
+        legend=[_legend(k, series) for k in range(len(series))],
+        more_than_colors=sum(not one.baseline for one in series) > N_COLORS,
+        charts=charts(series, "Accuracy"),
+        svg=lambda chart: Markup(chart.svg),
+        metrics=sections.METRICS,
+        tested={**sections.METRICS, "own_accuracy": "Own part"}
+        if document["on"] == "merged"
+        else sections.METRICS,
+        differences=_differences(document["paired"]),
+        sites=sites,
+        span=_extremes(document["rows"]),
+        created=created,
+    )
+    return re.sub(r"\n\s*\n+", "\n", html)
+
+
+def _shown(row: Json) -> dict[str, Any]:
+    name, does = words.METHODS.get(row["method"], (row["method"], ""))
+    return {**row, "name": name, "does": does, "set": settings_words(row["settings"])}
+
+
+def settings_words(settings: Mapping[str, Any]) -> str:
+    """Settings as one writes them after ``--set``.
+
+    >>> settings_words({"train.alpha": 0.3, "train.input_px": None, "model.proxy": "mlp"})
+    'train.alpha=0.3, train.input_px=default, model.proxy=mlp'
+    """
+    plain = {None: "default", True: "true", False: "false"}
+    return ", ".join(
+        f"{key}={plain[value] if value is None or isinstance(value, bool) else value}"
+        for key, value in settings.items()
+    )
+
+
+def _legend(position: int, series: Sequence[Series]) -> tuple[str, str]:
+    one = series[position]
+    return color_name(position, series), ", ".join(filter(None, (one.label, one.settings)))
+
+
+def _differences(tests: Sequence[Json]) -> list[dict[str, Any]]:
+    """One line per pair with the tests of all metrics."""
+    pairs: dict[tuple[str, str], dict[str, Any]] = {}
+    for test in tests:
+        line = pairs.setdefault((test["a"], test["b"]), {"a": test["a"], "b": test["b"], "tests": {}})
+        line["tests"][test["metric"]] = test
+        line["n"] = f"{test['n']} {test['unit']}{'' if test['n'] == 1 else 's'}"
+    return list(pairs.values())
+
+
+def _extremes(rows: Sequence[Json]) -> tuple[float, float] | None:
+    values = [v for row in rows for v in row["sites"].values() if known(v)]
+    return (min(values), max(values)) if values else None
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]

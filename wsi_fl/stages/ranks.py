@@ -1,0 +1,203 @@
+"""What a rank of a training job does, whoever started it: preflight, the loop, and its part of the summary."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.config import Pipeline
+from wsi_fl.federation import loop, preflight
+from wsi_fl.federation.comm import Comm, MpiComm
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.site import Site
+from wsi_fl.files import raise_if_full, read_json, write_json
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages import plan
+from wsi_fl.stages.console import Events, Silent, Watcher, emit
+from wsi_fl.stages.workshop import assemble, brought, guarantee_of, open_store, schedule_of, store_digest
+from wsi_fl.study import Study, load_pipeline
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def running_sites(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
+    """Indices of the sites that were not lost."""
+    lost = {loss["site"] for loss in run.losses()}
+    return tuple(k for k, site in enumerate(study.sites(pipeline)) if site.name not in lost)
+
+
+def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
+    """Does the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
+    began = time.perf_counter()
+    pipeline = load_pipeline(run.path / "config.toml")
+    method = read_json(run.path / "manifest.json")["method"]
+    sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
+    for site in sites:
+        with open_store(study, site.name) as store:
+            site.folder.remember_store(store_digest(store))
+    documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
+    preflight.compare(documents)
+    first = comm.running[0] in comm.sites
+    limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
+    if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
+        watcher.say(f"  {warning}")
+    with _alone(sites):
+        report = _reporter(sites, pipeline, watcher)
+        loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
+    rows = comm.gather([_row(site, pipeline, method) for site in sites])
+    for site in sites:
+        write_json(site.folder.path / "ledger.json", site.ledger.summary())
+    summary = _summary(study, run, method, rows, time.perf_counter() - began)
+    if first or not (run.path / "summary.json").exists():
+        write_json(run.path / "summary.json", summary)
+    return summary
+
+
+@contextmanager
+def _alone(sites: Sequence[Site]) -> Iterator[None]:
+    """One job at a time per run: two would send two noisy versions of the same round."""
+    with ExitStack() as stack:
+        for site in sites:
+            site.folder.path.mkdir(parents=True, exist_ok=True)
+            handle = stack.enter_context((site.folder.path / ".lock").open("w"))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise WsiFlError(f"{site.folder.path}: another job still works on this run; end it") from None
+        yield
+
+
+def rank_main(run_path: Path) -> None:
+    """The process of one rank: errors become one event, and end all ranks."""
+    run = RunFolder(run_path)
+    study = Study(run_path.parent.parent)
+    pipeline = load_pipeline(run_path / "config.toml")
+    names = [site.name for site in study.sites(pipeline)]
+    comm = MpiComm(
+        pipeline.comm.timeout_s,
+        running_sites(study, pipeline, run),
+        len(names),
+        waiting=lambda: emit({"site": me}),
+        late=lambda sites: emit({"site": me, "late": [names[k] for k in sites]}),
+    )
+    me = names[comm.sites[0]]
+    emit({"site": me, "pid": os.getpid()})
+
+    def tell(text: str, usage: bool) -> None:
+        emit({"error": text, "usage": usage})
+        traceback.print_exc()  # into mpi.log
+
+    _guarded(comm, run.path, lambda: work_as_rank(study, run, comm, Events()), tell)
+
+
+def _guarded(
+    comm: MpiComm,
+    place: Path,
+    work: Callable[[], dict[str, Any]],
+    tell: Callable[[str, bool], None],
+) -> dict[str, Any]:
+    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain."""
+    try:
+        return work()
+    except BaseException as error:
+        text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
+        try:
+            raise_if_full(error, place)
+        except WsiFlError as full:
+            text = str(full)
+        usage = isinstance(error, UsageError)
+        with suppress(OSError):  # nobody listens any more
+            tell(" ".join(text.split()), usage)
+            sys.stderr.flush()
+        comm.abort(2 if usage else 1)
+        raise
+
+
+def join(
+    study: Study,
+    pipeline: Pipeline,
+    ranks: int,
+    run_of: Callable[[MpiComm], RunFolder],
+    running: tuple[int, ...],
+) -> dict[str, Any]:
+    """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
+    if ranks != len(running):
+        raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
+    comm = MpiComm(pipeline.comm.timeout_s, running, len(study.sites(pipeline)))
+
+    def tell(text: str, usage: bool) -> None:
+        del usage
+        print(f"wsi-fl: error: {text}", file=sys.stderr)
+
+    summary = _guarded(comm, study.runs, lambda: work_as_rank(study, run_of(comm), comm, Silent()), tell)
+    return summary if comm.running[0] in comm.sites else {}
+
+
+def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
+    folders = {site.name: site.folder for site in sites}
+    rounds = pipeline.train.rounds
+
+    def report(event: dict[str, Any]) -> None:
+        done = event.get("done")
+        if done is None:
+            part = event["step"] / max(1, event["steps"])
+            watcher.update(event["site"], event["round"] - 1 + part, rounds, f"round {event['round']}")
+            return
+        scores = done.get("merged") or done.get("own") or {}
+        accuracy = scores.get("accuracy")
+        note = "" if accuracy is None else f"accuracy {accuracy:.3f}"
+        if done["epsilon"] is not None:
+            note += f" ε {done['epsilon']:.2f}"
+        watcher.update(event["site"], event["round"], rounds, note.strip())
+        losses = ", ".join(f"{role} {value:.4f}" for role, value in done["loss"].items() if value is not None)
+        folders[event["site"]].log(f"round {event['round']}/{rounds}: loss {losses}; {note}")
+
+    return report
+
+
+def _row(site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
+    lines = site.folder.metrics()  # of all rounds, those before a restart too
+    took_part = sum(line["takes_part"] for line in lines)
+    terms = site.ledger.terms
+    return {
+        "site": site.name,
+        "epsilon": site.ledger.epsilon(),
+        "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
+        "max_epsilon": terms.max_epsilon,
+        "delta": terms.delta,
+        "guarantee": guarantee_of(METHODS[method], pipeline),
+        "unit": terms.unit,
+        "rounds": took_part,
+        "rejected": sum(len(line.get("rejected", ())) for line in lines),
+        "n_train": len(site.train),
+        "trained_seconds": sum(line["seconds"] for line in lines),
+        **{
+            name: sum(line[name] for line in lines) for name in ("messages", "bytes", "communication_seconds")
+        },
+    }
+
+
+def _summary(
+    study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    seconds = max([seconds, *(row.pop("trained_seconds") for row in rows)])
+    communication = {
+        "messages": sum(row.pop("messages") for row in rows),
+        "bytes": sum(row.pop("bytes") for row in rows),
+        "seconds": max(row.pop("communication_seconds") for row in rows),
+    }
+    return {
+        "run": study.relative(run.path),
+        "method": method,
+        "seconds": seconds,
+        "sites": rows,
+        "lost": [loss["site"] for loss in run.losses()],
+        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
+        "communication": communication,
+    }
