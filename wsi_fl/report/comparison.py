@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 
 from wsi_fl.report import sections, words
 from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
-from wsi_fl.report.words import Finding, known, number, signed
+from wsi_fl.report.page import fill
+from wsi_fl.report.words import Finding, known, number
 
 Json = Mapping[str, Any]
 """A JSON object as ``compare --json`` prints it."""
@@ -142,34 +141,25 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         created: when, as text.
         sites: their names, in order.
     """
-    environment = Environment(
-        loader=PackageLoader("wsi_fl", "report"),
-        autoescape=True,
-        undefined=ChainableUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    used = (number, signed, words.count, words.spread, words.size, words.duration, known, p_value)
-    environment.filters.update({function.__name__: function for function in used})
-    html = environment.get_template("comparison.html.j2").render(
-        document=document,
-        title=f"{len(document['rows'])} methods on the same patches",
-        where=WHERE[document["on"]],
-        rows=[_shown(row) for row in document["rows"]],
-        legend=[_legend(k, series) for k in range(len(series))],
-        more_than_colors=sum(not one.baseline for one in series) > N_COLORS,
-        charts=charts(series, "Accuracy"),
-        svg=lambda chart: Markup(chart.svg),
-        metrics=sections.METRICS,
-        tested={**sections.METRICS, "own_accuracy": "Own part"}
+    context = {
+        "document": document,
+        "title": f"{len(document['rows'])} methods on the same patches",
+        "where": WHERE[document["on"]],
+        "rows": [_shown(row) for row in document["rows"]],
+        "legend": [_legend(k, series) for k in range(len(series))],
+        "more_than_colors": sum(not one.baseline for one in series) > N_COLORS,
+        "charts": charts(series, "Accuracy"),
+        "svg": lambda chart: Markup(chart.svg),
+        "metrics": sections.METRICS,
+        "tested": {**sections.METRICS, "own_accuracy": "Own part"}
         if document["on"] == "merged"
         else sections.METRICS,
-        differences=_differences(document["paired"]),
-        sites=sites,
-        span=_extremes(document["rows"]),
-        created=created,
-    )
-    return re.sub(r"\n\s*\n+", "\n", html)
+        "differences": _differences(document["paired"]),
+        "sites": sites,
+        "span": _extremes(document["rows"]),
+        "created": created,
+    }
+    return fill("comparison.html.j2", context, p_value=p_value)
 
 
 def _shown(row: Json) -> dict[str, Any]:

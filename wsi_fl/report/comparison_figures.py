@@ -75,8 +75,8 @@ def palette() -> dict[str, str]:
 def png_style() -> Any:
     """Matplotlib's settings for a figure that looks like the page's charts, in real colours."""
     real = {_TOKENS[name]: color for name, color in palette().items()}
-    style = {key: real.get(value, value) for key, value in figures._STYLE.items() if isinstance(value, str)}
-    return {**figures._STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
+    style = {key: real.get(value, value) for key, value in figures.STYLE.items() if isinstance(value, str)}
+    return {**figures.STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
 
 def color_name(position: int, series: Sequence[Series]) -> str:
@@ -112,9 +112,9 @@ def charts(series: Sequence[Series], what: str) -> list[tuple[str, str, Chart]]:
 
 
 def _chart(draw: Draw, series: Sequence[Series], alt: str, **size: float) -> Chart:
-    with figures._figure(**size) as (figure, axes):
+    with figures.new_figure(**size) as (figure, axes):
         draw(axes, series, _TOKENS)
-        return Chart(figures._svg(figure, alt.split(":", maxsplit=1)[0]), alt)
+        return Chart(figures.to_svg(figure, alt.split(":", maxsplit=1)[0]), alt)
 
 
 def png(series: Sequence[Series], what: str) -> bytes:
@@ -200,7 +200,7 @@ def draw_curves(axes: Axes, series: Sequence[Series], colors: Mapping[str, str])
             rounds, mean, color=color, lw=1.8, ls=(0, (4, 2)) if one.baseline else "-",
             label=None if color == colors["muted"] else _one_line(one), marker="o" if len(rounds) < 4 else None, ms=3.5,
         )  # fmt: skip
-    figures._rounds(axes, {str(k): [(r, m) for r, m, _ in _band(one)] for k, one in enumerate(series)})
+    figures.round_axis(axes, {str(k): [(r, m) for r, m, _ in _band(one)] for k, one in enumerate(series)})
 
 
 def draw_bytes(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]) -> None:
@@ -252,7 +252,7 @@ def _lines(one: Series) -> list[str]:
     """The label, and below it the settings without their sections."""
     settings = re.sub(r"\b\w+\.(\w+=)", r"\1", one.settings)
     wrapped = textwrap.wrap(settings, _LINE, break_long_words=False, break_on_hyphens=False)
-    return [figures._short(line, _LINE) for line in (one.label, *wrapped)]
+    return [figures.shortened(line, _LINE) for line in (one.label, *wrapped)]
 
 
 def _one_line(one: Series) -> str:

@@ -32,7 +32,7 @@ _VARIABLES = {
     ACCENT: "var(--accent)",
     **{color: f"var(--s{i})" for i, color in enumerate(_SITES)},
 }
-_STYLE: Any = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "wsi-fl",
     "text.parse_math": False,  # a site may be called $C_1$
@@ -106,7 +106,7 @@ def curves(
     """One line per site over rounds; their mean on top when there are at least two; a labelled dashed reference."""
     many = len(series) > N_COLORS
     mean = mean_curve(series) if len(series) > 1 else []
-    with _figure() as (figure, axes):
+    with new_figure() as (figure, axes):
         for site, points in series.items():
             axes.plot(
                 *_columns(points),
@@ -121,8 +121,8 @@ def curves(
             _dashed(axes, reference[1], reference[0])
         if ylim:
             axes.set_ylim(*ylim)
-        _rounds(axes, series)
-        svg = _svg(figure, what)
+        round_axis(axes, series)
+        svg = to_svg(figure, what)
     return Chart(
         svg, f"{what} by round. " + _ends({**({} if many else series), **({"mean": mean} if mean else {})})
     )
@@ -138,7 +138,7 @@ def budget_curves(
     top = max(y for points in series.values() for _, y in points)
     near = {site: b for site, b in budgets.items() if b <= 4 * top}
     shared = len(set(budgets.values())) == 1 and len(budgets) == len(series)
-    with _figure() as (figure, axes):
+    with new_figure() as (figure, axes):
         for site, points in series.items():
             axes.plot(
                 *_columns(points),
@@ -156,16 +156,16 @@ def budget_curves(
                 colors[owners[0]] if len(owners) == 1 < len(series) else INK,
             )
         axes.set_ylim(0, 1.12 * max([top, *near.values()]))
-        _rounds(axes, series)
-        svg = _svg(figure, what)
+        round_axis(axes, series)
+        svg = to_svg(figure, what)
     limits = "; ".join(f"budget of {site} {b:g}" for site, b in budgets.items()) or "no budget set"
     return Chart(svg, f"{what} by round. {_ends(series)} {limits}.")
 
 
 def comparison(rows: Sequence[Bar], what: str) -> Chart:
     """Mean ± sd of runs below each other; hollow without DP; the single sites of this run as small dots."""
-    left_in = min(1.75, 0.2 + 0.07 * max(len(_short(row.label)) for row in rows))
-    with _figure(height_in=0.42 + 0.34 * len(rows), left_in=left_in, bottom_in=0.25) as (figure, axes):
+    left_in = min(1.75, 0.2 + 0.07 * max(len(shortened(row.label)) for row in rows))
+    with new_figure(height_in=0.42 + 0.34 * len(rows), left_in=left_in, bottom_in=0.25) as (figure, axes):
         for y, row in enumerate(rows):
             color = ACCENT if row.this else MUTED
             if row.this:
@@ -185,14 +185,14 @@ def comparison(rows: Sequence[Bar], what: str) -> Chart:
             for site_color_, value in row.sites:
                 axes.plot(value, y + 0.3, ".", color=site_color_, ms=4, alpha=0.9)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows])
+        axes.set_yticks(range(len(rows)), [shortened(row.label) for row in rows])
         axes.grid(axis="y", visible=False)
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
         for label, row in zip(axes.get_yticklabels(), rows, strict=True):
             label.set_color(ACCENT if row.this else INK)
             label.set_fontweight("bold" if row.this else "normal")
-        svg = _svg(figure, what)
+        svg = to_svg(figure, what)
     said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
     return Chart(svg, f"{what}, mean ± standard deviation over sites: {said}.")
 
@@ -202,7 +202,7 @@ def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: s
     many = len(series) > N_COLORS
     lowest = min((x for points in series.values() for x, _ in points), default=0.0)
     start = 0.5 if lowest >= 0.5 else 0.0
-    with _figure(width_in=4.4 if many else 3.3) as (figure, axes):
+    with new_figure(width_in=4.4 if many else 3.3) as (figure, axes):
         axes.plot([start, 1], [start, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
         for site, points in series.items():
             axes.plot(
@@ -215,7 +215,7 @@ def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: s
             )
         axes.set(xlim=(start, 1.01), ylim=(0, 1.03), xlabel="confidence", ylabel="accuracy")
         axes.set_xticks(np.linspace(start, 1, 6))
-        svg = _svg(figure, what)
+        svg = to_svg(figure, what)
     pairs = "; ".join(f"{number(x, 2)} → {number(y, 2)}" for p in list(series.values())[:1] for x, y in p)
     return Chart(svg, f"{what}: confidence against accuracy. {'' if many else pairs}".strip())
 
@@ -223,24 +223,24 @@ def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: s
 def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float], what: str) -> Chart:
     """A heatmap without numbers, for more sites than a table can show; rows are models, columns test parts."""
     grid = np.array([[np.nan if v is None else v for v in row] for row in values], dtype=float)
-    with _figure(height_in=4.0, width_in=4.4) as (figure, axes):
+    with new_figure(height_in=4.0, width_in=4.4) as (figure, axes):
         drawn = axes.imshow(grid, cmap="cividis", vmin=limits[0], vmax=limits[1], interpolation="nearest")
         axes.set(xlabel="test part of site (in order of the table)", ylabel="model of site")
         axes.grid(visible=False)
         bar = figure.colorbar(drawn, ax=axes, fraction=0.045)
         bar.outline.set_visible(False)
-        svg = _svg(figure, what)
+        svg = to_svg(figure, what)
     return Chart(
         svg, f"{what}: {len(grid)} models by {grid.shape[1]} test parts, mean {number(np.nanmean(grid))}."
     )
 
 
 @contextmanager
-def _figure(
+def new_figure(
     width_in: float = 4.4, height_in: float = 2.5, left_in: float = 0.55, bottom_in: float = 0.45
 ) -> Iterator[tuple[Figure, Axes]]:
     """A figure with margins fixed in inches, so that plots in a row line up (and layout costs nothing)."""
-    with mpl.rc_context(_STYLE), warnings.catch_warnings():
+    with mpl.rc_context(STYLE), warnings.catch_warnings():
         # The browser's fonts draw the text; what matplotlib's own font lacks does not matter.
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure = Figure(figsize=(width_in, height_in))
@@ -250,7 +250,7 @@ def _figure(
         yield figure, axes
 
 
-def _svg(figure: Figure, what: str) -> str:
+def to_svg(figure: Figure, what: str) -> str:
     """The figure as an ``<svg>`` element: no header, no styles of its own, ids that no other figure has."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
@@ -299,7 +299,7 @@ def _dashed(axes: Axes, y: float, words: str, color: str = MUTED) -> None:
     )
 
 
-def _rounds(axes: Axes, series: Mapping[str, Points]) -> None:
+def round_axis(axes: Axes, series: Mapping[str, Points]) -> None:
     last = max((x for points in series.values() for x, _ in points), default=1)
     first = min((x for points in series.values() for x, _ in points), default=1)
     pad = max(0.02 * (last - first), 0.3 if last == first else 0)
@@ -314,5 +314,5 @@ def _ends(series: Mapping[str, Points]) -> str:
     return "; ".join(parts) + "."
 
 
-def _short(label: str, limit: int = 22) -> str:
+def shortened(label: str, limit: int = 22) -> str:
     return label if len(label) <= limit else label[: limit - 1] + "…"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,11 @@ def render(page: Page) -> str:
 
     Raises WsiFlError where an overview is no picture.
     """
+    return fill("template.html.j2", _context(page))
+
+
+def fill(template: str, context: Mapping[str, Any], **filters: Callable[..., Any]) -> str:
+    """One of the room's templates, filled; numbers are shown by the functions of `words`, and by `filters`."""
     environment = Environment(
         loader=PackageLoader("wsi_fl", "report"),
         autoescape=True,
@@ -57,20 +62,20 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        number=words.number,
-        count=words.count,
-        signed=words.signed,
-        spread=words.spread,
-        size=words.size,
-        interval=words.interval,
-        duration=words.duration,
-        scientific=words.scientific,
-        known=words.known,
-        percent=words.percent,
+    shown = (
+        "number",
+        "count",
+        "signed",
+        "spread",
+        "size",
+        "interval",
+        "duration",
+        "scientific",
+        "known",
+        "percent",
     )
-    html = environment.get_template("template.html.j2").render(_context(page))
-    return re.sub(r"\n\s*\n+", "\n", html)
+    environment.filters.update({name: getattr(words, name) for name in shown} | filters)
+    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(context))
 
 
 def _context(page: Page) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.report import _inputs
+from wsi_fl.stages.report import inputs_of
 from wsi_fl.stages.train import train
 from wsi_fl.stages.workshop import may_merge, open_store, store_digest
 from wsi_fl.study import Study, load_pipeline
@@ -115,7 +115,7 @@ def opened(study: Study, path: Path) -> Run:
         again = study.relative(path)
         raise WsiFlError(f"{again}: has not finished; continue it with `wsi-fl train --resume {again}`")
     method = read_json(path / "manifest.json")["method"]
-    return Run(folder, method, load_pipeline(path / "config.toml"), _inputs(folder), summary)
+    return Run(folder, method, load_pipeline(path / "config.toml"), inputs_of(folder), summary)
 
 
 def named(study: Study, words: Iterable[str]) -> list[Run]:

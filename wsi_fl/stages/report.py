@@ -37,7 +37,7 @@ def _page(study: Study, run: RunFolder) -> Page:
         raise WsiFlError(f"{study.root}/stores: no store of a site of this run; a report needs one")
     shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
     stores = {site.name: open_store(study, site.name) for site in (shown or here[:1])}
-    inputs = _inputs(run)
+    inputs = inputs_of(run)
     return Page(
         run=run.name,
         method=manifest["method"],
@@ -55,7 +55,7 @@ def _page(study: Study, run: RunFolder) -> Page:
     )
 
 
-def _inputs(run: RunFolder) -> dict[str, str]:
+def inputs_of(run: RunFolder) -> dict[str, str]:
     """The digest of every site's store that lies here."""
     folders = sorted((run.path / "sites").glob("*"))
     return {path.name: digest for path in folders if (digest := run.site(path.name).store_digest())}
@@ -81,7 +81,7 @@ def _baselines(
         if path.name == run.name or not evaluation or not summary or evaluation["merged"] is None:
             continue
         other = read_json(path / "manifest.json")
-        if _inputs(RunFolder(path)) != inputs or other["pipeline"] != manifest["pipeline"]:
+        if inputs_of(RunFolder(path)) != inputs or other["pipeline"] != manifest["pipeline"]:
             continue
         epsilons = [row["epsilon"] for row in summary["sites"]]
         dp = summary["sites"][0]["guarantee"] != "none"
