@@ -146,8 +146,8 @@ def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
     return torch.cat(parts).view(-1, module.groups).sum(1)
 
 
-_GRAM_CPU, _GRAM_CUDA = 2**19, 2**27
-"""Inner products of pixels at a time: as many as a cache holds, or as memory has to spare."""
+_GRAM_CPU, _GRAM_CUDA = 2**21, 2**27
+"""Inner products of pixels at a time: as many as a cache about holds, or as memory has to spare."""
 
 
 def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
