@@ -33,7 +33,7 @@ from wsi_fl.learning.local import (
 from wsi_fl.learning.objectives import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
-from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.dpsgd import entropy_generator, laid_out_like
 from wsi_fl.types import UsageError
 
 CPU = torch.device("cpu")
@@ -109,18 +109,28 @@ def test_extreme_logits_stay_finite():
 # local steps
 
 
-class Unasked:
-    def logits(self, x):
+def test_weight_zero_asks_no_teacher(monkeypatch):
+    def asked(_):
         raise AssertionError("a teacher of weight 0 was asked")
 
-
-def test_weight_zero_asks_no_teacher():
-    student, plain = learner(), learner()
-    mutual_step(student, Unasked(), 0.0, one_batch(), entropy_generator())
+    private, proxy, plain = learner(), learner(1), learner()
+    monkeypatch.setattr(proxy, "logits", asked)
+    step = METHODS["proxyfl"].step
+    learners = {"private": private, "proxy": proxy}
+    step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), entropy_generator())
     supervised_step(plain, one_batch(), entropy_generator())
-    assert student.vector().tobytes() == plain.vector().tobytes()
+    assert private.vector().tobytes() == plain.vector().tobytes()
     with pytest.raises(AssertionError, match="was asked"):
-        mutual_step(student, Unasked(), 0.1, one_batch(), entropy_generator())
+        step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), entropy_generator())
+
+
+def test_an_optimizer_that_pairs_by_place_gets_its_numbers_in_the_parameters_order():
+    parameter = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    values = torch.arange(300.0).reshape(4, 3, 5, 5)
+    laid = laid_out_like(parameter, values)
+    assert laid.stride() == parameter.stride() != values.stride()
+    assert torch.equal(laid, values)
+    assert laid_out_like(parameter, torch.tensor(3.0)) == 3  # the count of steps
 
 
 @pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
@@ -161,7 +171,7 @@ def test_an_empty_batch_moves_only_a_learner_under_privacy():
     for dp, moves in ((None, False), (DPSettings(1.0, 1.0, 4), True)):
         mine = learner(dp=dp)
         before = mine.vector()
-        assert np.isnan(mutual_step(mine, learner(1), 0.5, (x, y), entropy_generator()))
+        assert np.isnan(mutual_step(mine, None, 0.5, (x, y), entropy_generator()))
         assert (mine.vector() != before).any() == moves
         assert np.isfinite(mine.vector()).all()
 

@@ -76,12 +76,18 @@ def _supervised(
 
 
 def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Generator) -> dict[str, float]:
-    """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy."""
+    """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
+
+    One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
+    """
     private, proxy = learners["private"], learners["proxy"]
-    return {
-        "proxy": mutual_step(proxy, private, weights.beta, batch, noise),
-        "private": mutual_step(private, proxy, weights.alpha, batch, noise),
-    }
+    x, _ = batch
+    said = private.forward(x) if len(x) else None
+    taught = said.detach() if said is not None and weights.beta else None
+    losses = {"proxy": mutual_step(proxy, taught, weights.beta, batch, noise)}
+    answers = proxy.logits(x) if len(x) and weights.alpha else None
+    losses["private"] = mutual_step(private, answers, weights.alpha, batch, noise, logits=said)
+    return losses
 
 
 def _private_logits(learners: Learners, x: Tensor) -> Tensor:

@@ -155,6 +155,13 @@ def _one_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
+def laid_out_like(parameter: Tensor, values: Tensor) -> Tensor:
+    """The values with the strides of the parameter: fused optimizers pair numbers by their place in memory."""
+    if values.stride() == parameter.stride() or values.shape != parameter.shape:
+        return values
+    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values)
+
+
 class DPTrainer:
     """A model and its optimizer, stepping with differential privacy.
 
@@ -237,4 +244,4 @@ class DPTrainer:
             if self._sigma:
                 noise = room[: parameter.numel()].view_as(parameter)
                 total.add_(noise.normal_(0.0, self._sigma * self._clip, generator=generator))
-            parameter.grad = total.div_(self._divisor)
+            parameter.grad = laid_out_like(parameter, total.div_(self._divisor))
