@@ -267,6 +267,15 @@ def test_the_majority_is_of_one_class_exactly_and_the_classes_go_round(n_sites, 
         assert len(part) == per_site
 
 
+def test_the_rest_is_drawn_from_all_other_classes_alike():
+    y = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 6000))
+    for k, part in enumerate(divided("major:0.8", y, 4, 1000)):
+        counts = np.bincount(y[part], minlength=10)
+        assert counts[k] == 800
+        others = np.delete(counts, k)
+        assert ((others - 200 / 9) ** 2 / (200 / 9)).sum() < 30  # χ² with 8 degrees of freedom: p = 0.0002
+
+
 def test_alike_parts_have_alike_classes_and_dirichlet_parts_do_not():
     y = np.repeat(np.arange(2), 2000)
 

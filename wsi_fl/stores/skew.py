@@ -60,6 +60,7 @@ def _major(
             )
         sites[k] = mine
         free = free[~np.isin(free, mine)]
+    free = rng.permutation(free)  # its front holds none of the classes that were just taken from it
     for k in range(n_sites):
         rest = free[y[free] != classes[k % len(classes)]][: per_site - n_major]
         if len(rest) < per_site - n_major:
