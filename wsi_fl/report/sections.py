@@ -49,7 +49,23 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
             (s["rounds"] for s in page.summary.get("sites", ()) if words.known(s.get("rounds"))), default=None
         ),
         "lost": list(page.summary.get("lost", ())),
+        "events": list(_events(page)),
     }
+
+
+def _events(page: Page) -> Iterable[str]:
+    """What did not go as planned, in sentences: sites that were lost, that left, and models that were rejected."""
+    for loss in page.summary.get("losses", ()):
+        yield f"{loss['site']} was lost in round {loss['round']}: {loss['reason']}."
+    for row in page.summary.get("sites", ()):
+        lines = page.metrics.get(row["site"], ())
+        if row.get("max_epsilon") is not None and any(line.get("takes_part") is False for line in lines):
+            yield (
+                f"{row['site']} took part in {row['rounds']} rounds: the next would have crossed its "
+                f"max_epsilon of {row['max_epsilon']:g}."
+            )
+        if n := row.get("rejected"):
+            yield f"{row['site']} rejected {n} model{'' if n == 1 else 's'} of its peers (log.txt says why)."
 
 
 def privacy(page: Page) -> dict[str, Any]:
