@@ -21,6 +21,7 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages import launch
 from wsi_fl.stages import train as stage
@@ -360,3 +361,148 @@ def test_what_launchers_say_of_a_killed_rank(text):
     ranks.follow([b'{"site": "S1", "pid": 4711}\n', b"noise\n"])
     assert ranks.killed(text) == {"S1": "its process was killed by SIGKILL"}
     assert ranks.killed(text.replace(b"4711", b"4712")) == {}
+
+
+# --- what an interruption at a bad moment must not do ----------------------------------------------------------
+
+
+class Cut(BaseException):
+    pass
+
+
+def cut_at(monkeypatch, name, number):
+    """Training is interrupted before a site's checkpoint of a round."""
+    real = getattr(loop.checkpoint, "real", loop.checkpoint)
+
+    def cut(site, round_):
+        if (site.name, round_) == (name, number):
+            raise Cut
+        real(site, round_)
+
+    cut.real = real
+    monkeypatch.setattr(loop, "checkpoint", cut)
+
+
+def test_a_round_that_was_sent_is_never_recorded_again(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "S.jsonl", site="S", run="r", terms=Terms(1e-5))
+    mechanism = plan(36, 8, 1, 1.4, 0.7)
+    for _ in range(2):
+        ledger.record(1, mechanism)  # redone before it was sent: once on the account
+    assert ledger.epsilon() == pytest.approx(spent(1))
+    ledger.sending(1)
+    with pytest.raises(WsiFlError, match="round 1 of run r was sent already and is never redone"):
+        ledger.record(1, mechanism)
+
+
+def test_sites_that_were_all_lost_once_go_on_from_the_most_advanced(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "two", n_sites=2)
+    rounds = "train.rounds=12"
+    cut_at(monkeypatch, "S1", 3)
+    with pytest.raises(Cut):
+        local(study, "proxyfl", rounds)
+    cut_at(monkeypatch, "S0", 5)
+    with pytest.raises(Cut):
+        resume(study, "1", without=["S1"], backend="local")
+    cut_at(monkeypatch, "S1", 9)
+    with pytest.raises(Cut):
+        resume(study, "1", backend="local")
+    cut_at(monkeypatch, "S1", 11)
+    with pytest.raises(Cut):
+        resume(study, "1", without=["S0"], backend="local")
+    monkeypatch.undo()
+    summary = resume(study, "1", backend="local")
+    assert summary["lost"] == []
+    for site in study.site_names():
+        lines = [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
+        sent = [line["round"] for line in lines if line.get("sending")]
+        assert sent == sorted(set(sent))
+
+
+def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study, monkeypatch):
+    cut_at(monkeypatch, "S0", 1)
+    with pytest.raises(Cut):
+        local(study)
+    cut_at(monkeypatch, "S2", 1)
+    with pytest.raises(Cut):
+        resume(study, "1", without=["S1"], backend="local")
+    monkeypatch.undo()
+    assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
+
+
+def test_an_interrupted_return_can_be_resumed(study, monkeypatch):
+    cut_at(monkeypatch, "S3", 2)
+    with pytest.raises(Cut):
+        local(study)
+    monkeypatch.undo()
+    assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
+    cut_at(monkeypatch, "S1", 3)
+    with pytest.raises(Cut):
+        resume(study, "1", backend="local")
+    monkeypatch.undo()
+    back = resume(study, "1", backend="local")
+    assert [row["site"] for row in back["sites"]] == study.site_names()
+    assert back["lost"] == []
+
+
+def test_a_raised_budget_counts_from_the_next_round_on(study, monkeypatch):
+    limit(study, "S1", 1)
+    cut_at(monkeypatch, "S3", 2)
+    with pytest.raises(Cut):
+        local(study)
+    monkeypatch.undo()
+    file = study.root / "sites" / "S1.toml"
+    file.write_text(re.sub("max_epsilon.*", "max_epsilon = 100.0", file.read_text()))
+    rows = resume(study, "1", backend="local")["sites"]
+    assert [row["rounds"] for row in rows] == [3, 1, 3, 3]
+
+
+@pytest.mark.parametrize("method", ["regular", "joint"])
+def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, method):
+    cut_at(monkeypatch, "S2", 2)
+    with pytest.raises(Cut):
+        local(study, method)
+    monkeypatch.undo()
+    assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
+    assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("overrides", [(), ("privacy.enabled=false", "topology.self_weight=0.5")])
+@pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
+def test_who_was_away_for_long_is_no_stranger(study, monkeypatch, method, overrides):
+    cut_at(monkeypatch, "S3", 7)
+    with pytest.raises(Cut):
+        local(study, method, "train.rounds=40", *overrides)
+    cut_at(monkeypatch, "S3", 30)
+    with pytest.raises(Cut):
+        resume(study, "1", without=["S1"], backend="local")
+    monkeypatch.undo()
+    rows = resume(study, "1", backend="local")["sites"]
+    assert [row["rejected"] for row in rows] == [0, 0, 0, 0]
+    assert rows[1]["rounds"] > 10
+
+
+def test_a_real_site_whose_ledger_vanished_half_way_is_refused(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "real", n_sites=1, site_extra="real = true\nmax_epsilon = 50.0")
+    cut_at(monkeypatch, "S0", 3)
+    with pytest.raises(Cut):
+        local(study)
+    monkeypatch.undo()
+    study.ledger("S0").unlink()
+    with pytest.raises(WsiFlError, match=r"ledgers/S0\.jsonl is missing"):
+        local(study)
+
+
+def test_a_site_is_late_only_as_long_as_somebody_says_so(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now[0])
+    ranks = launch._Ranks(stage.Silent(), timeout_s=4.0)
+    ranks.follow([b'{"site": "S1", "pid": 1}\n', b"1\n", b'{"site": "S0", "late": ["S1"]}\n'])
+    assert ranks.hanging() == {}
+    now[0] = 3.0
+    assert ranks.hanging() == {"S1": "no sign of life for 3 s"}
+    now[0] = 30.0  # nobody has said so for long
+    assert ranks.hanging() == {}
+    for now[0] in range(100, 200):
+        ranks.follow([b'{"site": "S0", "late": ["S1"]}\n', b'{"site": "S1"}\n'])
+    assert ranks.deadlocked()
+    assert ranks.hanging() == {}

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -55,10 +55,17 @@ class RunFolder:
         latest = {line["site"]: line for line in read_lines(self.roster_path)}
         return [line for line in latest.values() if line["event"] == "lost"]
 
-    def returned(self) -> set[str]:
-        """The sites that were lost and came back."""
-        latest = {line["site"]: line["event"] for line in read_lines(self.roster_path)}
-        return {site for site, event in latest.items() if event == "returned"}
+    def returning(self) -> set[str]:
+        """The sites that were lost, come back, and have not finished anything since."""
+        latest = {line["site"]: line for line in read_lines(self.roster_path)}
+        return {
+            site
+            for site, line in latest.items()
+            if line["event"] == "returned" and self._newest(site) <= line["newest"]
+        }
+
+    def _newest(self, site: str) -> int:
+        return max(self.site(site).checkpoints(), default=0)
 
     def note_loss(self, site: str, reason: str) -> dict[str, Any]:
         """Writes down that a site was lost, in the round after its last one; returns the line."""
@@ -75,7 +82,14 @@ class RunFolder:
 
     def note_return(self, site: str) -> None:
         """Writes down that a lost site comes back."""
-        append_line(self.roster_path, {"site": site, "event": "returned", "time": _now()})
+        line = {"site": site, "event": "returned", "newest": self._newest(site), "time": _now()}
+        append_line(self.roster_path, line)
+
+    def refuse_if_busy(self) -> None:
+        """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
+        for lock in self.path.glob("sites/*/.lock"):
+            with lock.open("w") as handle:
+                hold_alone(handle, lock.parent)
 
     def discard_if_unstarted(self) -> None:
         """Removes the directory of a run that failed before any site had finished anything."""
@@ -160,7 +174,8 @@ class SiteFolder:
     ) -> None:
         """Writes the state after local training of a round, then forgets all but the last two."""
         _save(self.checkpoint_path(round_), tensors, document)
-        for old in self.checkpoints()[:-_KEPT_CHECKPOINTS]:
+        earlier = [kept for kept in self.checkpoints() if kept < round_]
+        for old in earlier[: 1 - _KEPT_CHECKPOINTS]:
             self.checkpoint_path(old).unlink()
 
     def load_checkpoint(self, round_: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -176,6 +191,14 @@ class SiteFolder:
     def checkpoints(self) -> list[int]:
         """Rounds with a checkpoint, oldest first."""
         return sorted(int(p.stem.split("_")[1]) for p in (self.path / "state").glob("round_*.safetensors"))
+
+
+def hold_alone(handle: IO[str], folder: Path) -> None:
+    """Locks a site's part of a run for this process, or says that another has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise WsiFlError(f"{folder}: another job still works on this run; end it") from None
 
 
 def _now() -> str:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,8 +80,12 @@ class Comm(Protocol):
         """
         ...
 
-    def gather(self, documents: Sequence[Any]) -> list[Any]:
-        """One JSON document of every running site, in site order, known to all: plans and tallies, never data."""
+    def gather(self, documents: Sequence[Any], *, patient: bool = False) -> list[Any]:
+        """One JSON document of every running site, in site order, known to all: plans and tallies, never data.
+
+        Args:
+            patient: wait without a deadline, for sites that are not in step.
+        """
         ...
 
 
@@ -115,7 +120,7 @@ class LocalComm:
             self.sent += arrived
         return arrived
 
-    def gather(self, documents: Sequence[Any]) -> list[Any]:
+    def gather(self, documents: Sequence[Any], *, patient: bool = False) -> list[Any]:
         return [json.loads(json.dumps(document)) for document in documents]
 
 
@@ -210,7 +215,7 @@ class MpiComm:
             for header, body, source in zip(headers, bodies, sources, strict=True)
         ]
 
-    def gather(self, documents: Sequence[Any]) -> list[Any]:
+    def gather(self, documents: Sequence[Any], *, patient: bool = False) -> list[Any]:
         (document,) = documents
         mine = np.frombuffer(json.dumps(document).encode(), np.uint8)
         others = [site for site in self.running if site != self.sites[0]]
@@ -220,11 +225,14 @@ class MpiComm:
         sends = []
         for site in others:
             sends += self._send(site, (length, self._mpi.INT64_T), (mine, self._mpi.BYTE), tag)
+        limit = inf if patient and self.late is None else self.timeout_s
         lengths = {site: np.empty(1, np.int64) for site in others}
-        self._wait([self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in others], others, None)
+        self._wait(
+            [self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in others], others, None, limit
+        )
         texts = {site: np.empty(int(lengths[site][0]), np.uint8) for site in others}
-        self._wait([self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in others], others, None)
-        self._wait(sends, [site for site in others for _ in range(2)], None)
+        self._wait([self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in others], others, None, limit)
+        self._wait(sends, [site for site in others for _ in range(2)], None, limit)
         texts[self.sites[0]] = mine
         return [json.loads(texts[site].tobytes()) for site in self.running]
 
@@ -239,20 +247,22 @@ class MpiComm:
     def _receive(self, buffer: Any, kind: Any, site: int, tag: int) -> Any:
         return self._world.Irecv([buffer, kind], self._rank_of[site], tag)
 
-    def _wait(self, requests: Sequence[Any], peers: Sequence[int], round_: int | None) -> None:
+    def _wait(
+        self, requests: Sequence[Any], peers: Sequence[int], round_: int | None, limit_s: float | None = None
+    ) -> None:
         """Waits for all requests with a deadline of our own: a slow or stopped peer must not hang us for ever."""
+        limit_s = self.timeout_s if limit_s is None else limit_s
         began = said = time.monotonic()
         pause = 0.0
         while not self._mpi.Request.Testall(requests):
             now = time.monotonic()
-            if now - said > _LATE_EVERY_S or now - began > self.timeout_s:
+            if now - said > _LATE_EVERY_S or now - began > limit_s:
                 said = now
                 if self.waiting is not None:
                     self.waiting()
-                if now - began > self.timeout_s:
-                    self._late(
-                        [p for p, request in zip(peers, requests, strict=True) if not request.Test()], round_
-                    )
+                if now - began > limit_s:
+                    late = [p for p, request in zip(peers, requests, strict=True) if not request.Test()]
+                    self._late(late, round_)
             time.sleep(pause)
             pause = min(pause + _POLL_S / 10, _POLL_S)
 

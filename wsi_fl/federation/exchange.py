@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -30,8 +30,13 @@ def exchange(
     *,
     round_: int,
     hop: int,
+    back: Collection[int] = (),
 ) -> None:
-    """Moves mass along the nonzeros of `matrix`. What is not accepted is replaced by the receiver's own share."""
+    """Moves mass along the nonzeros of `matrix`. What is not accepted is replaced by the receiver's own share.
+
+    Args:
+        back: sites that were away; how far their models usually lie from others' is not known.
+    """
     outgoing = [
         Outgoing(site.index, to, float(matrix[to, site.index]), release)
         for site in sites
@@ -44,17 +49,25 @@ def exchange(
     for site in sites:
         mine = [message for message in arrived if message.receiver == site.index]
         if mine or site.push is not None:
-            site.push = _mixed(site, method, matrix, mine, comm.n_sites)
+            site.push = _mixed(site, method, matrix, mine, comm.n_sites, back)
 
 
-def _mixed(site: Site, method: Method, matrix: Matrix, messages: Sequence[Message], n_sites: int) -> PushSum:
+def _mixed(
+    site: Site,
+    method: Method,
+    matrix: Matrix,
+    messages: Sequence[Message],
+    n_sites: int,
+    back: Collection[int],
+) -> PushSum:
     """The site's state after a hop; a rejected message counts as if its sender had sent the receiver's own state."""
     learner = site.traveller(method)
     own = learner.vector()
     agreed = schema(learner.model)
     share, accepted = float(matrix[site.index, site.index]), []
     for message in messages:
-        problem = _problem(message, own, agreed, site.heard, n_sites)
+        stranger = site.index in back or message.sender in back
+        problem = _problem(message, own, agreed, () if stranger else site.heard, n_sites)
         if problem:
             share += float(matrix[site.index, message.sender])
             site.rejected.append(f"site {message.sender}: {problem}")
@@ -63,7 +76,8 @@ def _mixed(site: Site, method: Method, matrix: Matrix, messages: Sequence[Messag
             )
         else:
             accepted.append(PushSum(message.vector, message.weight))
-            site.heard = [*site.heard, _distance(accepted[-1], own)][-_REMEMBERED:]
+            if not stranger:
+                site.heard = [*site.heard, _distance(accepted[-1], own)][-_REMEMBERED:]
     return mix(site.push or PushSum(np.zeros_like(own), 0.0), share, accepted)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,25 +58,26 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
     Raises:
         WsiFlError: a peer or a disk failed; what was finished stays and can be resumed.
     """
-    first = _first_round(sites, method, comm)
+    firsts = _first_rounds(sites, method, comm)
     for site in sites:
-        _begin(site, method, first)
-    for round_ in range(first, schedule.rounds + 1):
+        _begin(site, method, firsts[site.index])
+    for round_ in range(min(firsts.values()), schedule.rounds + 1):
+        acting = [site for site in sites if round_ >= firsts[site.index]]
         before = {index: replace(tally) for index, tally in comm.traffic.items()}
-        roster = _roll_call(sites, method, comm, round_, first)
-        hosts = _regroup(sites, method, comm, roster, round_, first)
+        roster = _roll_call(acting, method, comm, round_, firsts)
+        roster, hosts = _regroup(acting, method, comm, roster, round_, firsts)
         releases: dict[int, Release | None] = {}
-        for site in sites:
+        for site in acting:
             if round_ not in site.folder.checkpoints():
                 releases[site.index] = _trained(site, method, schedule, round_, report)
                 continue
-            if round_ != first:  # there it was restored before the roll call
+            if round_ != firsts[site.index]:  # there it was restored before the roll call
                 restore(site, round_)
             again = relayed if site.index in hosts else reissued
             releases[site.index] = again(site, method, round_)
         if method.travels is not None:
-            _communicate(sites, method, schedule, comm, roster, releases, round_=round_)
-        for site in sites:
+            _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
+        for site in acting:
             tally = comm.traffic[site.index].since(before[site.index])
             _log_round(site, method, schedule, tally, round_=round_, report=report)
     for site in sites:
@@ -83,28 +85,34 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             site.folder.save_model(role, learner.model.state_dict())
 
 
-def _first_round(sites: list[Site], method: Method, comm: Comm) -> int:
-    """1, or the last round for which every site has a checkpoint.
+def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, int]:
+    """1, or the last round for which every site has a checkpoint, for each of `sites`.
 
     A site that comes back does not take the others further back than they stand, and one that nobody waits
     for goes on from its own.
     """
-    mine = [{"kept": site.folder.checkpoints(), "returning": site.returning} for site in sites]
-    told: list[Any] = comm.gather(mine) if method.travels is not None else mine
-    latest = [max(one["kept"], default=1) for one in told]
-    first = min(latest)
-    if not all(_stands(one["kept"], first) for one in told):
-        first = min((r for r, one in zip(latest, told, strict=True) if not one["returning"]), default=first)
+    if method.travels is None:
+        firsts = {site.index: max(site.folder.checkpoints(), default=1) for site in sites}
+    else:
+        told = comm.gather(
+            [{"kept": site.folder.checkpoints(), "returning": site.returning} for site in sites]
+        )
+        latest = [max(one["kept"], default=1) for one in told]
+        first = min(latest)
+        if not all(_stands(one["kept"], first) for one in told):
+            waiting = [r for r, one in zip(latest, told, strict=True) if not one["returning"]]
+            first = min(waiting, default=max(latest))
+        firsts = {site.index: first for site in sites}
     for site in sites:
-        kept = site.folder.checkpoints()
-        if not site.returning and not _stands(kept, first):
-            raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
+        kept, first = site.folder.checkpoints(), firsts[site.index]
         last = max(kept, default=0)
+        if not _stands(kept, first) and (last > first or not site.returning):
+            raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
         if site.ledger.last_round() > last + 1 or site.ledger.last_sent() > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
             )
-    return first
+    return firsts
 
 
 def _stands(kept: list[int], round_: int) -> bool:
@@ -122,24 +130,25 @@ def _begin(site: Site, method: Method, first: int) -> None:
         if kept:
             restore(site, max(kept))
         site.settle(active=False)
-        site.returning = method.travels is not None
-    elif method.travels is not None:
-        site.push = PushSum(site.traveller(method).vector(), 1.0)
+        site.returning = True  # the checkpoint is of a time before
+    else:  # it starts like everybody
+        site.returning = False
+        if method.travels is not None:
+            site.push = PushSum(site.traveller(method).vector(), 1.0)
 
 
-def _roll_call(sites: list[Site], method: Method, comm: Comm, round_: int, first: int) -> Roster:
+def _roll_call(
+    sites: list[Site], method: Method, comm: Comm, round_: int, firsts: Mapping[int, int]
+) -> Roster:
     """Who takes part. Nobody runs ahead of it, since others may still need the checkpoints of the last round.
 
     Who returns waits until no site has its next state on disk already, where the share it would give is whole.
     """
-    mine = [
-        {
-            "site": site.index,
-            "state": _state(site, round_),
-            "ahead": any(r > round_ or (r == round_ != first) for r in site.folder.checkpoints()),
-        }
-        for site in sites
-    ]
+    mine = []
+    for site in sites:
+        later = [r for r in site.folder.checkpoints() if r > firsts[site.index]]
+        ahead = any(r >= round_ for r in later)
+        mine.append({"site": site.index, "state": _state(site, round_, round_ in later), "ahead": ahead})
     told: list[Any] = comm.gather(mine) if method.travels is not None else mine
     staying, leaving, returning = (
         tuple(one["site"] for one in told if one["state"] == state)
@@ -149,20 +158,32 @@ def _roll_call(sites: list[Site], method: Method, comm: Comm, round_: int, first
     return Roster(staying, leaving, () if ahead else returning)
 
 
-def _state(site: Site, round_: int) -> str:
-    """A site whose next round would cross its budget leaves the graph for good."""
+def _state(site: Site, round_: int, decided: bool) -> str:
+    """A site whose next round would cross its budget leaves the graph for good.
+
+    Args:
+        decided: whether the round's checkpoint, written before a restart, is still to be restored.
+    """
+    if decided:
+        took_part = site.folder.load_checkpoint(round_)[1]["active"]
+        return ("staying" if took_part else "leaving") if site.active else "away"
+    if site.returning and round_ in site.folder.checkpoints():  # it waited in this round before the restart
+        return "away"
     if not (site.active or site.returning):
-        return "left"
+        return "away"
     if site.mechanism is not None and not site.ledger.affords(round_, site.mechanism):
         site.returning = False
-        return "leaving" if site.active else "left"
+        return "leaving" if site.active else "away"
     return "returning" if site.returning else "staying"
 
 
 def _regroup(
-    sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, first: int
-) -> set[int]:
-    """Who leaves hands its mass to the next site; who returns is given a share by one, returned here."""
+    sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, firsts: Mapping[int, int]
+) -> tuple[Roster, set[int]]:
+    """Who leaves hands its mass to the next site; who returns is given a share by one, a host.
+
+    Returns the roster of those who can take part now, and the hosts.
+    """
     here = {site.index: site for site in sites}
     hosts: set[int] = set()
     if method.travels is not None and roster.leaving and roster.staying and round_ > 1:
@@ -173,22 +194,33 @@ def _regroup(
         if index in here:
             here[index].settle(active=False)
             here[index].folder.log(
-                f"round {round_}: left the graph, the next round would cross its max_epsilon"
+                f"round {round_}: left the graph, its max_epsilon does not allow the round"
             )
-    if method.travels is not None and roster.returning and roster.staying:
-        matrix = welcome(comm.n_sites, roster.returning, roster.staying)
-        hosts = {i for i in roster.staying if receivers(matrix, i)}
-        latest = round_ if round_ == first else round_ - 1
-        relays = {i: relayed(here[i], method, latest) for i in hosts if i in here}
-        exchange(sites, method, comm, matrix, relays, round_=latest, hop=_WELCOME)
-        for site in sites:
-            if site.returning and site.push is not None and site.push.w > 0:
-                site.returning = False
-                site.settle(active=True)
-                site.folder.log(f"round {round_}: back again")
+    if method.travels is not None and roster.returning:
+        roster, hosts = _welcomed(sites, method, comm, roster, round_, firsts)
     if roster.leaving or roster.returning:
         _load(sites, method)
-    return hosts
+    return roster, hosts
+
+
+def _welcomed(
+    sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, firsts: Mapping[int, int]
+) -> tuple[Roster, set[int]]:
+    """The roster with those who got a share, and who gave it."""
+    here = {site.index: site for site in sites}
+    matrix = welcome(comm.n_sites, roster.returning, roster.staying)
+    hosts = {i for i in roster.staying if receivers(matrix, i)}
+    latest = round_ if round_ == firsts[sites[0].index] else round_ - 1
+    relays = {i: relayed(here[i], method, latest) for i in hosts if i in here}
+    exchange(sites, method, comm, matrix, relays, round_=latest, hop=_WELCOME, back=roster.returning)
+    for site in sites:
+        if site.returning and site.push is not None and site.push.w > 0:
+            site.returning = False
+            site.settle(active=True)
+            site.folder.log(f"round {round_}: back again")
+    told = comm.gather([site.index if site.active else None for site in sites])
+    arrived = tuple(index for index in told if index in roster.returning)
+    return replace(roster, returning=arrived), hosts
 
 
 def _load(sites: list[Site], method: Method, *, reset_optimizer: bool = False) -> None:
@@ -218,7 +250,7 @@ def _communicate(
         if hop > 0:
             passing = [site for site in sites if receivers(matrix, site.index)]
             releases = {site.index: relayed(site, method, round_) for site in passing}
-        exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop)
+        exchange(sites, method, comm, matrix, releases, round_=round_, hop=hop, back=roster.returning)
     for site in sites:
         if site.push is not None and site.push.w <= 0:  # all it was sent was rejected
             site.push = held[site.index]
@@ -290,13 +322,16 @@ def _log_round(
     }
     if site.rejected:
         line["rejected"], site.rejected = site.rejected, []
+    alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
         for name, examples in site.tests.items():
-            predicted = probabilities(lambda x: method.predict(site.learners, x), examples, site.device)
+            predicted = probabilities(
+                lambda x: method.predict(site.learners, x), examples, site.device, alive=alive
+            )
             line[name] = scores(predicted, examples.label)
         if "proxy" in site.learners and site.tests:
             name, examples = list(site.tests.items())[-1]
-            predicted = probabilities(site.learners["proxy"].logits, examples, site.device)
+            predicted = probabilities(site.learners["proxy"].logits, examples, site.device, alive=alive)
             line["proxy"] = {"on": name, **scores(predicted, examples.label)}
     line |= {
         "messages": traffic.messages,

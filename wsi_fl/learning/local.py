@@ -201,16 +201,23 @@ def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
 
 
 def probabilities(
-    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
+    predict: Callable[[Tensor], Tensor],
+    examples: Examples,
+    device: torch.device,
+    batch_size: int = 256,
+    *,
+    alive: Callable[[], None] | None = None,
 ) -> NDArray[np.float64]:
     """Class probabilities float64[n, classes] of all examples, in order.
 
     Args:
         predict: images float32[b, c, h, w] in [−1, 1] → logits [b, classes].
+        alive: called with every batch, so that nobody thinks this long job hangs.
     """
     rows = iter(np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size)))
-    parts = [
-        torch.softmax(predict(x), dim=1).double().cpu().numpy()
-        for x, _ in batches(examples, rows, augment=None, device=device)
-    ]
+    parts = []
+    for x, _ in batches(examples, rows, augment=None, device=device):
+        parts.append(torch.softmax(predict(x), dim=1).double().cpu().numpy())
+        if alive is not None:
+            alive()
     return np.concatenate(parts)

@@ -167,6 +167,11 @@ class PrivacyLedger:
         entry = self._entry(round_, mechanism, content)
         with _locked(self.path):
             self._catch_up()
+            if any(e.get("sending") and e["round"] == round_ for e in self._scope(False)):
+                raise WsiFlError(
+                    f"{self.path}: round {round_} of run {self.run} was sent already and is never redone; "
+                    "start a new run"
+                )
             self._check(entry)
             self._append(entry)
 
@@ -274,10 +279,15 @@ class PrivacyLedger:
 
 
 def _applied(entries: Sequence[Mapping[str, Any]]) -> list[Mechanism]:
-    """The mechanisms of all entries; a round recorded twice in a row in its run was redone and counts once."""
+    """The mechanisms of all entries.
+
+    A round recorded twice in a row in its run was redone and counts once, unless it was sent in between.
+    """
     applied: list[Mechanism] = []
     latest: dict[str, tuple[int, int]] = {}
     for entry in entries:
+        if entry.get("sending"):
+            latest.pop(entry["run"], None)
         if entry.get("mechanism") is None:
             continue
         mechanism = Mechanism(**entry["mechanism"])

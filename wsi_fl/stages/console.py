@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from types import TracebackType
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from wsi_fl.types import WsiFlError
 
 _LINE_EVERY_S = 5.0
 _EVENT_EVERY_S = 0.3
@@ -90,20 +93,35 @@ class Bars:
 
 
 class Events:
-    """JSON lines on stdout, for the process that started this one and draws the bars."""
+    """JSON lines on stdout, for the process that started this one and draws the bars.
 
-    def __init__(self) -> None:
+    Args:
+        owner: that process; WsiFlError once it is gone.
+    """
+
+    def __init__(self, owner: int | None = None) -> None:
         self._said: dict[str, float] = {}
+        self._owner = owner
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         now = time.monotonic()
         if done < total and now - self._said.get(part, 0.0) < _EVENT_EVERY_S:
             return
         self._said[part] = now
+        self.check_owner()
         emit({"part": part, "done": done, "total": total, "note": note})
 
     def say(self, text: str) -> None:
         emit({"say": text})
+
+    def check_owner(self) -> None:
+        """Raises WsiFlError when nobody is left to report to."""
+        if self._owner is None:
+            return
+        try:
+            os.kill(self._owner, 0)
+        except ProcessLookupError:
+            raise WsiFlError("the process that started this one is gone") from None
 
 
 def emit(document: dict[str, Any]) -> None:

@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
@@ -22,6 +24,11 @@ from wsi_fl.types import UsageError, WsiFlError
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 _POLL_S = 0.05
+_STALE_S = 5.0
+"""Older reports of a late site count no more; who waits repeats them every second."""
+_MANY = 20
+LAUNCHER = "WSI_FL_LAUNCHER"
+"""Tells the ranks which process to report to; without it they would go on with nobody to look after them."""
 _KILLED = re.compile(
     rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
 )
@@ -93,24 +100,29 @@ def run_ranks(
     command += [sys.executable, "-m", "wsi_fl", *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
     with (
-        log.open("wb") as log_file,
+        log.open("ab") as log_file,
+        _signals_interrupt(),
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             stderr=log_file,
             stdin=subprocess.DEVNULL,
-            env=rank_environment(len(sites)),
+            env=rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())},
             start_new_session=True,
         ) as process,
     ):
+        written = log_file.tell()
         assert process.stdout is not None
         ranks = _Ranks(watcher, timeout_s)
         reader = Thread(target=ranks.follow, args=(process.stdout,), daemon=True)
         reader.start()
         try:
-            while process.poll() is None and not ranks.hanging():
+            hanging: dict[str, str] = {}
+            while process.poll() is None and not hanging:
                 time.sleep(_POLL_S)
-            hanging = ranks.hanging() if process.poll() is None else {}
+                hanging = ranks.hanging()
+                if ranks.deadlocked():
+                    raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
             if hanging:
                 ranks.kill(hanging)  # MPI can end the others only once these are gone
             _end(process)
@@ -122,7 +134,7 @@ def run_ranks(
             raise
         code = process.returncode
         reader.join(timeout=5)
-    lost = hanging or (ranks.killed(log.read_bytes()) if code else {})
+    lost = hanging or (ranks.killed(log.read_bytes()[written:]) if code else {})
     if lost:
         raise SitesLost(lost)
     if ranks.failures:
@@ -142,7 +154,9 @@ class _Ranks:
         self._watcher, self._timeout_s = watcher, timeout_s
         self._pids: dict[str, int] = {}
         self._heard: dict[str, float] = {}
-        self._late: set[str] = set()
+        self._hosts: dict[str, str] = {}
+        self._late: dict[str, tuple[float, float]] = {}
+        """Site → when others first and last said that they wait for it too long, without a break."""
 
     def follow(self, stream: IO[bytes]) -> None:
         """Reads events until the last rank is gone."""
@@ -151,12 +165,18 @@ class _Ranks:
                 event = json.loads(line)
             except json.JSONDecodeError:
                 continue
+            if not isinstance(event, dict):
+                continue
             if (site := event.get("site", event.get("part"))) is not None:
                 self._heard[site] = time.monotonic()
             if "pid" in event:
                 self._pids[event["site"]] = event["pid"]
+                self._hosts[event["site"]] = event.get("host", "")
             if "late" in event:
-                self._late = self._late | set(event["late"])
+                now = time.monotonic()
+                for name in event["late"]:
+                    first, last = self._late.get(name, (now, now))
+                    self._late[name] = (now if now - last > _STALE_S else first, now)
             if "error" in event:
                 self.failures.append(event)
             if "say" in event:
@@ -169,9 +189,13 @@ class _Ranks:
         now = time.monotonic()
         return {
             site: f"no sign of life for {now - self._heard[site]:.0f} s"
-            for site in sorted(self._late)
-            if now - self._heard.get(site, now) > self._timeout_s / 2
+            for site, (_, last) in sorted(self._late.copy().items())
+            if now - last < _STALE_S and now - self._heard.get(site, now) > self._timeout_s / 2
         }
+
+    def deadlocked(self) -> bool:
+        """Whether some site lets others wait for many times the timeout, though it is alive."""
+        return any(last - first > _MANY * self._timeout_s for first, last in self._late.copy().values())
 
     def killed(self, log: bytes) -> dict[str, str]:
         """The sites whose processes ended by a signal, as MPI's launcher said."""
@@ -184,8 +208,9 @@ class _Ranks:
 
     def kill(self, sites: dict[str, str]) -> None:
         for site in sites:
-            with suppress(ProcessLookupError, KeyError):
-                os.kill(self._pids[site], signal.SIGKILL)
+            with suppress(ProcessLookupError, PermissionError, KeyError):
+                if self._hosts[site] in ("", socket.gethostname()):
+                    os.kill(self._pids[site], signal.SIGKILL)
 
 
 def _signal_name(number: int) -> str:
@@ -193,6 +218,24 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a job as Ctrl-C does: its ranks would go on without anybody to look after them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {sign: signal.signal(sign, interrupt) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import socket
 import sys
 import time
 import traceback
@@ -18,8 +18,8 @@ from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json
-from wsi_fl.runs import RunFolder
-from wsi_fl.stages import plan
+from wsi_fl.runs import RunFolder, hold_alone
+from wsi_fl.stages import launch, plan
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.workshop import assemble, brought, guarantee_of, open_store, schedule_of, store_digest
 from wsi_fl.study import Study, load_pipeline
@@ -50,7 +50,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     with _alone(sites):
         report = _reporter(sites, pipeline, watcher)
         loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
-    rows = comm.gather([_row(site, pipeline, method) for site in sites])
+    rows = comm.gather([_row(site, pipeline, method) for site in sites], patient=True)
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary())
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
@@ -65,11 +65,7 @@ def _alone(sites: Sequence[Site]) -> Iterator[None]:
     with ExitStack() as stack:
         for site in sites:
             site.folder.path.mkdir(parents=True, exist_ok=True)
-            handle = stack.enter_context((site.folder.path / ".lock").open("w"))
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise WsiFlError(f"{site.folder.path}: another job still works on this run; end it") from None
+            hold_alone(stack.enter_context((site.folder.path / ".lock").open("w")), site.folder.path)
         yield
 
 
@@ -79,21 +75,27 @@ def rank_main(run_path: Path) -> None:
     study = Study(run_path.parent.parent)
     pipeline = load_pipeline(run_path / "config.toml")
     names = [site.name for site in study.sites(pipeline)]
+    events = Events(int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None)
+
+    def speak_up() -> None:
+        events.check_owner()
+        emit({"site": me})
+
     comm = MpiComm(
         pipeline.comm.timeout_s,
         running_sites(study, pipeline, run),
         len(names),
-        waiting=lambda: emit({"site": me}),
+        waiting=speak_up,
         late=lambda sites: emit({"site": me, "late": [names[k] for k in sites]}),
     )
     me = names[comm.sites[0]]
-    emit({"site": me, "pid": os.getpid()})
+    emit({"site": me, "pid": os.getpid(), "host": socket.gethostname()})
 
     def tell(text: str, usage: bool) -> None:
         emit({"error": text, "usage": usage})
         traceback.print_exc()  # into mpi.log
 
-    _guarded(comm, run.path, lambda: work_as_rank(study, run, comm, Events()), tell)
+    _guarded(comm, run.path, lambda: work_as_rank(study, run, comm, events), tell)
 
 
 def _guarded(

@@ -43,7 +43,9 @@ def train_series(
 def resume_series(
     study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
 ) -> dict[str, Any] | None:
-    """Completes the series that a run belongs to; None where it belongs to none."""
+    """Completes the series that a run belongs to; None where it belongs to none, or under mpiexec of one's own."""
+    if launch.launched_ranks() is not None:
+        return None
     run = RunFolder(study.run(run_name))
     manifest = read_json(run.path / "manifest.json")
     if not manifest.get("series"):
@@ -76,6 +78,9 @@ def _complete(
     summaries = []
     for number, seed in enumerate(series.seeds, 1):
         say(f"seed {seed} ({number} of {len(series.seeds)})")
+        if seed in begun and (summary := begun[seed].summary()) is not None:
+            summaries.append(summary)
+            continue
         if seed in begun:
             summaries.append(resume(study, begun[seed].name, backend=backend, watcher=watcher))
             continue

@@ -107,16 +107,18 @@ def resume(
     if not set(names) - set(without):
         raise UsageError("--without leaves no site to train")
     finished: dict[str, Any] | None = run.summary()
-    back = [loss["site"] for loss in run.losses() if loss["site"] not in without]
-    if finished is not None and not back:
+    wanted = set(names) - set(without)
+    if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
     ranks = launch.launched_ranks()
     method = read_json(run.path / "manifest.json")["method"]
     plan.check(study, pipeline, method, backend, stores=ranks is None)
-    for name in back:
+    run.refuse_if_busy()
+    lost = {loss["site"] for loss in run.losses()}
+    for name in sorted(lost - set(without)):
         run.note_return(name)
-    for name in sorted(set(without) - {loss["site"] for loss in run.losses()}):
+    for name in sorted(set(without) - lost):
         run.note_loss(name, "left out by --without")
     if ranks is not None:
         return join(study, pipeline, ranks, lambda comm: run, running_sites(study, pipeline, run))

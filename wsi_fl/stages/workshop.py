@@ -245,13 +245,13 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         folder=run.site(site.name),
         device=device,
         mechanism=mechanism,
-        returning=site.name in run.returned(),
+        returning=site.name in run.returning(),
     )
 
 
 def _took_part(study: Study, site: str) -> bool:
-    """Whether a finished run knows this site's account."""
-    return any(study.runs.glob(f"*/sites/{site}/ledger.json"))
+    """Whether some run has trained this site."""
+    return any(study.runs.glob(f"*/sites/{site}/state/*.safetensors"))
 
 
 def _identity(run: RunFolder) -> str:
