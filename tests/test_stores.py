@@ -191,7 +191,7 @@ def spoil(path: Path, **attributes: object) -> None:
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        ({"version": 2}, ("version 2", "reads up to 1", "update wsi-fl")),
+        ({"version": 3}, ("version 3", "reads up to 2", "update wsi-fl")),
         ({"version": 0}, ("version 0",)),
         ({"version": "new"}, ("version new",)),
         ({"format": "someone else's store"}, ("not a wsi-fl patch store", "someone else's")),

@@ -105,3 +105,11 @@ def _unusable(error: ValueError) -> WsiFlError:
 
 def _pixels(picture: NDArray[np.uint8]) -> str:
     return f"{picture.shape[1]} × {picture.shape[0]} pixels"
+
+
+def encode(pixels: NDArray[np.uint8], quality: int) -> bytes:
+    """The picture uint8[h, w, 3] as a stream with colour at half resolution (4:2:0), as scanners write it; lossy."""
+    stream: bytes = _decoder().encode_jpeg(
+        np.ascontiguousarray(pixels), quality, colorspace="RGB", colorsubsampling="420"
+    )
+    return stream
