@@ -28,9 +28,9 @@ class Section(BaseModel):
 
 
 class Slides(Section):
-    """`auto` is OpenSlide, the only reader so far."""
+    """`native` decodes a slide's own JPEG tiles, `auto` does so where they give OpenSlide's pixels."""
 
-    reader: Literal["auto", "openslide"] = "auto"
+    reader: Literal["auto", "native", "openslide"] = "auto"
 
 
 class Tile(Section):

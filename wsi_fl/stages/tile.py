@@ -104,7 +104,9 @@ def _tile_site(
         failed = list(aside)
         plans = _plan_all(split, pipeline, spec, failed, site.name, watcher)
         chosen = _choose(plans, pipeline)
-        shards = write_all(store.parent, chosen, spec, failed, site.name, watcher)
+        shards = write_all(
+            store.parent, chosen, spec, failed, site.name, watcher, reader=pipeline.slides.reader
+        )
         if not shards:
             raise WsiFlError(f"site {site.name}: no slide gave a patch; the first: {_first_reason(failed)}")
         table = write_columns(store, StoreMeta(site.name, CLASSES, spec), shards)
@@ -138,7 +140,7 @@ def _plan_all(
 
     def plan(record: SlideRecord) -> SlidePlan | SetAside:
         try:
-            return plan_slide(record, spec, params)
+            return plan_slide(record, spec, params, reader=pipeline.slides.reader)
         except WsiFlError as error:
             return SetAside(record.slide, str(error))
         except Exception as error:  # one slide that a library chokes on must not end the others

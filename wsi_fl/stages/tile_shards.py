@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from wsi_fl.files import remove_leftovers, write_bytes
 from wsi_fl.slides.overview import draw_overview
 from wsi_fl.slides.planning import SlidePlan, read_patches
+from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Watcher, say
 from wsi_fl.stores.shards import ShardMeta, fingerprint, shard_is_current, write_shard
 from wsi_fl.types import (
@@ -35,6 +36,8 @@ def write_all(
     failed: list[SetAside],
     site: str,
     watcher: Watcher,
+    *,
+    reader: Reader = "auto",
 ) -> list[Path]:
     """Shards of all slides that could be read, in order."""
     _check_space(folder, chosen, spec)
@@ -46,7 +49,7 @@ def write_all(
             failed.append(SetAside(slide, "none of its patches was drawn into the sample"))
         else:
             try:
-                _write_slide(shard, plan, keep, spec)
+                _write_slide(shard, plan, keep, spec, reader)
                 shards.append(shard)
             except DiskFull:
                 raise
@@ -58,7 +61,9 @@ def write_all(
     return shards
 
 
-def _write_slide(shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: GridSpec) -> None:
+def _write_slide(
+    shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: GridSpec, reader: Reader
+) -> None:
     """One shard and its picture, unless both are there and current."""
     record = plan.record
     meta = ShardMeta(
@@ -81,8 +86,8 @@ def _write_slide(shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: Gr
         say(f"  {record.slide}: parameters or slide changed, tiled again")
     if not current:
         picture.unlink(missing_ok=True)  # it would outlive a kill between the two
-        pixels = (batch for _, batch in read_patches(record, table.xy_l0, spec, threads=n_threads()))
-        write_shard(shard, meta, table, pixels)
+        read = read_patches(record, table.xy_l0, spec, threads=n_threads(), reader=reader)
+        write_shard(shard, meta, table, (batch for _, batch in read))
     write_bytes(picture, draw_overview(plan, keep))
 
 
