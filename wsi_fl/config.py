@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 class Slides(Section):
-    """`auto` is OpenSlide, the only reader so far."""
+    """`native` decodes a slide's own JPEG tiles, `auto` does so where they give OpenSlide's pixels."""
 
     reader: Literal["auto", "native", "openslide"] = "auto"
 

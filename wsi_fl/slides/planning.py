@@ -24,7 +24,7 @@ from wsi_fl.slides.annotations import (
 )
 from wsi_fl.slides.grid import grid_positions, size_in_l0
 from wsi_fl.slides.labels import label_patches
-from wsi_fl.slides.reader import Slide
+from wsi_fl.slides.reader import Reader, Slide
 from wsi_fl.slides.tissue import TissueParams, tissue_fraction, tissue_mask
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
@@ -82,7 +82,9 @@ class SlidePlan:
         return np.unpackbits(self.tissue_bits, count=height * width).reshape(height, width).astype(bool)
 
 
-def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = None) -> SlidePlan:
+def plan_slide(
+    record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
+) -> SlidePlan:
     """Finds tissue, lays the grid and labels it; reads a thumbnail and the annotation, no more.
 
     Raises:
@@ -90,7 +92,7 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
             without tissue, contradicting its annotation, or without a patch to keep.
     """
     params = params or PlanParams()
-    with Slide(record.path, record.mpp_override) as slide:
+    with Slide(record.path, record.mpp_override, reader) as slide:
         mpp, size_l0, quickhash = slide.mpp, slide.size_l0, slide.quickhash
         _check_resolution(record, spec, mpp)
         patch_l0 = size_in_l0(spec, mpp)
@@ -138,32 +140,60 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
 
 
 def read_patches(
-    record: SlideRecord, xy_l0: NDArray[np.int64], spec: GridSpec, *, threads: int
+    record: SlideRecord,
+    xy_l0: NDArray[np.int64],
+    spec: GridSpec,
+    *,
+    threads: int,
+    reader: Reader = "auto",
+    aside: dict[int, str] | None = None,
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
-    Threads share one handle (the decoders release the interpreter's lock) and run only so far ahead that
-    memory stays bounded.
+    Threads share one slide (the decoders release the interpreter's lock) and run only so far ahead that
+    memory stays bounded. Rows that follow the grid's order decode each native tile once.
+
+    Args:
+        record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
+        threads: how many decode.
+        reader: see `Slide`.
+        aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
+            may become empty; a batch's entries are there when it is yielded.
 
     Raises:
-        WsiFlError: when a patch cannot be decoded.
+        WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
     batch = max(1, min(_BATCH, _BATCH_BYTES // (spec.size_px**2 * 3)))
-    with Slide(record.path, record.mpp_override) as slide, ThreadPoolExecutor(max(1, threads)) as pool:
+    overlapping = spec.stride_px < spec.size_px
+    with (
+        Slide(record.path, record.mpp_override, reader) as slide,
+        ThreadPoolExecutor(max(1, threads)) as pool,
+    ):
 
-        def read(start: int) -> NDArray[np.uint8]:
+        def read(start: int) -> tuple[NDArray[np.uint8], dict[int, str]]:
             corners = xy_l0[start : start + batch].tolist()
-            return np.stack([slide.read((x, y), spec.size_px, spec.mpp) for x, y in corners])
+            pixels = np.empty((len(corners), spec.size_px, spec.size_px, 3), np.uint8)
+            bad: dict[int, str] = {}
+            for k, (x, y) in enumerate(corners):
+                try:
+                    slide.read((x, y), spec.size_px, spec.mpp, pixels[k], overlapping)
+                except WsiFlError as error:
+                    if aside is None:
+                        raise
+                    bad[start + k] = str(error)
+            return (np.delete(pixels, [row - start for row in bad], 0) if bad else pixels), bad
 
-        ahead: deque[tuple[int, Future[NDArray[np.uint8]]]] = deque()
+        ahead: deque[tuple[int, Future[tuple[NDArray[np.uint8], dict[int, str]]]]] = deque()
         try:
-            for start in range(0, len(xy_l0), batch):
-                ahead.append((start, pool.submit(read, start)))
-                if len(ahead) > threads:
+            for start in range(0, len(xy_l0) + batch * threads, batch):
+                if start < len(xy_l0):
+                    ahead.append((start, pool.submit(read, start)))
+                if ahead and (len(ahead) > threads or start >= len(xy_l0)):
                     first, future = ahead.popleft()
-                    yield first, future.result()
-            for first, future in ahead:
-                yield first, future.result()
+                    pixels, bad = future.result()
+                    if aside is not None:
+                        aside.update(bad)
+                    yield first, pixels
         finally:
             pool.shutdown(cancel_futures=True)
 
