@@ -194,9 +194,7 @@ def _write_all(
     """Shards of all planned slides, each written by one rank; what became of each, in order."""
     study, pipeline = listed.study, listed.pipeline
     folder, spec, settings = study.store(listed.site.name).parent, spec_of(pipeline), pipeline.tile
-    wanted = Wanted(
-        folder, spec, pipeline.store.pixels, pipeline.slides.reader, job.threads, study.relative
-    )
+    wanted = Wanted(folder, spec, pipeline.store.pixels, pipeline.slides.reader, job.threads, study.relative)
 
     def choose_mine() -> None:
         keep = choose(

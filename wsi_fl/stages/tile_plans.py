@@ -49,8 +49,9 @@ class Plans:
             else:
                 plain[field.name] = list(value) if isinstance(value, tuple) else value
         self.folder.mkdir(parents=True, exist_ok=True)
+        arrays["plain"] = np.array(json.dumps(plain))
         with self._path(number).open("wb") as file:
-            np.savez(file, plain=np.array(json.dumps(plain)), **arrays)
+            np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for allow_pickle
 
     def load(self, number: int) -> SlidePlan:
         """A plan as it was saved."""

@@ -139,7 +139,7 @@ def _write_slide(
         say(f"  {record.slide}: parameters or slide changed, tiled again")
     if not current:
         picture.unlink(missing_ok=True)  # it would outlive a kill between the two
-        _write_shard(shard, meta, table, plan, wanted)
+        _write_shard(_Task(shard, meta, table, plan), wanted)
     content, unread = content_of(shard)
     if not picture.exists():
         corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
@@ -148,57 +148,53 @@ def _write_slide(
     return content, unread
 
 
-def _write_shard(shard: Path, meta: ShardMeta, table: PatchTable, plan: SlidePlan, wanted: Wanted) -> None:
+@dataclass(frozen=True)
+class _Task:
+    """One shard to write."""
+
+    shard: Path
+    meta: ShardMeta
+    table: PatchTable
+    plan: SlidePlan
+
+
+def _write_shard(task: _Task, wanted: Wanted) -> None:
     """The shard of all patches that can be read; each pass over the slide finds those that cannot."""
-    content, unread = wanted.content, dict[int, str]()
-    if content == "native" and _beyond_edge(plan, table):
+    content = wanted.content
+    if content == "native" and _beyond_edge(task.plan, task.table):
         content = "raw"
+    unread: dict[int, str] = {}
     while True:
-        rows = np.setdiff1d(np.arange(len(table)), list(unread))
+        rows = np.setdiff1d(np.arange(len(task.table)), list(unread))
         try:
-            _write_pass(shard, meta, table, plan, wanted, content, rows, unread)
-            return
+            return _write_pass(task, wanted, content, rows, unread)
         except NoStream:
             content = "raw"
         except Unreadable as error:
             unread |= {int(rows[k]): reason for k, reason in error.rows.items()}
-            if len(unread) == len(table):
+            if len(unread) == len(task.table):
                 raise WsiFlError(unread[0]) from None
 
 
 def _write_pass(
-    shard: Path,
-    meta: ShardMeta,
-    table: PatchTable,
-    plan: SlidePlan,
-    wanted: Wanted,
-    content: str,
-    rows: NDArray[np.int64],
-    unread: dict[int, str],
+    task: _Task, wanted: Wanted, content: str, rows: NDArray[np.int64], unread: dict[int, str]
 ) -> None:
-    """Reads these rows and writes the shard."""
-    record, corners = plan.record, table.xy_l0[rows]
+    """Reads these rows and writes the shard without `unread`."""
+    record, corners, spec = task.plan.record, task.table.xy_l0[rows], wanted.spec
+    shard, meta, table = task.shard, task.meta, task.table
     how: dict[str, Any] = {"threads": wanted.threads, "reader": wanted.reader}
     if content == "native":
-        streams = native_streams(record, corners, wanted.spec, **how)
-        write_streams(shard, meta, table, streams, unread=unread)
+        write_streams(shard, meta, table, native_streams(record, corners, spec, **how), unread=unread)
     elif (quality := quality_of(content)) is not None:
-        streams = new_streams(record, corners, wanted.spec, quality, **how)
-        write_streams(shard, meta, table, streams, unread=unread)
+        write_streams(shard, meta, table, new_streams(record, corners, spec, quality, **how), unread=unread)
     elif content == "none":
-        for _ in pixel_batches(record, corners, wanted.spec, **how):
+        for _ in pixel_batches(record, corners, spec, **how):
             pass  # a damaged patch is found now, not when training wants it
-        source = SlideSource(
-            record.slide,
-            wanted.relative(record.path),
-            plan.quickhash,
-            record.mpp_override,
-            wanted.reader,
-        )
+        path = wanted.relative(record.path)
+        source = SlideSource(record.slide, path, task.plan.quickhash, record.mpp_override, wanted.reader)
         write_positions(shard, meta, table, source, unread=unread)
     else:
-        batches = pixel_batches(record, corners, wanted.spec, **how)
-        write_shard(shard, meta, table, batches, unread=unread)
+        write_shard(shard, meta, table, pixel_batches(record, corners, spec, **how), unread=unread)
 
 
 def _beyond_edge(plan: SlidePlan, table: PatchTable) -> bool:

@@ -20,9 +20,7 @@ def row_of(
     study: Study, site: str, found: Counts, failed: Sequence[SetAside], n_slides: int, seconds: float
 ) -> dict[str, Any]:
     """One site of the `--json` document; `found` holds the patches of each class by split."""
-    counts = {
-        split: {name: int(found[split][k]) for k, name in enumerate(CLASSES)} for split in SPLITS
-    }
+    counts = {split: {name: int(found[split][k]) for k, name in enumerate(CLASSES)} for split in SPLITS}
     return {
         "site": site,
         "slides": n_slides,

@@ -82,7 +82,7 @@ def write_table(file: h5py.File, table: PatchTable) -> None:
 
 def table_bytes(table: PatchTable) -> int:
     """Room for a table's columns and the links to its slides."""
-    text = sum(getattr(table, name).dtype.itemsize for name in _TEXTS)
+    text: int = sum(getattr(table, name).dtype.itemsize for name in _TEXTS)
     return len(table) * (text + ROW_BYTES) + len(np.unique(table.slide)) * SLIDE_BYTES
 
 

@@ -141,7 +141,7 @@ def write_streams(
     The lengths are known only at the end, so many streams wait in a file without a name.
     """
     quality = quality_of(meta.wanted)
-    with atomic(path) as final, SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=path.parent) as spool:
+    with atomic(path) as final, SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(path.parent)) as spool:
         start = [0]
         for stream in streams:
             spool.write(stream)
