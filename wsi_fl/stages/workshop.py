@@ -20,7 +20,7 @@ from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
-from wsi_fl.learning.examples import Examples, in_memory, joined, resized
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, joined, resized
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import build
@@ -63,12 +63,14 @@ def store_digest(store: PatchStore) -> str:
     return digest.hexdigest()
 
 
-def examples_of(store: PatchStore, split: str, input_px: int | None) -> Examples:
+def examples_of(
+    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
+) -> Examples:
     """The patches of one split, reduced to input_px, in memory where they fit."""
     rows = np.flatnonzero(store.table.split == split)
     table = store.table.take(rows)
     found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
-    return in_memory(resized(found, input_px) if input_px else found)
+    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
 def held_out(study: Study, site: str, size_px: int) -> Examples:
