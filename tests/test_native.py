@@ -202,6 +202,28 @@ def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, how, number):
         list(read_patches(record, corners, spec, threads=3))
 
 
+@pytest.mark.parametrize("how", ["garbage", "cut"])
+def test_a_thumbnail_goes_on_around_a_damaged_tile(tmp_path, how):
+    whole, broken = (write_slide(tmp_path / f"{name}.tif") for name in ("whole", "broken"))
+    damage(broken, 40, how)
+    with Slide(whole) as one, Slide(broken) as other:
+        for max_px in (730, 200):
+            expected, picture = (s.thumbnail(max_px)[0] for s in (one, other))
+            apart = np.abs(picture.astype(int) - expected).max(-1) > 12  # pieces are rounded by themselves
+            assert 0 < apart.sum() <= (96 * max_px // 730 + 16) ** 2
+            ys, xs = (np.flatnonzero(apart.any(axis)) * 730 / max_px for axis in (1, 0))
+            assert 3 * 64 - 40 <= ys.min() <= ys.max() <= 4 * 64 + 40
+            assert 4 * 64 - 40 <= xs.min() <= xs.max() <= 5 * 64 + 40
+
+
+def test_a_slide_damaged_all_over_has_no_thumbnail(tmp_path):
+    path = write_slide(tmp_path / "s.tif")
+    for number in range(1, 100):
+        damage(path, number, "cut")
+    with Slide(path) as slide, pytest.raises(WsiFlError, match=r"^s\.tif: cannot be read at [^\n]+$"):
+        slide.thumbnail(300)
+
+
 def test_a_file_that_lost_its_end_is_damaged_there(tmp_path):
     """The directories come first in this file, so its tiles alone are lost."""
     path = write_slide(tmp_path / "s.tif")

@@ -1,10 +1,19 @@
-"""Pictures as arrays: over a background, and at another scale."""
+"""Pictures as arrays: over a background, at another scale, and with pieces missing."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
+
+from wsi_fl.types import WsiFlError
+
+_MOST_FAILURES, _MOST_MISSING = 400, 0.5
+
+Area = tuple[slice, slice]
+"""Rows and columns of a picture."""
 
 
 def rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
@@ -32,3 +41,42 @@ def _opaque(region: Image.Image) -> bool:
     """Whether all alpha is 255, seen in one pass over whole little-endian pixels."""
     pixels = np.frombuffer(region.tobytes(), "<u4")
     return pixels.size == 0 or int(pixels.min()) >= 0xFF000000
+
+
+class Failures:
+    """Which pixels of a picture [rows, columns] could not be painted."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._missing = np.zeros((rows, columns), bool)
+        self._smallest_px = max(8, max(rows, columns) // 64)
+        self._n = 0
+
+    def paint(self, painter: Callable[[Area], None], area: Area) -> None:
+        """Calls `painter` for the area, or for halves of halves of it where it raises WsiFlError.
+
+        Raises:
+            WsiFlError: the painter's, when too much fails.
+        """
+        try:
+            painter(area)
+        except WsiFlError:
+            self._n += 1
+            axis = int(np.argmax([part.stop - part.start for part in area]))
+            start, stop = area[axis].start, area[axis].stop
+            if stop - start <= self._smallest_px:
+                self._missing[area] = True
+            if self._n > _MOST_FAILURES or self._missing.mean() > _MOST_MISSING:
+                raise
+            if stop - start > self._smallest_px:
+                for half in (slice(start, (start + stop) // 2), slice((start + stop) // 2, stop)):
+                    self.paint(painter, (half, area[1]) if axis == 0 else (area[0], half))
+
+    def mended(self, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The picture [rows, columns, 3] with the nearest painted pixel wherever one is missing."""
+        if not self._missing.any():
+            return picture
+        from scipy.ndimage import distance_transform_edt
+
+        nearest = distance_transform_edt(self._missing, return_distances=False, return_indices=True)
+        mended: NDArray[np.uint8] = picture[tuple(nearest)]
+        return mended

@@ -22,7 +22,7 @@ from PIL import Image
 
 from wsi_fl.slides.levels import Levels
 from wsi_fl.slides.native import Box
-from wsi_fl.slides.pixels import resampled, rgb
+from wsi_fl.slides.pixels import Failures, resampled, rgb
 from wsi_fl.slides.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -119,7 +119,11 @@ class Slide:
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
 
-        Averaged by area from the coarsest level that is fine enough, strip by strip.
+        Averaged by area from the coarsest level that is fine enough, strip by strip. Where a tile is damaged, the
+        surroundings are continued, so that patches there are looked at and their damage is named.
+
+        Raises:
+            WsiFlError: when much of it cannot be decoded.
         """
         width, height = self.size_l0
         downsample = max(1.0, max(width, height) / max_px)
@@ -127,10 +131,15 @@ class Slide:
         level_scale = downsample / self.level_downsamples[self._levels.coarsest_for(downsample)]
         step = max(1, int(_STRIP_PX / (columns * level_scale**2)))
         out = np.empty((rows, columns, 3), np.uint8)
+        failures = Failures(rows, columns)
+
+        def paint(area: tuple[slice, slice]) -> None:
+            corner = (area[1].start * downsample, area[0].start * downsample)
+            self._area(corner, downsample, out[area], overlapping=False)
+
         for top in range(0, rows, step):
-            n_rows = min(step, rows - top)
-            self._area((0.0, top * downsample), downsample, out[top : top + n_rows], overlapping=False)
-        return out, downsample
+            failures.paint(paint, (slice(top, min(top + step, rows)), slice(0, columns)))
+        return failures.mended(out), downsample
 
     def read(
         self,
