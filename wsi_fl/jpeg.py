@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
 
 from wsi_fl.types import WsiFlError
@@ -25,11 +26,10 @@ def decode(stream: bytes, out: NDArray[np.uint8] | None = None) -> NDArray[np.ui
     Raises:
         WsiFlError: when the stream is cut short or garbled anywhere, or of another size than `out`.
     """
-    decoder = _decoder()
     try:
         if out is None:
-            return _array(decoder.decode_jpeg(stream, "RGB", strict=True))
-        picture = _array(decoder.decode_jpeg(stream, "RGB", buffer=out, strict=True))
+            return _array(simplejpeg.decode_jpeg(stream, "RGB", strict=True))
+        picture = _array(simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True))
     except ValueError as error:
         raise _unusable(error) from None
     if picture.shape != out.shape:
@@ -44,7 +44,7 @@ def check(stream: bytes) -> None:
         WsiFlError: where `decode` would.
     """
     try:
-        _decoder().decode_jpeg(stream, "GRAY", min_height=1, min_width=1, strict=True)
+        simplejpeg.decode_jpeg(stream, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
         raise _unusable(error) from None
 
@@ -56,7 +56,7 @@ def size(stream: bytes) -> tuple[int, int]:
         WsiFlError: when there is no such header.
     """
     try:
-        height, width, *_ = _decoder().decode_jpeg_header(stream, strict=True)
+        height, width, *_ = simplejpeg.decode_jpeg_header(stream, strict=True)
     except ValueError as error:
         raise _unusable(error) from None
     return int(height), int(width)
@@ -87,12 +87,6 @@ def _without_colour(segments: bytes) -> bytes:
             kept.append(segments[place:end])
         place = end
     return b"".join((*kept, segments[place:]))
-
-
-def _decoder() -> Any:
-    import simplejpeg
-
-    return simplejpeg
 
 
 def _array(picture: Any) -> NDArray[np.uint8]:

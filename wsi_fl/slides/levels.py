@@ -30,6 +30,12 @@ class Levels:
         """Whether so long a side takes the level's own pixels instead of resampled ones."""
         return abs(scale / self.downsamples[level] - 1) * size_px < _MAX_DRIFT_PX
 
+    def reduction(self, level: int, scale: float, size_px: int) -> float:
+        """Pixels of the level per output pixel; the whole number where a side that long drifts too little to tell."""
+        reduction = scale / self.downsamples[level]
+        drift_px = abs(round(reduction) - reduction) * size_px
+        return float(round(reduction)) if drift_px < _MAX_DRIFT_PX and reduction > 1 else reduction
+
     def nearest_corner(self, level: int, xy_l0: tuple[float, float]) -> tuple[int, int]:
         """The corner in level-0 pixels nearest to one of the level's pixels: between them OpenSlide would blend."""
         downsample = self.downsamples[level]

@@ -9,7 +9,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ from wsi_fl.types import WsiFlError
 Box = tuple[int, int, int, int]
 """x, y, width, height in pixels of a level."""
 
-_KEPT_ROWS, _KEPT_BYTES = 4, 192 << 20
-"""Decoded tiles that are kept for patches to come: a 512-px patch touches four rows of 240-px tiles."""
+_KEPT_ROWS, _KEPT_BYTES = 6, 192 << 20
+"""Decoded tiles that are kept for patches to come. A 512-px patch touches four rows of 240-px tiles, and threads may
+work in two rows of patches."""
 
 
 class NativeLevel:
@@ -68,24 +69,17 @@ class NativeLevel:
         level_width, level_height = self.image.size_px
         if x < 0 or y < 0 or x + width > level_width or y + height > level_height:
             out[:] = self._background
-        tile_width, tile_height = self.image.tile_px
-        columns, rows = self._span(box)
-        for row in rows:
-            for column in columns:
-                left, top = column * tile_width, row * tile_height
-                right, bottom = min(left + tile_width, level_width), min(top + tile_height, level_height)
-                number = row * self.image.n_columns + column
-                if not overlapping and (left, top, right - left, bottom - top) == box == (
-                    *box[:2],
-                    tile_width,
-                    tile_height,
-                ):
-                    self._decode(number, out)
-                    return
-                inside = x <= left and y <= top and right <= x + width and bottom <= y + height
-                tile = self._tile(number, keep=overlapping or not inside)
-                x0, x1, y0, y1 = max(x, left), min(x + width, right), max(y, top), min(y + height, bottom)
-                out[y0 - y : y1 - y, x0 - x : x1 - x] = tile[y0 - top : y1 - top, x0 - left : x1 - left]
+        across = _pieces(x, width, self.image.tile_px[0], level_width)
+        down = _pieces(y, height, self.image.tile_px[1], level_height)
+        if not overlapping and out.shape == self._tile_shape == _covered(down, across):
+            self._decode(down[0].number * self.image.n_columns + across[0].number, out)
+            return
+        for row in down:
+            first = row.number * self.image.n_columns
+            for column in across:
+                keep = overlapping or not (row.whole and column.whole)
+                tile = self._tile(first + column.number, keep=keep)
+                out[row.to, column.to] = tile[row.of, column.of]
 
     def stream(self, box: Box) -> bytes | None:
         """The self-contained JPEG stream of the one whole tile that is the box; None where there is no such tile.
@@ -125,12 +119,13 @@ class NativeLevel:
     def _tile(self, number: int, *, keep: bool) -> NDArray[np.uint8]:
         """uint8 in the tile's shape; without `keep` good until this thread's next call."""
         if keep:
-            return self._kept.get(number, lambda: self._decode(number, np.empty(self._tile_shape, np.uint8)))
+            return self._kept.get(number, self._decode)
         if not hasattr(self._scratch, "tile"):
             self._scratch.tile = np.empty(self._tile_shape, np.uint8)
         return self._decode(number, self._scratch.tile)
 
-    def _decode(self, number: int, out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def _decode(self, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        out = np.empty(self._tile_shape, np.uint8) if out is None else out
         try:
             return jpeg.decode(self._stream(number), out)
         except WsiFlError as error:
@@ -148,31 +143,79 @@ class NativeLevel:
         return WsiFlError(f"native tile in column {column}, row {row} is damaged: {error}")
 
 
+class _Piece(NamedTuple):
+    """What one column (or row) of tiles gives to a box."""
+
+    number: int
+    of: slice
+    """Of the tile's pixels."""
+    to: slice
+    """Of the box's."""
+    whole: bool
+    """Whether the box takes all that the tile has of the picture."""
+
+
+def _pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
+    """Along one axis: a box from `start` over tiles of a picture `whole` pixels long."""
+    pieces = []
+    end = min(start + length, whole)
+    at = max(start, 0)
+    while at < end:
+        number, within = divmod(at, tile)
+        n = min(tile - within, end - at)
+        complete = within == 0 and (n == tile or at + n == whole)
+        pieces.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), complete))
+        at += n
+    return pieces
+
+
+def _covered(down: list[_Piece], across: list[_Piece]) -> tuple[int, int, int] | None:
+    """The shape that a box takes of a single tile; None where it takes of several."""
+    if len(down) != 1 or len(across) != 1:
+        return None
+    return down[0].of.stop - down[0].of.start, across[0].of.stop - across[0].of.start, 3
+
+
+class _Made:
+    """One result; whoever makes it holds the lock."""
+
+    __slots__ = ("lock", "value")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.value: NDArray[np.uint8] | Exception | None = None
+
+
 class _Recent:
     """The results of the last `n` keys, made once each also when several threads want one at the same time."""
 
     def __init__(self, n: int) -> None:
         self._n = n
         self._lock = threading.Lock()
-        self._results: OrderedDict[int, Future[NDArray[np.uint8]]] = OrderedDict()
+        self._results: OrderedDict[int, _Made] = OrderedDict()
 
-    def get(self, key: int, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """What `make` returned for the key; its WsiFlError is kept as well."""
+    def get(self, key: int, make: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """What `make` returned for the key; its error is kept as well."""
         with self._lock:
             result = self._results.get(key)
-            if result is not None:
-                self._results.move_to_end(key)
-            else:
-                mine = self._results[key] = Future()
+            if result is None:
+                mine = self._results[key] = _Made()
+                mine.lock.acquire()
                 if len(self._results) > self._n:
                     self._results.popitem(last=False)
-        if result is not None:
-            if error := result.exception():
-                raise WsiFlError(str(error))  # one of its own: threads must not share a traceback
-            return result.result()
-        try:
-            mine.set_result(make())
-        except BaseException as error:
-            mine.set_exception(error)
-            raise
-        return mine.result()
+            else:
+                self._results.move_to_end(key)
+        if result is None:
+            result = mine
+            try:
+                result.value = make(key)
+            except Exception as error:
+                result.value = error
+            finally:
+                result.lock.release()
+        elif result.value is None:
+            with result.lock:
+                pass
+        if isinstance(result.value, np.ndarray):
+            return result.value
+        raise WsiFlError(str(result.value))  # a new one: threads must not share a traceback

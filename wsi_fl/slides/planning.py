@@ -22,6 +22,7 @@ from wsi_fl.slides.annotations import (
     tumor_fraction,
     unsure_fraction,
 )
+from wsi_fl.slides.batch import Batch
 from wsi_fl.slides.grid import grid_positions, size_in_l0
 from wsi_fl.slides.labels import label_patches
 from wsi_fl.slides.reader import Reader, Slide
@@ -31,7 +32,8 @@ from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 _UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 8
 _PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
-_BATCH, _BATCH_BYTES = 32, 1 << 23
+_BATCH, _BATCH_BYTES, _AHEAD = 32, 1 << 23, 2
+"""Larger arrays are given back to the system each time, and fresh pages cost more than they save."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,9 @@ def read_patches(
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
-    Threads share one slide (the decoders release the interpreter's lock) and run only so far ahead that
-    memory stays bounded. Rows that follow the grid's order decode each native tile once.
+    Threads share one slide (the decoders release the interpreter's lock) and one batch, patch by patch: neighbours are
+    read at about the same time, so a native tile under several of them is decoded once. They run only so far ahead
+    that memory stays bounded.
 
     Args:
         record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
@@ -163,37 +166,27 @@ def read_patches(
     Raises:
         WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
-    batch = max(1, min(_BATCH, _BATCH_BYTES // (spec.size_px**2 * 3)))
-    overlapping = spec.stride_px < spec.size_px
-    with (
-        Slide(record.path, record.mpp_override, reader) as slide,
-        ThreadPoolExecutor(max(1, threads)) as pool,
-    ):
+    step = max(1, min(_BATCH, _BATCH_BYTES // (spec.size_px**2 * 3)))
+    threads = max(1, threads)
+    ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
+    with Slide(record.path, record.mpp_override, reader) as slide, ThreadPoolExecutor(threads) as pool:
 
-        def read(start: int) -> tuple[NDArray[np.uint8], dict[int, str]]:
-            corners = xy_l0[start : start + batch].tolist()
-            pixels = np.empty((len(corners), spec.size_px, spec.size_px, 3), np.uint8)
-            bad: dict[int, str] = {}
-            for k, (x, y) in enumerate(corners):
-                try:
-                    slide.read((x, y), spec.size_px, spec.mpp, pixels[k], overlapping)
-                except WsiFlError as error:
-                    if aside is None:
-                        raise
-                    bad[start + k] = str(error)
-            return (np.delete(pixels, [row - start for row in bad], 0) if bad else pixels), bad
+        def finished() -> Batch:
+            batch, work = ahead.popleft()
+            for future in work:
+                future.result()
+            if batch.bad and aside is None:
+                raise WsiFlError(batch.bad[min(batch.bad)])
+            return batch
 
-        ahead: deque[tuple[int, Future[tuple[NDArray[np.uint8], dict[int, str]]]]] = deque()
         try:
-            for start in range(0, len(xy_l0) + batch * threads, batch):
-                if start < len(xy_l0):
-                    ahead.append((start, pool.submit(read, start)))
-                if ahead and (len(ahead) > threads or start >= len(xy_l0)):
-                    first, future = ahead.popleft()
-                    pixels, bad = future.result()
-                    if aside is not None:
-                        aside.update(bad)
-                    yield first, pixels
+            for first in range(0, len(xy_l0), step):
+                batch = Batch(first, xy_l0[first : first + step].tolist(), spec)
+                ahead.append((batch, [pool.submit(batch.fill, slide) for _ in range(threads)]))
+                if len(ahead) > _AHEAD:
+                    yield finished().given(aside)
+            while ahead:
+                yield finished().given(aside)
         finally:
             pool.shutdown(cancel_futures=True)
 

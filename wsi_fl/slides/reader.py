@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping
+from functools import cached_property
 from math import ceil, floor
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from PIL import Image
 
 from wsi_fl.slides.levels import Levels
 from wsi_fl.slides.native import Box
+from wsi_fl.slides.pixels import Failures, resampled, rgb
 from wsi_fl.slides.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -89,7 +91,7 @@ class Slide:
         """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
 
-    @property
+    @cached_property
     def mpp(self) -> float:
         """Micrometres per level-0 pixel: the override, else OpenSlide's number, else the TIFF resolution tags.
 
@@ -117,7 +119,11 @@ class Slide:
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
 
-        Averaged by area from the coarsest level that is fine enough, strip by strip.
+        Averaged by area from the coarsest level that is fine enough, strip by strip. Where a tile is damaged, the
+        surroundings are continued, so that patches there are looked at and their damage is named.
+
+        Raises:
+            WsiFlError: when much of it cannot be decoded.
         """
         width, height = self.size_l0
         downsample = max(1.0, max(width, height) / max_px)
@@ -125,10 +131,15 @@ class Slide:
         level_scale = downsample / self.level_downsamples[self._levels.coarsest_for(downsample)]
         step = max(1, int(_STRIP_PX / (columns * level_scale**2)))
         out = np.empty((rows, columns, 3), np.uint8)
+        failures = Failures(rows, columns)
+
+        def paint(area: tuple[slice, slice]) -> None:
+            corner = (area[1].start * downsample, area[0].start * downsample)
+            self._area(corner, downsample, out[area], overlapping=False)
+
         for top in range(0, rows, step):
-            n_rows = min(step, rows - top)
-            self._area((0.0, top * downsample), downsample, out[top : top + n_rows], overlapping=False)
-        return out, downsample
+            failures.paint(paint, (slice(top, min(top + step, rows)), slice(0, columns)))
+        return failures.mended(out), downsample
 
     def read(
         self,
@@ -183,7 +194,7 @@ class Slide:
         if self._levels.unchanged(level, scale, max(size)):
             self._pixels(self._levels.nearest_corner(level, xy_l0), level, out, overlapping=overlapping)
             return
-        reduction = scale / downsample
+        reduction = self._levels.reduction(level, scale, max(size))
         # Whole level pixels around the wanted box, whose edges may be fractional.
         corner = tuple(floor(floor(v / downsample + 1e-9) * downsample) for v in xy_l0)
         left, top = (max(0.0, (v - c) / downsample) for v, c in zip(xy_l0, corner, strict=True))
@@ -191,8 +202,7 @@ class Slide:
         region = np.empty((ceil(box[3] - 1e-6), ceil(box[2] - 1e-6), 3), np.uint8)
         self._pixels((corner[0], corner[1]), level, region, overlapping=overlapping)
         box = (*box[:2], min(box[2], region.shape[1]), min(box[3], region.shape[0]))
-        how = Image.Resampling.BOX if reduction > 1 else Image.Resampling.BILINEAR
-        out[:] = np.asarray(Image.fromarray(region).resize(size, how, box=box))
+        out[:] = np.asarray(resampled(Image.fromarray(region), size, reduction, box))
 
     def _pixels(
         self, corner: tuple[int, int], level: int, out: NDArray[np.uint8], *, overlapping: bool
@@ -212,7 +222,7 @@ class Slide:
 
     def _composed(self, corner: tuple[int, int], level: int, size: tuple[int, int]) -> NDArray[np.uint8]:
         """OpenSlide's pixels [height, width, 3] over the background."""
-        return _rgb(self._region(corner, level, size), self._background)
+        return rgb(self._region(corner, level, size), self._background)
 
     def _trusted(self, *, required: bool) -> TrustedLevels:
         def reference(level: int, box: Box) -> NDArray[np.uint8] | None:
@@ -312,17 +322,3 @@ def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
     except ValueError:
         return 255, 255, 255
     return red, green, blue
-
-
-def _rgb(region: Image.Image, background: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """An RGBA region as writable uint8[h, w, 3] over the background; only transparent ones pay for blending."""
-    if not _opaque(region):
-        region = Image.alpha_composite(Image.new("RGBA", region.size, (*background, 255)), region)
-    packed = bytearray(region.tobytes("raw", "RGB"))
-    return np.frombuffer(packed, np.uint8).reshape(region.height, region.width, 3)
-
-
-def _opaque(region: Image.Image) -> bool:
-    """Whether all alpha is 255, seen in one pass over whole little-endian pixels."""
-    pixels = np.frombuffer(region.tobytes(), "<u4")
-    return pixels.size == 0 or int(pixels.min()) >= 0xFF000000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,11 @@ class TiledImage:
     rgb: bool
     """Whether the tiles' components are red, green and blue instead of YCbCr."""
 
-    @property
+    @cached_property
     def n_columns(self) -> int:
         return -(-self.size_px[0] // self.tile_px[0])
 
-    @property
+    @cached_property
     def n_rows(self) -> int:
         return -(-self.size_px[1] // self.tile_px[1])
 
