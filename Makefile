@@ -25,7 +25,7 @@ check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 bench: env       ## measure; ratios within one run
-	for name in tile dp_step transport communication; do $(BIN)/python benchmarks/$$name.py; done
+	for name in tiling dp_step transport communication; do $(BIN)/python benchmarks/$$name.py; done
 
 clean:           ## remove the environment and the demo
 	rm -rf .venv demo

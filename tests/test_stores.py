@@ -19,9 +19,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from wsi_fl import jpeg
+from wsi_fl.stores.contents import SlideSource
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.stores.shards import ShardMeta, fingerprint, pack, shard_is_current, write_columns, write_shard
+from wsi_fl.stores.shards import (
+    ShardMeta,
+    content_of,
+    fingerprint,
+    pack,
+    shard_is_current,
+    write_columns,
+    write_positions,
+    write_shard,
+    write_streams,
+)
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -191,7 +203,7 @@ def spoil(path: Path, **attributes: object) -> None:
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        ({"version": 2}, ("version 2", "reads up to 1", "update wsi-fl")),
+        ({"version": 3}, ("version 3", "reads up to 2", "update wsi-fl")),
         ({"version": 0}, ("version 0",)),
         ({"version": "new"}, ("version new",)),
         ({"format": "someone else's store"}, ("not a wsi-fl patch store", "someone else's")),
@@ -501,3 +513,178 @@ def test_store_written_by_version_1_opens_forever(path):
         pixels = store.read(np.arange(5)).reshape(-1)
     first, second = np.arange(3 * 192) * 7 % 256, (np.arange(2 * 192) * 7 + 50) % 256
     assert pixels.tolist() == [*first.tolist(), *second.tolist()]
+
+
+def streams_of(n: int, seed: int = 0, size: int = 8) -> list[bytes]:
+    return [jpeg.encode(patch, 90) for patch in pixels_of(n, seed, size)]
+
+
+def make_streams(folder: Path, counts: dict[str, int], content: str = "native") -> tuple[Path, np.ndarray]:
+    """A store of JPEG streams, and what they decode to."""
+    shards, pixels = [], []
+    for seed, (slide, n) in enumerate(counts.items()):
+        shards.append(folder / "slides" / f"{slide}.h5")
+        meta = ShardMeta(slide, f"patient of {slide}", "train", SPEC, "", wanted=content)
+        write_streams(shards[-1], meta, table_of(slide, n, seed), iter(streams_of(n, seed)))
+        pixels += [jpeg.decode(stream) for stream in streams_of(n, seed)]
+    write_columns(folder / "patches.h5", StoreMeta("C1", CLASSES, SPEC), shards)
+    return folder / "patches.h5", np.stack(pixels)
+
+
+def test_streams_come_back_decoded_linked_and_packed(tmp_path):
+    path, pixels = make_streams(tmp_path, {"a": 7, "süd 2": 5})
+    pack(path, tmp_path / "packed.h5")
+    rows = np.random.default_rng(0).integers(0, 12, 50)
+    for one in (path, tmp_path / "packed.h5"):
+        with PatchStore(one) as store:
+            assert store.version == 2 and store.channels == 3
+            np.testing.assert_array_equal(store.read(rows), pixels[rows])
+            assert b"".join(streams_of(7)) == store.shard("a")["bytes"][:].tobytes()
+
+
+def test_a_site_may_mix_raw_native_and_new_streams(tmp_path):
+    _, native = make_streams(tmp_path, {"a": 3})
+    make_streams(tmp_path, {"b": 3}, "jpeg:90")
+    shards = [tmp_path / "slides" / f"{name}.h5" for name in "abc"]
+    add_shard(tmp_path, "c", 2, seed=0)
+    write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), shards)
+    with PatchStore(tmp_path / "patches.h5") as store:
+        expected = np.concatenate([native, native, pixels_of(2)])
+        np.testing.assert_array_equal(store.read(np.arange(8)[::-1]), expected[::-1])
+        assert [bool(store.shard(name).attrs["lossy"]) for name in "ab"] == [False, True]
+
+
+def test_files_say_the_lowest_version_that_describes_them(tmp_path):
+    raw, _ = make_store(tmp_path / "raw", {"a": 2})
+    streams, _ = make_streams(tmp_path / "streams", {"a": 2})
+    for path, version in ((raw, 1), (streams, 2)):
+        for name in (path, path.parent / "slides" / "a.h5"):
+            with h5py.File(name) as file:
+                assert file.attrs["version"] == version
+
+
+@pytest.mark.parametrize("damage", ["cut", "garbage", "start", "other size"])
+def test_a_damaged_stream_raises_and_names_its_row(tmp_path, damage):
+    path, pixels = make_streams(tmp_path, {"a": 6})
+    with h5py.File(tmp_path / "slides" / "a.h5", "a") as file:
+        data, start = file["bytes"], file["start"][:].astype(int)
+        if damage == "cut":
+            data[(start[4] + start[5]) // 2 : start[5]] = 0
+        elif damage == "garbage":
+            data[start[4] : start[5]] = 7
+        elif damage == "start":
+            file["start"][-1] = start[-1] + 9
+        else:
+            smaller = np.frombuffer(jpeg.encode(np.zeros((4, 4, 3), np.uint8), 5), np.uint8)
+            data[start[4] : start[5]] = np.pad(smaller, (0, max(0, start[5] - start[4] - len(smaller))))[
+                : start[5] - start[4]
+            ]
+    with PatchStore(path) as store:
+        with pytest.raises(WsiFlError) as caught:
+            store.read(np.array([0, 5, 4, 1]))
+        one_line(caught, "slide a", "damaged", *(() if damage == "start" else ("patch 4",)))
+        if damage != "start":
+            np.testing.assert_array_equal(store.read(np.array([3])), pixels[3:4])
+
+
+@pytest.mark.parametrize("kind", ["raw", "native", "none"])
+def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
+    table, unread = table_of("a", 5), {1: "cut short", 3: "garbled ü"}
+    kept = np.array([0, 2, 4])
+    meta = replace(META, wanted=kind)
+    shard = tmp_path / "slides" / "a.h5"
+    if kind == "raw":
+        write_shard(shard, meta, table, [pixels_of(5)[kept]], unread=unread)
+    elif kind == "native":
+        write_streams(shard, meta, table, [streams_of(5)[k] for k in kept], unread=unread)
+    else:
+        source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
+        write_positions(shard, meta, table, source, unread=unread)
+    assert shard_is_current(shard, fingerprint(meta, table)) is True
+    corners = table.xy_l0[[1, 3]].tolist()
+    assert content_of(shard) == (kind, [(*corners[0], "cut short"), (*corners[1], "garbled ü")])
+    found = write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
+    np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
+
+
+def test_a_store_without_pixels_reads_through_whoever_reads_slides(tmp_path):
+    shard = tmp_path / "slides" / "a.h5"
+    source = SlideSource("a", "slides/a.tif", "hash", 0.25, "openslide")
+    write_positions(shard, replace(META, wanted="none"), table_of("a", 4), source)
+    write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
+    asked = []
+
+    def read(source, xy_l0, spec):
+        asked.append((source, spec))
+        return np.repeat(xy_l0[:, :1, None, None] % 251, 8 * 8 * 3, 1).reshape(-1, 8, 8, 3).astype(np.uint8)
+
+    with PatchStore(tmp_path / "patches.h5", read) as store:
+        rows = np.array([2, 0, 3, 2])
+        assert store.read(rows)[:, 0, 0, 0].tolist() == (store.table.xy_l0[rows, 0] % 251).tolist()
+    assert asked == [(source, SPEC)]
+
+
+@pytest.mark.parametrize("wanted", ["native", "jpeg:90", "jpeg:91", "none"])
+def test_fingerprint_tells_storages_apart(wanted):
+    others = {"raw", "native", "jpeg:90", "jpeg:91", "none"} - {wanted}
+    table = table_of("a", 3)
+    of = {name: fingerprint(replace(META, wanted=name), table) for name in (wanted, *others)}
+    assert len(set(of.values())) == 5
+
+
+@pytest.mark.parametrize("path", ["patches-v2/patches.h5", "patches-v2-packed.h5"])
+def test_store_written_by_version_2_opens_forever(path):
+    """Written once, at the release of version 2, by `write_v2` below, and never to be rewritten."""
+    asked = []
+
+    def read(source, xy_l0, spec):
+        asked.append(source)
+        return np.full((len(xy_l0), 8, 8, 3), 9, np.uint8)
+
+    with PatchStore(FIXTURES / path, read) as store:
+        assert store.version == 2 and store.slides == ["raw", "native", "lossy", "positions"]
+        assert store.table.xy_l0[:, 0].tolist() == [0, 8, 16, 0, 16, 0, 8, 16, 0, 8, 16]
+        pixels = store.read(np.arange(11))
+        ramp = v2_pixels()
+        np.testing.assert_array_equal(pixels[:3], ramp)
+        assert np.abs(pixels[3:5].astype(int) - ramp[[0, 2]]).max() <= 8
+        assert np.abs(pixels[5:8].astype(int) - ramp).max() <= 8
+        assert (pixels[8:] == 9).all()
+    assert asked == [SlideSource("positions", "slides/positions.svs", "ab12", None, "auto")]
+
+
+def v2_pixels() -> np.ndarray:
+    """Smooth, so that JPEG keeps them."""
+    x = np.arange(8)
+    return np.stack([np.broadcast_to((x * 9 + 40 * k)[None, :, None], (8, 8, 3)) for k in range(3)]).astype(
+        np.uint8
+    )
+
+
+def write_v2(folder: Path) -> None:
+    """One shard of every content: as it is, the slide's own streams (one set aside), lossy, positions alone."""
+    n, streams = 3, [jpeg.encode(patch, 95) for patch in v2_pixels()]
+    spec, shards = GridSpec(8, 0.5, 8), []
+    for slide, wanted in (("raw", "raw"), ("native", "native"), ("lossy", "jpeg:95"), ("positions", "none")):
+        text = np.full(n, slide)
+        table = PatchTable(
+            np.stack([np.arange(n) * 8, np.zeros(n, np.int64)], 1),
+            np.arange(n) % 2,
+            np.full(n, np.nan, np.float32),
+            text,
+            text,
+            np.full(n, "train"),
+        )
+        shards.append(folder / "patches-v2" / "slides" / f"{slide}.h5")
+        meta = ShardMeta(slide, slide, "train", spec, "ab12", wanted=wanted)
+        if wanted == "raw":
+            write_shard(shards[-1], meta, table, [v2_pixels()])
+        elif wanted == "native":
+            write_streams(shards[-1], meta, table, [streams[0], streams[2]], unread={1: "cut short"})
+        elif wanted == "none":
+            source = SlideSource(slide, "slides/positions.svs", "ab12", None, "auto")
+            write_positions(shards[-1], meta, table, source)
+        else:
+            write_streams(shards[-1], meta, table, streams)
+    write_columns(folder / "patches-v2" / "patches.h5", StoreMeta("C1", CLASSES, spec), shards)
+    pack(folder / "patches-v2" / "patches.h5", folder / "patches-v2-packed.h5")

@@ -1,5 +1,7 @@
 """From slides to a store: right patches at the right place, nothing lost, nothing silent."""
 
+import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -11,13 +13,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SHARED
+import tifffile
+from conftest import SHARED, refused
 
 from wsi_fl.slides import phantom
 from wsi_fl.slides.reader import Slide
+from wsi_fl.stages import launch
 from wsi_fl.stages.init import init
 from wsi_fl.stages.tile import tile
+from wsi_fl.stages.tile_job import share_of_cores
+from wsi_fl.stages.workshop import open_store
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.shards import content_of
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -140,8 +147,6 @@ def test_a_corrupt_slide_is_set_aside_with_its_reason_and_the_others_stay(study,
 
 
 def test_two_at_a_time_on_one_store_are_refused(study):
-    import fcntl
-
     folder = study.store("C1").parent
     folder.mkdir(parents=True)
     with (folder / ".lock").open("w") as handle:
@@ -250,3 +255,304 @@ def test_real_patches_come_back_from_a_slide_they_were_laid_into(tmp_path):
     colourful = (np.ptp(cells.astype(int), axis=-1) > 20).mean(axis=(2, 3)) > 0.2
     holds_tissue = {(int(r), int(c)) for r, c in np.argwhere(colourful)}
     assert len(holds_tissue) > 30 and len(holds_tissue - kept) <= 0.05 * len(holds_tissue)
+
+
+@pytest.fixture(scope="module")
+def aligned(tmp_path_factory):
+    """Slides whose patches of 256 px at 0.5 µm are their own tiles, of three patients."""
+    folder = tmp_path_factory.mktemp("aligned")
+    image = phantom.paint_slide(phantom.plan_slides(1, 1, 2048, 0)[1])
+    for k in range(3):
+        block = np.roll(image, 256 * k, axis=1)
+        phantom.write_big_slide(folder / f"slide_{k}.tif", block, 0.5, size_px=2048, tile_px=256, quality=80)
+    return sorted(folder.glob("*.tif"))
+
+
+def aligned_study(root, slides):
+    rows = [[path.name, f"p{k}", "A", "normal", "", ""] for k, path in enumerate(slides)]
+    return generic_study(root, rows, slides)
+
+
+def shards_of(study):
+    return sorted((study.store("A").parent / "slides").glob("*.h5"))
+
+
+ALIGNED = ["tile.size_px=256", "tile.mpp=0.5", "tile.balance=false", "tile.min_tissue=0.05"]
+
+
+def tiled(root, slides, content, *more):
+    study = aligned_study(root, slides)
+    (row,) = tile(study, site="A", overrides=[*ALIGNED, f"store.pixels={content}", *more])["sites"]
+    return study, row
+
+
+def test_native_raw_and_none_give_the_same_arrays_and_jpeg_is_close(aligned, tmp_path):
+    found, bytes_of = {}, {}
+    for content in ("raw", "native", "none", "jpeg:90"):
+        study, row = tiled(tmp_path / content.replace(":", ""), aligned, content)
+        assert row["failed"] == []
+        with open_store(study, "A") as store:
+            rows = np.random.default_rng(0).permutation(len(store))
+            found[content] = store.read(rows), store.table
+        assert [content_of(shard) for shard in shards_of(study)] == [(content, [])] * 3
+        bytes_of[content] = sum(path.stat().st_size for path in shards_of(study))
+    raw, table = found["raw"]
+    for content in ("native", "none"):
+        np.testing.assert_array_equal(found[content][0], raw)
+        np.testing.assert_array_equal(found[content][1].xy_l0, table.xy_l0)
+    off = np.abs(found["jpeg:90"][0].astype(int) - raw)
+    assert 0 < off.mean() < 3
+    assert bytes_of["native"] < bytes_of["raw"] / 5 and bytes_of["none"] < bytes_of["raw"] / 50
+
+
+def test_native_bytes_are_the_slides_own(aligned, tmp_path):
+    study, _ = tiled(tmp_path, aligned, "native")
+    with open_store(study, "A") as store:
+        for name in store.slides:
+            shard = store.shard(name)
+            data, start = shard["bytes"][:].tobytes(), shard["start"][:]
+            assert not shard.attrs["lossy"]
+            with Slide(tmp_path / "slides" / f"{name}.tif") as slide:
+                for k, (x, y) in enumerate(shard["xy_l0"][:].tolist()):
+                    assert data[start[k] : start[k + 1]] == slide.native_stream((x, y), 256, 0.5)
+
+
+def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, tmp_path, capsys):
+    study, row = tiled(tmp_path, aligned[:1], "native", "tile.mpp=0.75")
+    assert row["patches"] and {content_of(shard)[0] for shard in shards_of(study)} == {"raw"}
+    assert "1 of 1 slides are stored raw" in capsys.readouterr().err
+    written = shards_of(study)[0].stat().st_mtime_ns
+    tile(study, site="A", overrides=[*ALIGNED, "store.pixels=native", "tile.mpp=0.75"])
+    assert shards_of(study)[0].stat().st_mtime_ns == written
+
+
+def test_another_storage_tiles_again_and_the_same_does_not(aligned, tmp_path):
+    study, _ = tiled(tmp_path, aligned[:1], "raw")
+    stamps = [shards_of(study)[0].stat().st_mtime_ns]
+    for content in ("native", "native", "none", "raw"):
+        tile(study, site="A", overrides=[*ALIGNED, f"store.pixels={content}"])
+        stamps.append(shards_of(study)[0].stat().st_mtime_ns)
+    assert [a == b for a, b in itertools.pairwise(stamps)] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("value", ["gzip", "jpeg:0", "jpeg:101", "jpeg", "RAW"])
+def test_an_unknown_storage_is_wrong_usage(study, value):
+    refused(lambda: tile(study, site="C1", overrides=[f"store.pixels={value}"]), "store.pixels", "jpeg:90")
+
+
+def spoil(path, xy, how):
+    """Damages the native tile at level-0 corner xy of a slide of 256-px tiles."""
+    with tifffile.TiffFile(path) as tif:
+        page = tif.pages[0]
+        across = -(-page.imagewidth // 256)
+        number = xy[1] // 256 * across + xy[0] // 256
+        start, length = page.dataoffsets[number], page.databytecounts[number]
+    rng = np.random.default_rng(0)
+    content = bytearray(path.read_bytes())
+    if how == "garbage":
+        content[start : start + length] = rng.integers(0, 256, length, np.uint8).tobytes()
+    else:  # the second half of its bytes never arrived
+        content[start + length // 2 : start + length] = bytes(length - length // 2)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("how", "content"),
+    [
+        ("garbage", "raw"),
+        ("cut", "raw"),
+        ("garbage", "native"),
+        ("cut", "native"),
+        ("cut", "none"),
+        ("cut", "jpeg:90"),
+    ],
+)
+def test_a_corrupt_tile_sets_its_patches_aside_and_all_others_are_right(aligned, tmp_path, content, how):
+    study, _ = tiled(tmp_path, aligned[:2], content)
+    with open_store(study, "A") as store:
+        whole, table = store.read(np.arange(len(store))), store.table
+    slide = store.slides[0]
+    lost = int(np.flatnonzero(table.slide == slide)[1])
+    xy = tuple(table.xy_l0[lost].tolist())
+    shutil.rmtree(study.root / "stores")
+    spoil(tmp_path / "slides" / f"{slide}.tif", xy, how)
+    overrides = [*ALIGNED, f"store.pixels={content}"]
+    stamps = []
+    for _ in range(2):  # the second start finds all of it done, and says the same
+        (row,) = tile(study, site="A", overrides=overrides)["sites"]
+        (aside,) = row["failed"]
+        assert aside["slide"] == slide and "\n" not in aside["reason"]
+        assert f"1 of {(table.slide == slide).sum()} patches" in aside["reason"]
+        assert f"({xy[0]}, {xy[1]})" in aside["reason"]
+        assert row["patches"] == len(table) - 1
+        stamps.append([path.stat().st_mtime_ns for path in shards_of(study)])
+    assert stamps[0] == stamps[1]
+    with open_store(study, "A") as store:
+        np.testing.assert_array_equal(store.read(np.arange(len(store))), np.delete(whole, lost, 0))
+        np.testing.assert_array_equal(store.table.xy_l0, np.delete(table.xy_l0, lost, 0))
+
+
+def test_a_slide_of_corrupt_patches_alone_is_set_aside(aligned, tmp_path):
+    study, _ = tiled(tmp_path, aligned[:2], "native")
+    with open_store(study, "A") as store:
+        slide, corners = store.slides[0], store.table.xy_l0[store.table.slide == store.slides[0]]
+    for xy in corners.tolist():
+        spoil(tmp_path / "slides" / f"{slide}.tif", xy, "garbage")
+    shutil.rmtree(study.root / "stores")
+    (row,) = tile(study, site="A", overrides=[*ALIGNED, "store.pixels=native"])["sites"]
+    assert [aside["slide"] for aside in row["failed"]] == [slide]
+    assert [shard.stem for shard in shards_of(study)] == [store.slides[1]]
+
+
+def test_a_store_without_pixels_finds_moved_slides_and_refuses_others(aligned, tmp_path):
+    study, _ = tiled(tmp_path, aligned[:2], "none")
+    with open_store(study, "A") as store:
+        before = store.read(np.arange(2))
+    with PatchStore(study.store("A")) as store:
+        refused(lambda: store.read(np.arange(2)), "no pixels of slide", error=WsiFlError)
+    (tmp_path / "slides").rename(tmp_path / "moved")
+    with open_store(study, "A") as store:
+        refused(lambda: store.read(np.arange(2)), "gone", "sites/A.toml", error=WsiFlError)
+    site = study.root / "sites" / "A.toml"
+    site.write_text(site.read_text().replace("/slides/", "/moved/"))
+    with open_store(study, "A") as store:
+        np.testing.assert_array_equal(store.read(np.arange(2)), before)
+    first, second = sorted((tmp_path / "moved").glob("*.tif"))
+    shutil.copy(second, first)
+    with open_store(study, "A") as store:
+        refused(lambda: store.read(np.arange(2)), "not the slide that was tiled", error=WsiFlError)
+
+
+RANKS = ["-n", "3", "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "wsi_fl", "tile", "--all"]
+
+
+def launch_ranks(cwd, *arguments, **more):
+    environment = os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [launch.find_mpiexec(), *RANKS, *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **more,
+    )
+
+
+def files_of(study):
+    root = study.root / "stores"
+    return {
+        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def test_three_ranks_make_the_store_of_one_process_byte_for_byte(study, archive, tmp_path):
+    init(tmp_path / "alone", archive=archive)
+    alone = Study(tmp_path / "alone")
+    expected = tile(alone, site=None, overrides=SETTINGS)
+    flags = [part for value in SETTINGS for part in ("--set", value)]
+    process = launch_ranks(study.root, *flags, "--json")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    document = json.loads(out)  # said once
+    for row in (*document["sites"], *expected["sites"]):
+        del row["seconds"]
+    assert document == expected
+    assert files_of(study) == files_of(alone)
+
+
+def test_what_a_killed_rank_left_undone_the_next_start_finishes(study, archive, tmp_path):
+    init(tmp_path / "alone", archive=archive)
+    alone = Study(tmp_path / "alone")
+    overrides = ["tile.size_px=32", *SETTINGS[1:]]
+    tile(alone, site=None, overrides=overrides)
+    flags = [part for value in overrides for part in ("--set", value)]
+    process = launch_ranks(study.root, *flags)
+    while not list((study.root / "stores").rglob("slides/*.h5")) and process.poll() is None:
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    tile(study, site=None, overrides=overrides)
+    assert files_of(study) == files_of(alone)
+
+
+def test_a_failure_of_ranks_is_told_once(study):
+    process = launch_ranks(study.root, "--set", "tile.size=3")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and err.count("wsi-fl: error:") == 1 and "did you mean" in err
+
+
+def test_a_second_job_is_refused_while_ranks_work(study):
+    folder = study.store("C1").parent
+    folder.mkdir(parents=True)
+    with (folder / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        process = launch_ranks(study.root)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode != 0 and err.count("another wsi-fl tile") == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "share"),
+    [
+        ([("a", [0, 1, 2, 3])], 4),
+        ([("a", [0, 1, 2, 3]), ("b", [0, 1, 2, 3])], 4),
+        ([("a", [0, 1, 2, 3]), ("a", [0, 1, 2, 3])], 2),
+        ([("a", [0, 1]), ("a", [2, 3])], 2),
+        ([("a", [0])] * 5, 1),
+    ],
+)
+def test_ranks_of_a_machine_share_its_cores(ranks, share):
+    assert share_of_cores(ranks[0], ranks) == share
+
+
+MEMORY = """
+import resource
+from pathlib import Path
+import numpy as np
+from wsi_fl.slides.planning import SlidePlan
+from wsi_fl.stages.tile_plans import Plans, choose, plan_each
+from wsi_fl.stores.columns import link_shards
+from wsi_fl.stores.contents import SlideSource
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.shards import ShardMeta, write_positions
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, SlideRecord
+
+n, rows, folder, spec = {n}, 2000, Path({folder!r}), GridSpec(512, 0.5, 512)
+names = [f"slide number {{k:04}}" for k in range(n)]
+records = [SlideRecord(Path(name), name, "a patient", "A", "weak", False) for name in names]
+plans = Plans(folder / ".plans", records, spec)
+
+def plan(record):
+    rng = np.random.default_rng(0)
+    return SlidePlan(record, spec, 0.5, (100_000, 100_000), "hash", rng.integers(0, 9, (rows, 2)),
+        rng.integers(0, 2, rows), np.zeros(rows, np.float32), bytes(200_000), np.zeros(1 << 17, np.uint8),
+        (1024, 1024), 97.0, [np.zeros((50, 2))])
+
+assert not any(plan_each(range(n), records, plan, plans, 2))
+chosen = choose(plans, range(n), balance=True, max_per_slide=None, seed=0)
+shards = []
+for k, keep in enumerate(chosen):
+    one = plans.load(k)
+    text = np.full(int(keep.sum()), one.record.slide)
+    table = PatchTable(one.xy_l0[keep], one.label[keep], one.tumor_fraction[keep], text, text, text)
+    shards.append(folder / "slides" / f"{{k}}.h5")
+    meta = ShardMeta(one.record.slide, one.record.patient, "train", spec, "", wanted="none")
+    write_positions(shards[-1], meta, table, SlideSource(one.record.slide, "x", "", None, "auto"))
+link_shards(folder / "patches.h5", StoreMeta("A", CLASSES, spec), shards)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_slides(tmp_path):
+    """Resident memory while planning, choosing and linking 40 and 400 slides of 2 000 patches each."""
+    peaks = []
+    for n_slides in (40, 400):
+        code = MEMORY.format(n=n_slides, folder=str(tmp_path / str(n_slides)))
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout))
+    assert peaks[1] - peaks[0] < 64 << 10, peaks  # KiB

@@ -129,7 +129,8 @@ def tile(
 
     with Bars("tile") as bars:
         document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    _out(document) if as_json else print_tile(document)
+    if document:  # ranks other than the first have nothing to say
+        _out(document) if as_json else print_tile(document)
 
 
 @app.command()

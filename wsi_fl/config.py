@@ -28,9 +28,9 @@ class Section(BaseModel):
 
 
 class Slides(Section):
-    """`auto` is OpenSlide, the only reader so far."""
+    """`native` decodes a slide's own JPEG tiles, `auto` does so where they give OpenSlide's pixels."""
 
-    reader: Literal["auto", "openslide"] = "auto"
+    reader: Literal["auto", "native", "openslide"] = "auto"
 
 
 class Tile(Section):
@@ -51,9 +51,9 @@ class Tile(Section):
 
 
 class Store(Section):
-    """`raw` is the only storage so far."""
-
-    pixels: Literal["raw"] = "raw"
+    pixels: str = Field("raw", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
+    """`raw`: as read. `native`: the slide's own JPEG streams where all of a slide's patches are whole tiles of it, else
+    raw. `jpeg:90`: encoded anew, which loses detail. `none`: read from the slide whenever they are wanted."""
 
 
 class Train(Section):
@@ -210,7 +210,9 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     if error["type"] == "model_type":
         return f"{key} is a section, [{key}], with keys {', '.join(_fields_at(model, location))}"
     message = str(error["msg"])
-    if error["type"] == "string_pattern_mismatch":
+    if key == "store.pixels":
+        message = "use 'raw', 'native', 'none' or 'jpeg:90' (a quality from 1 to 100)"
+    elif error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
     return f"{key} = {toml_or_repr(error['input'])}: {message[0].lower()}{message[1:]}"
 

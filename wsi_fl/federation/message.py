@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.ledger import Release
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile need none
+    from wsi_fl.privacy.ledger import Release
 
 _MAGIC = b"WSFL"
 _VERSION = 1
@@ -33,6 +36,8 @@ class Outgoing:
     release: Release
 
     def __post_init__(self) -> None:
+        from wsi_fl.privacy.ledger import Release
+
         if not isinstance(self.release, Release):
             raise TypeError(f"only a Release may leave a site, not {type(self.release).__name__}")
 

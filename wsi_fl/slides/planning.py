@@ -22,16 +22,18 @@ from wsi_fl.slides.annotations import (
     tumor_fraction,
     unsure_fraction,
 )
+from wsi_fl.slides.batch import Batch
 from wsi_fl.slides.grid import grid_positions, size_in_l0
 from wsi_fl.slides.labels import label_patches
-from wsi_fl.slides.reader import Slide
+from wsi_fl.slides.reader import Reader, Slide
 from wsi_fl.slides.tissue import TissueParams, tissue_fraction, tissue_mask
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 _UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 8
 _PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
-_BATCH, _BATCH_BYTES = 32, 1 << 23
+_BATCH, _BATCH_BYTES, _AHEAD = 32, 1 << 23, 2
+"""Larger arrays are given back to the system each time, and fresh pages cost more than they save."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class SlidePlan:
         return np.unpackbits(self.tissue_bits, count=height * width).reshape(height, width).astype(bool)
 
 
-def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = None) -> SlidePlan:
+def plan_slide(
+    record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
+) -> SlidePlan:
     """Finds tissue, lays the grid and labels it; reads a thumbnail and the annotation, no more.
 
     Raises:
@@ -90,7 +94,7 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
             without tissue, contradicting its annotation, or without a patch to keep.
     """
     params = params or PlanParams()
-    with Slide(record.path, record.mpp_override) as slide:
+    with Slide(record.path, record.mpp_override, reader) as slide:
         mpp, size_l0, quickhash = slide.mpp, slide.size_l0, slide.quickhash
         _check_resolution(record, spec, mpp)
         patch_l0 = size_in_l0(spec, mpp)
@@ -138,32 +142,51 @@ def plan_slide(record: SlideRecord, spec: GridSpec, params: PlanParams | None = 
 
 
 def read_patches(
-    record: SlideRecord, xy_l0: NDArray[np.int64], spec: GridSpec, *, threads: int
+    record: SlideRecord,
+    xy_l0: NDArray[np.int64],
+    spec: GridSpec,
+    *,
+    threads: int,
+    reader: Reader = "auto",
+    aside: dict[int, str] | None = None,
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
-    Threads share one handle (the decoders release the interpreter's lock) and run only so far ahead that
-    memory stays bounded.
+    Threads share one slide (the decoders release the interpreter's lock) and one batch, patch by patch: neighbours are
+    read at about the same time, so a native tile under several of them is decoded once. They run only so far ahead
+    that memory stays bounded.
+
+    Args:
+        record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
+        threads: how many decode.
+        reader: see `Slide`.
+        aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
+            may become empty; a batch's entries are there when it is yielded.
 
     Raises:
-        WsiFlError: when a patch cannot be decoded.
+        WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
-    batch = max(1, min(_BATCH, _BATCH_BYTES // (spec.size_px**2 * 3)))
-    with Slide(record.path, record.mpp_override) as slide, ThreadPoolExecutor(max(1, threads)) as pool:
+    step = max(1, min(_BATCH, _BATCH_BYTES // (spec.size_px**2 * 3)))
+    threads = max(1, threads)
+    ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
+    with Slide(record.path, record.mpp_override, reader) as slide, ThreadPoolExecutor(threads) as pool:
 
-        def read(start: int) -> NDArray[np.uint8]:
-            corners = xy_l0[start : start + batch].tolist()
-            return np.stack([slide.read((x, y), spec.size_px, spec.mpp) for x, y in corners])
+        def finished() -> Batch:
+            batch, work = ahead.popleft()
+            for future in work:
+                future.result()
+            if batch.bad and aside is None:
+                raise WsiFlError(batch.bad[min(batch.bad)])
+            return batch
 
-        ahead: deque[tuple[int, Future[NDArray[np.uint8]]]] = deque()
         try:
-            for start in range(0, len(xy_l0), batch):
-                ahead.append((start, pool.submit(read, start)))
-                if len(ahead) > threads:
-                    first, future = ahead.popleft()
-                    yield first, future.result()
-            for first, future in ahead:
-                yield first, future.result()
+            for first in range(0, len(xy_l0), step):
+                batch = Batch(first, xy_l0[first : first + step].tolist(), spec)
+                ahead.append((batch, [pool.submit(batch.fill, slide) for _ in range(threads)]))
+                if len(ahead) > _AHEAD:
+                    yield finished().given(aside)
+            while ahead:
+                yield finished().given(aside)
         finally:
             pool.shutdown(cancel_futures=True)
 

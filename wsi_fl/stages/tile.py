@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import glob
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,25 @@ from wsi_fl.config import Pipeline
 from wsi_fl.config import Site as SiteConfig
 from wsi_fl.slides.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.layouts import Sources, read_site
-from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide
-from wsi_fl.slides.splits import assign_splits, sample_rows
+from wsi_fl.slides.planning import PlanParams, plan_slide
+from wsi_fl.slides.splits import assign_splits
 from wsi_fl.stages.console import Silent, Watcher, say
-from wsi_fl.stages.tile_shards import locked, n_threads, one_line, remove_strays, write_all
-from wsi_fl.stages.tile_table import row_of, weak_note
-from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.shards import write_columns
-from wsi_fl.study import Study
-from wsi_fl.types import (
-    CLASSES,
-    GridSpec,
-    SetAside,
-    SlideRecord,
-    UsageError,
-    WsiFlError,
+from wsi_fl.stages.tile_job import Job
+from wsi_fl.stages.tile_plans import Plans, choose, plan_each
+from wsi_fl.stages.tile_shards import (
+    Wanted,
+    Written,
+    check_space,
+    locked,
+    remove_strays,
+    shard_path,
+    write_each,
 )
-
-_PLANNERS = 4
-"""Slides planned at once: each needs some hundred megabytes for its tissue mask."""
+from wsi_fl.stages.tile_table import row_of, storage_note, weak_note
+from wsi_fl.stores.columns import Counts, link_shards
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.study import Study
+from wsi_fl.types import CLASSES, GridSpec, SetAside, SlideRecord, UsageError, WsiFlError
 
 
 def tile(
@@ -50,19 +51,39 @@ def tile(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Tiles one site, or with `site` None every site of the pipeline; returns the `--json` document."""
-    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    chosen = study.sites(pipeline) if site is None else [study.site(site)]
-    sources = [(one, sources_of(study, one)) for one in chosen]
-    listed = [(one, *read_site(one.layout, source)) for one, source in sources]
-    for _, records, _ in listed:
-        if note := weak_note(records):
-            say(f"  {records[0].site}: {note}", style="yellow")
-    rows = [
-        _tile_site(study, one, pipeline, records, aside, watcher or Silent())
-        for one, records, aside in listed
-    ]
-    return {"sites": rows}
+    """Tiles one site, or with `site` None every site of the pipeline; returns the `--json` document.
+
+    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    """
+    job = Job()
+    listed: list[_Listed] = []
+
+    def prepare() -> None:
+        pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+        chosen = study.sites(pipeline) if site is None else [study.site(site)]
+        sources = [(one, sources_of(study, one)) for one in chosen]
+        for one, source in sources:
+            records, aside = read_site(one.layout, source)
+            listed.append(_Listed(study, one, pipeline, tuple(records), tuple(aside)))
+
+    job.together(prepare)
+    if job.first:
+        for one in listed:
+            if note := weak_note(one.records):
+                say(f"  {one.records[0].site}: {note}", style="yellow")
+    rows = [_tile_site(one, job, watcher if watcher and job.first else Silent()) for one in listed]
+    return {"sites": rows} if job.first else {}
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """A site and its slides."""
+
+    study: Study
+    site: SiteConfig
+    pipeline: Pipeline
+    records: tuple[SlideRecord, ...]
+    aside: tuple[SetAside, ...]
 
 
 def sources_of(study: Study, site: SiteConfig) -> Sources:
@@ -88,28 +109,48 @@ def sources_of(study: Study, site: SiteConfig) -> Sources:
     )
 
 
-def _tile_site(
-    study: Study,
-    site: SiteConfig,
-    pipeline: Pipeline,
-    records: list[SlideRecord],
-    aside: list[SetAside],
-    watcher: Watcher,
-) -> dict[str, Any]:
+def _tile_site(listed: _Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
+    """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns."""
     began = time.perf_counter()
-    store = study.store(site.name)
-    spec = spec_of(pipeline)
-    with locked(store.parent, site.name):
-        split = assign_splits(records, test_fraction=pipeline.tile.test_fraction, seed=pipeline.tile.seed)
-        failed = list(aside)
-        plans = _plan_all(split, pipeline, spec, failed, site.name, watcher)
-        chosen = _choose(plans, pipeline)
-        shards = write_all(store.parent, chosen, spec, failed, site.name, watcher)
-        if not shards:
-            raise WsiFlError(f"site {site.name}: no slide gave a patch; the first: {_first_reason(failed)}")
-        table = write_columns(store, StoreMeta(site.name, CLASSES, spec), shards)
-        remove_strays(store.parent, {shard.stem for shard in shards})
-    return row_of(study, site.name, table, failed, len(records) + len(aside), time.perf_counter() - began)
+    study, site, pipeline = listed.study, listed.site, listed.pipeline
+    folder, spec = study.store(site.name).parent, spec_of(pipeline)
+    tiling = pipeline.tile
+    records = assign_splits(listed.records, test_fraction=tiling.test_fraction, seed=tiling.seed)
+    plans = Plans(folder / ".plans", records, spec)
+    with ExitStack() as stack:
+
+        def lock() -> None:
+            if job.first:
+                stack.enter_context(locked(folder, site.name))
+                stack.callback(plans.clear)
+                plans.clear()
+
+        job.together(lock)
+        unplanned = _plan_all(listed, records, plans, job, watcher)
+        failed = [*listed.aside, *unplanned.values()]
+        numbers = [number for number in range(len(records)) if number not in unplanned]
+        written = _write_all(listed, plans, numbers, job, watcher)
+        failed += [SetAside(records[one.number].slide, one.reason) for one in written if one.reason]
+        shards = [shard_path(folder, records[one.number].slide) for one in written if one.content]
+        counts: Counts = {}
+
+        def write_columns() -> None:
+            if not shards:
+                raise WsiFlError(
+                    f"site {site.name}: no slide gave a patch; the first: {_first_reason(failed)}"
+                )
+            if job.first:
+                meta = StoreMeta(site.name, CLASSES, spec)
+                counts.update(link_shards(study.store(site.name), meta, shards))
+                remove_strays(folder, {shard.stem for shard in shards})
+
+        job.together(write_columns)
+    if not job.first:
+        return {}
+    if note := storage_note([one.content for one in written if one.content], pipeline.store.pixels):
+        say(f"  {site.name}: {note}", style="yellow")
+    n_slides = len(records) + len(listed.aside)
+    return row_of(study, site.name, counts, failed, n_slides, time.perf_counter() - began)
 
 
 def spec_of(pipeline: Pipeline) -> GridSpec:
@@ -118,15 +159,10 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
 
 
 def _plan_all(
-    records: Sequence[SlideRecord],
-    pipeline: Pipeline,
-    spec: GridSpec,
-    failed: list[SetAside],
-    site: str,
-    watcher: Watcher,
-) -> list[SlidePlan]:
-    """Plans of the slides that work, in order; the others go to `failed` with their reason."""
-    settings = pipeline.tile
+    listed: _Listed, records: Sequence[SlideRecord], plans: Plans, job: Job, watcher: Watcher
+) -> dict[int, SetAside]:
+    """Plans of the slides that work go to `plans`; returns the others by their number, with the reason."""
+    settings = listed.pipeline.tile
     params = PlanParams(
         min_tissue=settings.min_tissue,
         min_tumor=settings.min_tumor,
@@ -134,47 +170,61 @@ def _plan_all(
         hole_groups=settings.hole_groups or HOLE_GROUPS,
         ignored_groups=settings.ignored_groups,
     )
-    plans: list[SlidePlan] = []
+    mine = job.mine(range(len(records)))
+    spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
 
-    def plan(record: SlideRecord) -> SlidePlan | SetAside:
-        try:
-            return plan_slide(record, spec, params)
-        except WsiFlError as error:
-            return SetAside(record.slide, str(error))
-        except Exception as error:  # one slide that a library chokes on must not end the others
-            return SetAside(record.slide, one_line(error))
+    def work() -> list[tuple[int, str]]:
+        found = []
+        each = plan_each(
+            mine, records, lambda one: plan_slide(one, spec, params, reader=reader), plans, job.threads
+        )
+        for done, (number, aside) in enumerate(zip(mine, each, strict=True), 1):
+            if aside is not None:
+                found.append((number, aside.reason))
+            watcher.update(listed.site.name, done / 2 * _scale(mine, records), len(records), "finding tissue")
+        return found
 
-    for number, outcome in enumerate(_in_threads(plan, records), 1):
-        if isinstance(outcome, SetAside):
-            failed.append(outcome)
-        else:
-            plans.append(outcome)
-        watcher.update(site, number / 2, len(records), "finding tissue")
-    return plans
-
-
-def _choose(plans: Sequence[SlidePlan], pipeline: Pipeline) -> list[tuple[SlidePlan, NDArray[np.bool_]]]:
-    """Which of each slide's patches are kept, balanced over the site."""
-    if not plans:
-        return []
-    slide = np.repeat(np.arange(len(plans)), [len(plan.label) for plan in plans])
-    keep = sample_rows(
-        np.concatenate([plan.label for plan in plans]),
-        slide,
-        balance=pipeline.tile.balance,
-        max_per_slide=pipeline.tile.max_per_slide,
-        seed=pipeline.tile.seed,
-    )
-    ends = np.cumsum([len(plan.label) for plan in plans])[:-1]
-    return list(zip(plans, np.split(keep, ends), strict=True))
+    reasons = sorted((number, reason) for part in job.together(work) for number, reason in part)
+    return {number: SetAside(records[number].slide, reason) for number, reason in reasons}
 
 
-def _in_threads(
-    work: Callable[[SlideRecord], SlidePlan | SetAside], records: Sequence[SlideRecord]
-) -> Iterator[SlidePlan | SetAside]:
-    """Results in order, a few at work at a time."""
-    with ThreadPoolExecutor(min(n_threads(), _PLANNERS)) as pool:
-        yield from pool.map(work, records)
+def _write_all(
+    listed: _Listed, plans: Plans, numbers: Sequence[int], job: Job, watcher: Watcher
+) -> list[Written]:
+    """Shards of all planned slides, each written by one rank; what became of each, in order."""
+    study, pipeline = listed.study, listed.pipeline
+    folder, spec, settings = study.store(listed.site.name).parent, spec_of(pipeline), pipeline.tile
+    wanted = Wanted(folder, spec, pipeline.store.pixels, pipeline.slides.reader, job.threads, study.relative)
+
+    def choose_mine() -> None:
+        keep = choose(
+            plans,
+            numbers,
+            balance=settings.balance,
+            max_per_slide=settings.max_per_slide,
+            seed=settings.seed,
+        )
+        if job.first:
+            check_space(folder, sum(int(rows.sum()) for rows in keep), spec, wanted.content)
+        chosen.extend(job.mine(list(zip(numbers, keep, strict=True))))
+
+    def work() -> list[dict[str, Any]]:
+        found = []
+        for done, one in enumerate(write_each(chosen, plans, wanted), 1):
+            found.append(asdict(one))
+            progress = (len(chosen) + done) / 2 * _scale(chosen, numbers)
+            watcher.update(listed.site.name, progress, len(numbers), plans.slide(one.number))
+        return found
+
+    chosen: list[tuple[int, NDArray[np.bool_]]] = []
+    job.together(choose_mine)
+    written = [Written(**one) for part in job.together(work) for one in part]
+    return sorted(written, key=lambda one: one.number)
+
+
+def _scale(mine: Sequence[Any], everything: Sequence[Any]) -> float:
+    """What one slide of this rank's share stands for."""
+    return len(everything) / max(1, len(mine))
 
 
 def _first_reason(failed: Sequence[SetAside]) -> str:

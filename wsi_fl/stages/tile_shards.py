@@ -3,66 +3,126 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.files import remove_leftovers, write_bytes
 from wsi_fl.slides.overview import draw_overview
-from wsi_fl.slides.planning import SlidePlan, read_patches
-from wsi_fl.stages.console import Watcher, say
-from wsi_fl.stores.shards import ShardMeta, fingerprint, shard_is_current, write_shard
-from wsi_fl.types import (
-    DiskFull,
-    GridSpec,
-    PatchTable,
-    SetAside,
-    WsiFlError,
+from wsi_fl.slides.planning import SlidePlan
+from wsi_fl.slides.reader import Reader
+from wsi_fl.stages.console import say
+from wsi_fl.stages.tile_plans import Plans, one_line
+from wsi_fl.stages.tile_rows import NoStream, Unreadable, native_streams, new_streams, pixel_batches
+from wsi_fl.stores.contents import SlideSource, quality_of
+from wsi_fl.stores.shards import (
+    ShardMeta,
+    content_of,
+    fingerprint,
+    shard_is_current,
+    write_positions,
+    write_shard,
+    write_streams,
 )
+from wsi_fl.types import DiskFull, GridSpec, PatchTable, WsiFlError
 
 _SPARE_BYTES = 64 << 20
+_COLUMNS_BYTES = 64
+_SHARE_OF_RAW = {"raw": 1.0, "native": 0.25, "jpeg": 0.3, "none": 0.0}
+"""Cautious: JPEG streams of tissue take about a ninth."""
+_MOST_PLACES = 5
+_EDGE_L0 = 0.5
 
 
-def write_all(
-    folder: Path,
-    chosen: Sequence[tuple[SlidePlan, NDArray[np.bool_]]],
-    spec: GridSpec,
-    failed: list[SetAside],
-    site: str,
-    watcher: Watcher,
-) -> list[Path]:
-    """Shards of all slides that could be read, in order."""
-    _check_space(folder, chosen, spec)
-    shards: list[Path] = []
-    for number, (plan, keep) in enumerate(chosen, 1):
-        slide = plan.record.slide
-        shard = folder / "slides" / f"{slide}.h5"
+@dataclass(frozen=True)
+class Wanted:
+    """How the shards of a site are written."""
+
+    folder: Path
+    """Of the store."""
+    spec: GridSpec
+    content: str
+    """The setting `store.pixels`."""
+    reader: Reader
+    threads: int
+    relative: Callable[[Path], str]
+    """A slide's path as it is written down."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of one slide; plain enough for JSON.
+
+    Attributes:
+        number: of the slide in the site's plan.
+        content: what its shard holds for pixels; None when it has none.
+        reason: why it, or some of its patches, were set aside.
+    """
+
+    number: int
+    content: str | None = None
+    reason: str | None = None
+
+
+def write_each(
+    chosen: Sequence[tuple[int, NDArray[np.bool_]]], plans: Plans, wanted: Wanted
+) -> Iterator[Written]:
+    """Writes the shards of these slides, one after the other."""
+    for number, keep in chosen:
         if not keep.any():
-            failed.append(SetAside(slide, "none of its patches was drawn into the sample"))
-        else:
-            try:
-                _write_slide(shard, plan, keep, spec)
-                shards.append(shard)
-            except DiskFull:
-                raise
-            except WsiFlError as error:
-                failed.append(SetAside(slide, str(error)))
-            except Exception as error:  # as above
-                failed.append(SetAside(slide, one_line(error)))
-        watcher.update(site, (len(chosen) + number) / 2, len(chosen), slide)
-    return shards
+            yield Written(number, None, "none of its patches was drawn into the sample")
+            continue
+        try:
+            plan = plans.load(number)
+            content, unread = _write_slide(plan, keep, wanted)
+            yield Written(number, content, partly(unread, int(keep.sum())))
+        except DiskFull:
+            raise
+        except WsiFlError as error:
+            yield Written(number, None, str(error))
+        except Exception as error:  # one slide that a library chokes on must not end the others
+            yield Written(number, None, one_line(error))
 
 
-def _write_slide(shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: GridSpec) -> None:
-    """One shard and its picture, unless both are there and current."""
+def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
+    """What is said of the patches (x, y, reason) that were set aside of n; None when all were read.
+
+    Example:
+        >>> partly([(0, 512, "cut short")], 9)
+        '1 of 9 patches set aside, at level-0 pixel (0, 512): cut short'
+    """
+    if not unread:
+        return None
+    places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
+    more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
+    return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
+
+
+def shard_path(folder: Path, slide: str) -> Path:
+    return folder / "slides" / f"{slide}.h5"
+
+
+def _write_slide(
+    plan: SlidePlan, keep: NDArray[np.bool_], wanted: Wanted
+) -> tuple[str, list[tuple[int, int, str]]]:
+    """One shard and its picture, unless both are there and current; what `content_of` says of the shard."""
     record = plan.record
+    shard = shard_path(wanted.folder, record.slide)
+    split = record.split or "train"
     meta = ShardMeta(
-        record.slide, record.patient, record.split or "train", spec, plan.quickhash, _source(plan)
+        record.slide,
+        record.patient,
+        split,
+        wanted.spec,
+        plan.quickhash,
+        _source(plan, wanted.reader),
+        wanted.content,
     )
     n = int(keep.sum())
     table = PatchTable(
@@ -71,37 +131,97 @@ def _write_slide(shard: Path, plan: SlidePlan, keep: NDArray[np.bool_], spec: Gr
         plan.tumor_fraction[keep],
         np.full(n, record.slide),
         np.full(n, record.patient),
-        np.full(n, meta.split),
+        np.full(n, split),
     )
     current = shard_is_current(shard, fingerprint(meta, table))
-    picture = shard.parent.parent / "overview" / f"{record.slide}.png"
-    if current and picture.exists():
-        return
+    picture = wanted.folder / "overview" / f"{record.slide}.png"
     if current is False:
         say(f"  {record.slide}: parameters or slide changed, tiled again")
     if not current:
         picture.unlink(missing_ok=True)  # it would outlive a kill between the two
-        pixels = (batch for _, batch in read_patches(record, table.xy_l0, spec, threads=n_threads()))
-        write_shard(shard, meta, table, pixels)
-    write_bytes(picture, draw_overview(plan, keep))
+        _write_shard(_Task(shard, meta, table, plan), wanted)
+    content, unread = content_of(shard)
+    if not picture.exists():
+        corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
+        lost = (plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
+        write_bytes(picture, draw_overview(plan, keep & ~lost))
+    return content, unread
 
 
-def _source(plan: SlidePlan) -> str:
-    """What else decides a slide's pixels: its size on disk where it has no quickhash, and the µm per pixel used."""
+@dataclass(frozen=True)
+class _Task:
+    """One shard to write."""
+
+    shard: Path
+    meta: ShardMeta
+    table: PatchTable
+    plan: SlidePlan
+
+
+def _write_shard(task: _Task, wanted: Wanted) -> None:
+    """The shard of all patches that can be read; each pass over the slide finds those that cannot."""
+    content = wanted.content
+    if content == "native" and _beyond_edge(task.plan, task.table):
+        content = "raw"
+    unread: dict[int, str] = {}
+    while True:
+        rows = np.setdiff1d(np.arange(len(task.table)), list(unread))
+        try:
+            return _write_pass(task, wanted, content, rows, unread)
+        except NoStream:
+            content = "raw"
+        except Unreadable as error:
+            unread |= {int(rows[k]): reason for k, reason in error.rows.items()}
+            if len(unread) == len(task.table):
+                raise WsiFlError(unread[0]) from None
+
+
+def _write_pass(
+    task: _Task, wanted: Wanted, content: str, rows: NDArray[np.int64], unread: dict[int, str]
+) -> None:
+    """Reads these rows and writes the shard without `unread`."""
+    record, corners, spec = task.plan.record, task.table.xy_l0[rows], wanted.spec
+    shard, meta, table = task.shard, task.meta, task.table
+    how: dict[str, Any] = {"threads": wanted.threads, "reader": wanted.reader}
+    if content == "native":
+        write_streams(shard, meta, table, native_streams(record, corners, spec, **how), unread=unread)
+    elif (quality := quality_of(content)) is not None:
+        write_streams(shard, meta, table, new_streams(record, corners, spec, quality, **how), unread=unread)
+    elif content == "none":
+        for _ in pixel_batches(record, corners, spec, **how):
+            pass  # a damaged patch is found now, not when training wants it
+        path = wanted.relative(record.path)
+        source = SlideSource(record.slide, path, task.plan.quickhash, record.mpp_override, wanted.reader)
+        write_positions(shard, meta, table, source, unread=unread)
+    else:
+        write_shard(shard, meta, table, pixel_batches(record, corners, spec, **how), unread=unread)
+
+
+def _beyond_edge(plan: SlidePlan, table: PatchTable) -> bool:
+    """Whether a patch reaches over the slide's edge, where a tile's own bytes hold what the scanner put there."""
+    reach = table.xy_l0 + plan.spec.size_px * plan.spec.mpp / plan.mpp
+    return bool((reach > np.array(plan.size_l0) + _EDGE_L0).any())
+
+
+def _source(plan: SlidePlan, reader: Reader) -> str:
+    """What else decides a slide's pixels: its size on disk where it has no quickhash, the µm per pixel used, and a
+    reader that was asked for by name."""
     path = plan.record.path
     size = path.stat().st_size if path.is_file() else 0
-    return f"{size} {plan.mpp!r}"
+    return f"{size} {plan.mpp!r}" + ("" if reader == "auto" else f" {reader}")
 
 
-def _check_space(folder: Path, chosen: Sequence[tuple[SlidePlan, NDArray[np.bool_]]], spec: GridSpec) -> None:
+def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
     """Refuses to begin what the disk cannot hold; shards that are there already count as free."""
-    needed = sum(int(keep.sum()) for _, keep in chosen) * spec.size_px**2 * 3
+    share = _SHARE_OF_RAW["jpeg" if quality_of(content) else content]
+    needed = round(n * (spec.size_px**2 * 3 * share + _COLUMNS_BYTES))
     present = sum(path.stat().st_size for path in (folder / "slides").glob("*.h5"))
     free = shutil.disk_usage(folder).free
     if needed - present + _SPARE_BYTES > free:
+        advice = "" if content in {"native", "none"} else "store.pixels = 'native', "
         raise DiskFull(
             f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
-            "set tile.max_per_slide, or free some space"
+            f"set {advice}tile.max_per_slide, or free some space"
         )
 
 
@@ -124,12 +244,3 @@ def remove_strays(folder: Path, kept: set[str]) -> None:
     for path in [*(folder / "slides").glob("*.h5"), *(folder / "overview").glob("*.png")]:
         if path.stem not in kept:
             path.unlink()
-
-
-def one_line(error: BaseException) -> str:
-    """Any exception as a reason."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def n_threads() -> int:
-    return max(1, len(os.sched_getaffinity(0)))

@@ -6,29 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from wsi_fl.stages.console import say
+from wsi_fl.stores.columns import Counts
 from wsi_fl.study import Study
 from wsi_fl.types import (
     CLASSES,
-    PatchTable,
+    SPLITS,
     SetAside,
     SlideRecord,
 )
 
 
 def row_of(
-    study: Study, site: str, table: PatchTable, failed: Sequence[SetAside], n_slides: int, seconds: float
+    study: Study, site: str, found: Counts, failed: Sequence[SetAside], n_slides: int, seconds: float
 ) -> dict[str, Any]:
-    counts = {
-        split: {
-            name: int(((table.label == k) & (table.split == split)).sum()) for k, name in enumerate(CLASSES)
-        }
-        for split in ("train", "val", "test")
-    }
+    """One site of the `--json` document; `found` holds the patches of each class by split."""
+    counts = {split: {name: int(found[split][k]) for k, name in enumerate(CLASSES)} for split in SPLITS}
     return {
         "site": site,
         "slides": n_slides,
         "failed": [{"slide": aside.slide, "reason": aside.reason} for aside in failed],
-        "patches": len(table),
+        "patches": sum(sum(c.values()) for c in counts.values()),
         "healthy": sum(c["healthy"] for c in counts.values()),
         "tumor": sum(c["tumor"] for c in counts.values()),
         "train": sum(counts["train"].values()),
@@ -47,6 +44,16 @@ def weak_note(records: Sequence[SlideRecord]) -> str:
     )
 
 
+def storage_note(contents: Sequence[str], wanted: str) -> str:
+    """Says how many slides could not be stored as their own bytes."""
+    n = sum(content != wanted for content in contents)
+    return (
+        f"{n} of {len(contents)} slides are stored raw: their patches are not whole JPEG tiles of theirs"
+        if n
+        else ""
+    )
+
+
 def print_tile(document: dict[str, Any]) -> None:
     """The table of the paper (Table 1): labels × train/test × sites, and what was set aside."""
     from rich.table import Table
@@ -59,7 +66,7 @@ def print_tile(document: dict[str, Any]) -> None:
     for row in rows:
         table.add_column(row["site"], justify="right")
     table.add_column("sum", justify="right")
-    for split in ("train", "val", "test"):
+    for split in SPLITS:
         if not any(sum(row["table"][split].values()) for row in rows):
             continue
         for name in CLASSES:
@@ -70,7 +77,8 @@ def print_tile(document: dict[str, Any]) -> None:
     stderr.print(table)
     for row in rows:
         for aside in row["failed"]:
-            say(f"  {row['site']}: {aside['slide']} set aside: {aside['reason']}", style="yellow")
+            whole = "" if " patches set aside" in aside["reason"] else " set aside"
+            say(f"  {row['site']}: {aside['slide']}{whole}: {aside['reason']}", style="yellow")
         if not row["train"]:
             say(
                 f"  {row['site']}: has no training patch, so nothing can be trained on it",

@@ -20,7 +20,7 @@ from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
-from wsi_fl.learning.examples import Examples, in_memory, joined, resized
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, joined, resized
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import build
@@ -28,6 +28,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.slide_pixels import SlidePixels
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
@@ -50,7 +51,7 @@ def open_store(study: Study, site: str) -> PatchStore:
         raise WsiFlError(
             f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl tile --site {site}`"
         )
-    return PatchStore(path)
+    return PatchStore(path, SlidePixels(study, site))
 
 
 def store_digest(store: PatchStore) -> str:
@@ -62,25 +63,27 @@ def store_digest(store: PatchStore) -> str:
     return digest.hexdigest()
 
 
-def examples_of(store: PatchStore, split: str, input_px: int | None) -> Examples:
+def examples_of(
+    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
+) -> Examples:
     """The patches of one split, reduced to input_px, in memory where they fit."""
     rows = np.flatnonzero(store.table.split == split)
     table = store.table.take(rows)
     found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
-    return in_memory(resized(found, input_px) if input_px else found)
+    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
 def held_out(study: Study, site: str, size_px: int) -> Examples:
     """The test patches of a site, read once by a process that trains many sites."""
     path = study.store(site)
     open_store(study, site).close()
-    return _held_out(path, path.stat().st_mtime_ns, size_px)
+    return _held_out(study.root, site, path.stat().st_mtime_ns, size_px)
 
 
 @lru_cache(maxsize=512)
-def _held_out(path: Path, written_ns: int, size_px: int) -> Examples:
+def _held_out(root: Path, site: str, written_ns: int, size_px: int) -> Examples:
     del written_ns  # a store made anew is another one
-    return examples_of(PatchStore(path), "test", size_px)
+    return examples_of(open_store(Study(root), site), "test", size_px)
 
 
 def may_merge(sites: Sequence[config.Site]) -> bool:

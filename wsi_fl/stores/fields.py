@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ STORE_FORMAT = "wsi-fl patch store"
 SHARD_FORMAT = "wsi-fl patch shard"
 
 
-VERSION = 1
+VERSION = 2
+"""The newest that is read; a file says the lowest version whose readers understand it (FORMAT.md)."""
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,21 @@ def spec_attrs(spec: GridSpec) -> dict[str, Any]:
     return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
 
 
-def write_root(file: h5py.File, meta: StoreMeta, table: PatchTable) -> None:
+def write_root(file: h5py.File, meta: StoreMeta, version: int) -> None:
+    """The root attributes of `patches.h5`."""
     file.attrs.update(
         spec_attrs(meta.spec)
         | {
             "format": STORE_FORMAT,
-            "version": VERSION,
+            "version": version,
             "tool_version": __version__,
             "site": meta.site,
             "classes": json.dumps(meta.classes),
         }
     )
-    for name in ("xy_l0", "label", "tumor_fraction"):
-        file[name] = getattr(table, name)
-    for name in ("slide", "patient", "split"):
-        file[name] = encoded_text(getattr(table, name))
 
 
-def encoded_text(texts: NDArray[np.str_]) -> NDArray[Any]:
+def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
     """As fixed-length UTF-8."""
     encoded = [str(text).encode() for text in texts]
     width = max((len(text) for text in encoded), default=0) or 1

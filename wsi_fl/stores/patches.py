@@ -5,9 +5,13 @@ See FORMAT.md. A missing shard raises instead of reading as black.
 
 from __future__ import annotations
 
+import os
 import resource
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.stores.contents import ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     STORE_FORMAT,
@@ -28,13 +33,19 @@ from wsi_fl.types import WsiFlError
 
 _OPEN_SHARDS = 128
 """Shards one reader keeps open, fewer where the system allows few files: joint training reads many stores."""
+_MOST_THREADS = 8
+_ROWS_PER_TASK = 4
 
 
 class PatchStore:
-    """A patch store, read-only; linked and packed stores read the same.
+    """A patch store, read-only; linked and packed stores read the same, whatever stands for the pixels.
+
+    Args:
+        read_slide: reads patches from a slide, for stores without pixels (`store.pixels = none`).
 
     Attributes:
         meta: site, classes and grid.
+        version: of the format of `patches.h5`.
         table: the columns of all n patches.
         slides: slide names in row order.
 
@@ -42,8 +53,9 @@ class PatchStore:
         WsiFlError: when the file is missing, damaged, of another format or of a newer version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, read_slide: ReadSlide | None = None) -> None:
         self.path = path
+        self._read_slide = read_slide
         if not path.exists():
             raise WsiFlError(f"{path}: no such store; make it with `wsi-fl tile`")
         try:
@@ -52,6 +64,7 @@ class PatchStore:
             raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
         try:
             check_format(self._file, STORE_FORMAT, path)
+            self.version = int(self._file.attrs["version"])
             self.meta = read_meta(self._file)
             self.table = read_table(self._file)
         except (KeyError, OSError, TypeError, ValueError) as error:
@@ -64,8 +77,10 @@ class PatchStore:
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
-        self._shards: OrderedDict[str, h5py.Group] = OrderedDict()
+        self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
         self._most_open = _most_open()
+        self._lock = Lock()
+        self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> PatchStore:
         return self
@@ -79,29 +94,39 @@ class PatchStore:
         return len(self.table)
 
     def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
         self._shards.clear()
         self._file.close()
 
     @property
     def channels(self) -> int:
         """3 for RGB, 1 for grey; every shard of a store has as many as the first."""
-        return int(self.shard(self.slides[0])["pixels"].shape[-1]) if self.slides else 3
+        return self._rows_of(self.slides[0]).shape[-1] if self.slides else 3
 
     def shard(self, slide: str) -> Any:
         """The HDF5 group of one slide; a shard that is missing, damaged or of other patches raises WsiFlError."""
+        return self._shard(slide)[0]
+
+    def _rows_of(self, slide: str) -> Rows:
+        return self._shard(slide)[1]
+
+    def _shard(self, slide: str) -> tuple[h5py.Group, Rows]:
         if slide not in self._shards:
             if len(self._shards) >= self._most_open:
                 self._shards.popitem(last=False)
             try:
                 group = self._open_shard(slide)
                 check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
-                self._check_columns(slide, group)
+                rows = rows_of(group, self.meta.spec, self._read_slide)
+                self._check_columns(slide, group, rows)
             except (KeyError, OSError, TypeError, ValueError) as error:
                 raise WsiFlError(
                     f"{self.path}: the shard of slide {slide} is missing or damaged ({first_line(error)}); "
                     "run `wsi-fl tile` again"
                 ) from None
-            self._shards[slide] = group
+            self._shards[slide] = group, rows
         self._shards.move_to_end(slide)
         return self._shards[slide]
 
@@ -112,14 +137,15 @@ class PatchStore:
             return h5py.File(self.path.parent / link.filename, "r")["/"]
         return self._file["slides"][slide]
 
-    def _check_columns(self, slide: str, group: h5py.Group) -> None:
+    def _check_columns(self, slide: str, group: h5py.Group, patches: Rows) -> None:
         """A `tile` that was killed leaves new shards under old columns: their labels would not be the pixels'."""
         rows = self._rows[slide]
         size, n = self.meta.spec.size_px, rows.stop - rows.start
         same = (
             bool(np.all(self.table.slide[rows] == slide))
             and {key: group.attrs[key] for key in spec_attrs(self.meta.spec)} == spec_attrs(self.meta.spec)
-            and group["pixels"].shape in {(n, size, size, 1), (n, size, size, 3)}
+            and patches.n == n
+            and patches.shape in {(size, size, 1), (size, size, 3)}
             and np.array_equal(group["xy_l0"], self.table.xy_l0[rows])
             and np.array_equal(group["label"], self.table.label[rows])
             and np.array_equal(group["tumor_fraction"], self.table.tumor_fraction[rows], equal_nan=True)
@@ -130,22 +156,75 @@ class PatchStore:
             )
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for."""
+        """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.
+
+        JPEG streams are decoded in threads, strictly: damage raises WsiFlError.
+        """
         size = self.meta.spec.size_px
-        channels = int(self.shard(str(self.table.slide[rows[0]]))["pixels"].shape[-1]) if len(rows) else 3
-        out = np.empty((len(rows), size, size, channels), np.uint8)
-        for position, row in enumerate(rows):
-            slide = str(self.table.slide[row])
-            pixels = self.shard(slide)["pixels"]
+        with self._lock:
+            channels = self._rows_of(str(self.table.slide[rows[0]])).shape[-1] if len(rows) else 3
+            out = np.empty((len(rows), size, size, channels), np.uint8)
+            at_work: list[Future[None]] = []
             try:
-                _, chunk = pixels.id.read_direct_chunk((int(row) - self._rows[slide].start, 0, 0, 0))
-                out[position] = np.frombuffer(chunk, np.uint8).reshape(out.shape[1:])
-            except (OSError, RuntimeError, ValueError) as error:
-                raise WsiFlError(
-                    f"{self.path}: patch {row} in the shard of slide {slide} is damaged "
-                    f"({first_line(error)}); run `wsi-fl tile` again"
-                ) from None
+                for slide, at in self._by_slide(rows):
+                    patches = self._rows_of(slide)
+                    step = _ROWS_PER_TASK if patches.threaded else len(at)
+                    for part in (at[k : k + step] for k in range(0, len(at), step)):
+                        work = (slide, patches, rows[part], out, part)
+                        if patches.threaded and len(rows) > 1:
+                            at_work.append(self._threads().submit(self._read_part, *work))
+                        else:
+                            self._read_part(*work)
+                for future in at_work:
+                    future.result()
+            finally:
+                for future in at_work:
+                    future.cancel()
         return out
+
+    def _by_slide(self, rows: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[np.int64]]]:
+        """(slide, positions in `rows` of its patches) for each slide."""
+        slides, which = np.unique(self.table.slide[rows], return_inverse=True)
+        for k, slide in enumerate(slides):
+            yield str(slide), np.flatnonzero(which == k)
+
+    def _read_part(
+        self,
+        slide: str,
+        patches: Rows,
+        rows: NDArray[np.int64],
+        out: NDArray[np.uint8],
+        at: NDArray[np.int64],
+    ) -> None:
+        """Some rows of one slide, one after the other so that an error can name the row."""
+        first = self._rows[slide].start
+        try:
+            patches.read(rows - first, out, at)
+        except SlideUnreadable:
+            raise
+        except (OSError, RuntimeError, ValueError, WsiFlError) as error:
+            row = _first_damaged(patches, rows, first, out, at)
+            raise WsiFlError(
+                f"{self.path}: patch {row} in the shard of slide {slide} is damaged "
+                f"({first_line(error)}); run `wsi-fl tile` again"
+            ) from None
+
+    def _threads(self) -> ThreadPoolExecutor:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+        return self._pool
+
+
+def _first_damaged(
+    patches: Rows, rows: NDArray[np.int64], first: int, out: NDArray[np.uint8], at: NDArray[np.int64]
+) -> int:
+    """The first of the rows that cannot be read."""
+    for k, row in enumerate(rows):
+        try:
+            patches.read(rows[k : k + 1] - first, out, at[k : k + 1])
+        except (OSError, RuntimeError, ValueError, WsiFlError):
+            return int(row)
+    return int(rows[0])
 
 
 def _most_open() -> int:

@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
+from types import MappingProxyType
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.files import atomic, reserve
-from wsi_fl.stores.fields import (
-    SHARD_FORMAT,
-    VERSION,
-    StoreMeta,
-    check_format,
-    encoded_text,
-    spec_attrs,
-    write_root,
-)
+from wsi_fl.files import atomic
+from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
+from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
+from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, spec_attrs, write_root
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
 
-_SLIDE_BYTES = 1 << 14
-"""Room for a slide's attributes, link and group."""
-_ROW_BYTES = 256
-"""Room for a patch's columns and its place in the index of chunks."""
+_IN_MEMORY_BYTES = 64 << 20
+"""JPEG streams of one slide beyond that wait on disk until their number of bytes is known."""
+_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -47,12 +44,21 @@ class ShardMeta:
     """OpenSlide's quickhash of the slide, or "" where the format has none."""
     source: str = ""
     """What else decides the pixels; only its digest is stored."""
+    wanted: str = "raw"
+    """What was asked to be stored for the pixels: raw, native, jpeg:Q or none."""
+
+
+Unread = Mapping[int, str]
+"""Rows of a planned table that cannot be read, and why."""
+_ALL_READ: Unread = MappingProxyType({})
 
 
 def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
-    """SHA-256 over all that decides a shard's content: format, slide, grid, split, positions and labels."""
-    said = [VERSION, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
+    """SHA-256 over all that decides a shard's content: slide, grid, split, planned positions and labels, storage."""
+    said = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
     said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px]
+    if meta.wanted != "raw":  # said nothing in version 1, whose shards stay current
+        said.append(meta.wanted)
     digest = hashlib.sha256(json.dumps(said).encode())
     for column in (table.xy_l0, table.label, table.tumor_fraction):
         digest.update(np.ascontiguousarray(column).tobytes())
@@ -70,39 +76,40 @@ def shard_is_current(path: Path, wanted: str) -> bool | None:
         return False
 
 
+def content_of(path: Path) -> tuple[str, list[tuple[int, int, str]]]:
+    """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
+    with h5py.File(path, "r") as file:
+        content = str(file.attrs.get("content", "raw"))
+        if "unread_xy_l0" not in file:
+            return content, []
+        corners = file["unread_xy_l0"][:].tolist()
+        reasons = file["unread_reason"].asstr()[:]
+        return content, [(x, y, str(reason)) for (x, y), reason in zip(corners, reasons, strict=True)]
+
+
 def write_shard(
-    path: Path, meta: ShardMeta, table: PatchTable, pixels: Iterable[NDArray[np.uint8]], *, channels: int = 3
+    path: Path,
+    meta: ShardMeta,
+    table: PatchTable,
+    pixels: Iterable[NDArray[np.uint8]],
+    *,
+    channels: int = 3,
+    unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's patches atomically.
+    """Writes one slide's patches atomically, as they are.
 
     Args:
-        pixels: batches uint8[b, size_px, size_px, channels] in the table's order, n rows in all.
+        table: as planned; it decides the fingerprint.
+        pixels: batches uint8[b, size_px, size_px, channels] in the table's order, n rows in all, without `unread`.
         channels: 3 for RGB, 1 for grey images.
+        unread: rows of the table that are left out.
 
     Raises:
         WsiFlError: when the pixels are not n ≥ 1 patches of the right shape, or the disk is full.
     """
-    n, size = len(table), meta.spec.size_px
-    if n == 0:
-        raise WsiFlError(f"{path}: a shard holds at least one patch")
-    with atomic(path) as temporary, _created(temporary, n * (size * size * channels + _ROW_BYTES)) as file:
-        file.attrs.update(
-            spec_attrs(meta.spec)
-            | {
-                "format": SHARD_FORMAT,
-                "version": VERSION,
-                "tool_version": __version__,
-                "slide": meta.slide,
-                "patient": meta.patient,
-                "split": meta.split,
-                "quickhash": meta.quickhash,
-                "fingerprint": fingerprint(meta, table),
-            }
-        )
-        for name in ("xy_l0", "label", "tumor_fraction"):
-            file[name] = getattr(table, name)
-        if (table.patient != meta.patient).any():  # images of many patients in one shard
-            file["patient"] = encoded_text(table.patient)
+    n, size = len(table) - len(unread), meta.spec.size_px
+    room = n * size * size * channels
+    with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
         dataset = file.create_dataset(
             "pixels", (n, size, size, channels), np.uint8, chunks=(1, size, size, channels), fillvalue=0
         )
@@ -116,37 +123,116 @@ def write_shard(
             if row + len(batch) > n:
                 raise WsiFlError(f"{path}: got more than the {n} patches expected")
             for patch in batch:
-                dataset.id.write_direct_chunk((row, 0, 0, 0), np.ascontiguousarray(patch).tobytes())
+                dataset.id.write_direct_chunk((row, 0, 0, 0), np.ascontiguousarray(patch))
                 row += 1
-        if row != n:
-            raise WsiFlError(f"{path}: got {row} patches, expected {n}")
+        _check_count(path, row, n)
 
 
-def write_columns(path: Path, meta: StoreMeta, shards: list[Path]) -> PatchTable:
-    """Writes `patches.h5`: the columns of all shards, in the order given, and a link to each of them.
+def write_streams(
+    path: Path,
+    meta: ShardMeta,
+    table: PatchTable,
+    streams: Iterable[bytes],
+    *,
+    unread: Unread = _ALL_READ,
+) -> None:
+    """Writes one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
 
-    Shards lie below the folder of `path`. Returns the columns written.
+    The lengths are known only at the end, so many streams wait in a file without a name.
     """
-    tables = [_shard_table(shard, meta.spec) for shard in shards]
-    table = PatchTable.concat(tables) if tables else _empty_table()
-    with atomic(path) as temporary, _created(temporary, _columns_bytes(table)) as file:
-        write_root(file, meta, table)
-        links = file.create_group("slides", track_order=True)
-        for shard, part in zip(shards, tables, strict=True):
-            links[str(part.slide[0])] = h5py.ExternalLink(shard.relative_to(path.parent).as_posix(), "/")
-    return table
+    quality = quality_of(meta.wanted)
+    with atomic(path) as final, SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(path.parent)) as spool:
+        start = [0]
+        for stream in streams:
+            spool.write(stream)
+            start.append(start[-1] + len(stream))
+        _check_count(path, len(start) - 1, len(table) - len(unread))
+        spool.seek(0)
+        with _filled(final, meta, table, unread, start[-1], version=2) as file:
+            file.attrs.update({"content": meta.wanted, "lossy": quality is not None})
+            file["start"] = np.array(start, np.uint64)
+            data = file.create_dataset("bytes", (start[-1],), np.uint8)
+            for first in range(0, start[-1], _COPY_BYTES):
+                piece = np.frombuffer(spool.read(_COPY_BYTES), np.uint8)
+                data[first : first + len(piece)] = piece
+
+
+def write_positions(
+    path: Path,
+    meta: ShardMeta,
+    table: PatchTable,
+    source: SlideSource,
+    *,
+    unread: Unread = _ALL_READ,
+) -> None:
+    """Writes one slide's columns atomically, and where the slide is instead of pixels."""
+    with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0, version=2) as file:
+        file.attrs.update(
+            {
+                "content": "none",
+                "path": source.path,
+                "mpp_override": math.nan if source.mpp_override is None else source.mpp_override,
+                "reader": source.reader,
+            }
+        )
+
+
+@contextmanager
+def _filled(
+    path: Path, meta: ShardMeta, planned: PatchTable, unread: Unread, n_bytes: int, *, version: int = 1
+) -> Iterator[h5py.File]:
+    """A new shard with everything but its pixels."""
+    left_out = sorted(unread)
+    table = planned.take(~np.isin(np.arange(len(planned)), left_out)) if left_out else planned
+    if not len(table):
+        raise WsiFlError(f"{meta.slide}: a shard holds at least one patch")
+    with created(path, n_bytes + len(planned) * ROW_BYTES) as file:
+        file.attrs.update(
+            spec_attrs(meta.spec)
+            | {
+                "format": SHARD_FORMAT,
+                "version": version,
+                "tool_version": __version__,
+                "slide": meta.slide,
+                "patient": meta.patient,
+                "split": meta.split,
+                "quickhash": meta.quickhash,
+                "fingerprint": fingerprint(meta, planned),
+            }
+        )
+        for name in ("xy_l0", "label", "tumor_fraction"):
+            file[name] = getattr(table, name)
+        if (table.patient != meta.patient).any():  # images of many patients in one shard
+            file["patient"] = encoded_text(table.patient)
+        if left_out:
+            file["unread_xy_l0"] = planned.xy_l0[left_out]
+            file["unread_reason"] = encoded_text(unread[row] for row in left_out)
+        yield file
+
+
+def _check_count(path: Path, found: int, expected: int) -> None:
+    if found != expected:
+        raise WsiFlError(f"{path}: got {found} patches, expected {expected}")
+
+
+def write_columns(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> PatchTable:
+    """Writes `patches.h5` as `link_shards` does and returns all its columns."""
+    link_shards(path, meta, shards)
+    with PatchStore(path) as store:
+        return store.table
 
 
 def pack(source: Path, target: Path) -> None:
     """Copies a linked store into one self-contained file that reads the same."""
     with PatchStore(source) as store, atomic(target) as temporary:
-        needed = len(store) * (store.meta.spec.size_px**2 * 3 + _ROW_BYTES) + _columns_bytes(store.table)
-        with _created(temporary, needed) as file:
+        room = sum(shard_bytes(store.shard(name)) for name in store.slides)
+        with created(temporary, room + len(store) * ROW_BYTES + table_bytes(store.table)) as file:
             _copy_into(file, store)
 
 
 def _copy_into(file: h5py.File, store: PatchStore) -> None:
-    write_root(file, store.meta, store.table)
+    write_root(file, store.meta, store.version)
+    write_table(file, store.table)
     slides = file.create_group("slides", track_order=True)
     for name in store.slides:
         group = slides.create_group(name)
@@ -154,35 +240,3 @@ def _copy_into(file: h5py.File, store: PatchStore) -> None:
         group.attrs.update(shard.attrs)
         for key in shard:
             shard.copy(key, group)
-
-
-def _columns_bytes(table: PatchTable) -> int:
-    text = sum(column.dtype.itemsize for column in (table.slide, table.patient, table.split))
-    return len(table) * (text + _ROW_BYTES) + len(np.unique(table.slide)) * _SLIDE_BYTES
-
-
-def _created(path: Path, n_bytes: int) -> h5py.File:
-    """A new HDF5 file on a disk that can hold it."""
-    reserve(path, n_bytes + _SLIDE_BYTES)
-    return h5py.File(path, "w")
-
-
-def _shard_table(path: Path, spec: GridSpec) -> PatchTable:
-    with h5py.File(path, "r") as file:
-        check_format(file, SHARD_FORMAT, path)
-        if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
-            raise WsiFlError(f"{path}: tiled on another grid than its store; run `wsi-fl tile` again")
-        n = len(file["label"])
-        slide, patient, split = (np.full(n, str(file.attrs[key])) for key in ("slide", "patient", "split"))
-        if "patient" in file:
-            patient = np.asarray(file["patient"].asstr()[:], np.str_)
-        return PatchTable(
-            file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], slide, patient, split
-        )
-
-
-def _empty_table() -> PatchTable:
-    text = np.empty(0, np.str_)
-    return PatchTable(
-        np.empty((0, 2), np.int64), np.empty(0, np.int64), np.empty(0, np.float32), text, text, text
-    )

@@ -5,6 +5,14 @@ are drawings: good for trying the software, never for claims about medicine.
 """
 
 from wsi_fl.slides.phantom.archive import PhantomSlide, paint_archive, paint_slide, plan_slides, truth_mask
-from wsi_fl.slides.phantom.tiff import write_pyramid
+from wsi_fl.slides.phantom.tiff import write_big_slide, write_pyramid
 
-__all__ = ["PhantomSlide", "paint_archive", "paint_slide", "plan_slides", "truth_mask", "write_pyramid"]
+__all__ = [
+    "PhantomSlide",
+    "paint_archive",
+    "paint_slide",
+    "plan_slides",
+    "truth_mask",
+    "write_big_slide",
+    "write_pyramid",
+]

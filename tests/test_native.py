@@ -1,0 +1,386 @@
+"""Native tiles: OpenSlide's pixels or OpenSlide itself, and damage that stays where it is."""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from conftest import SHARED
+from PIL import Image
+
+from wsi_fl import jpeg
+from wsi_fl.slides import native, phantom
+from wsi_fl.slides.phantom import tiff as writer
+from wsi_fl.slides.planning import read_patches
+from wsi_fl.slides.reader import Slide
+from wsi_fl.types import GridSpec, SlideRecord, UsageError, WsiFlError
+
+MPP = 0.5
+REAL = SHARED / "data" / "slides" / "CMU-1-Small-Region.svs"
+ODD = SHARED / "data" / "slides_odd"
+_Y, _X = np.mgrid[:610, :730]
+_SPOTS = np.random.default_rng(0).integers(0, 90, (77, 92, 3)).repeat(8, 0).repeat(8, 1)[:610, :730]
+IMAGE = (np.stack([_X / 5, _Y / 4, (_X + _Y) / 9], -1) + _SPOTS).astype(np.uint8)
+
+
+def split(stream: bytes) -> tuple[bytes, bytes]:
+    """(tables, abbreviated stream without markers that tell the colour), as Aperio writes them."""
+    tables, rest, place = [], [], 2
+    while stream[place + 1] != 0xDA:
+        end = place + 2 + int.from_bytes(stream[place + 2 : place + 4])
+        if stream[place + 1] not in {0xE0, 0xEE}:
+            (tables if stream[place + 1] in {0xDB, 0xC4} else rest).append(stream[place:end])
+        place = end
+    return b"\xff\xd8" + b"".join(tables) + b"\xff\xd9", b"\xff\xd8" + b"".join(rest) + stream[place:]
+
+
+def write_slide(path, levels=(IMAGE,), *, tile_px=64, apart=False, rgb=False, subsampling="4:2:0", vendor=""):
+    """A pyramid of JPEG tiles; `apart` keeps the tables in a tag, `rgb` writes components as they are."""
+    with path.open("wb") as file:
+        file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
+        link = 8
+        for number, level in enumerate(levels):
+            starts, lengths, tables = [], [], b""
+            for y in range(0, level.shape[0], tile_px):
+                for x in range(0, level.shape[1], tile_px):
+                    tile = np.zeros((tile_px, tile_px, 3), np.uint8)
+                    part = level[y : y + tile_px, x : x + tile_px]
+                    tile[: part.shape[0], : part.shape[1]] = part
+                    buffer = io.BytesIO()
+                    options = {"keep_rgb": True} if rgb else {"subsampling": subsampling}
+                    Image.fromarray(tile).save(buffer, "JPEG", quality=80, **options)
+                    stream = buffer.getvalue()
+                    if apart:
+                        tables, stream = split(stream)
+                    starts.append(file.tell())
+                    lengths.append(file.write(stream))
+            mpp = MPP * levels[0].shape[1] / level.shape[1]
+            tags = writer._tags(level.shape[0], level.shape[1], mpp, tile_px, reduced=number > 0)
+            tags = [tag for tag in tags if tag[0] not in {262, 530, 532}]
+            tags.append((262, (3, "H"), [2 if rgb else 6]))
+            if not rgb:
+                sampling = {"4:2:0": [2, 2], "4:2:2": [2, 1], "4:4:4": [1, 1]}[subsampling]
+                tags.append((530, (3, "H"), sampling))
+            if apart:
+                tags.append((347, (7, "B"), list(tables)))
+            if vendor:
+                tags.append((270, (2, "B"), [*vendor.encode(), 0]))
+            tags += [(324, (16, "Q"), starts), (325, (16, "Q"), lengths)]
+            link = writer._write_directory(file, link, tags)
+    return path
+
+
+def halves(n):
+    levels = [IMAGE]
+    for _ in range(n - 1):
+        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
+    return levels
+
+
+def where_tile_is(path, number, level=0):
+    with tifffile.TiffFile(path) as tif:
+        page = tif.pages[level]
+        return page.dataoffsets[number], page.databytecounts[number]
+
+
+def damage(path, number, how="garbage"):
+    """Spoils one tile of level 0 in one of the ways that slides are spoilt."""
+    offset, n = where_tile_is(path, number)
+    with path.open("r+b") as file:
+        file.seek(offset + n // 2 if how == "cut" else offset)
+        if how == "garbage":
+            file.write(np.random.default_rng(1).integers(0, 256, n).astype(np.uint8).tobytes())
+        elif how == "zeros":
+            file.write(bytes(n))
+        else:
+            file.write(b"\xff\xd9" + bytes(n - n // 2 - 2))
+
+
+def differences(path, n=40, seed=0, **given):
+    """The largest and the largest mean difference of native patches and OpenSlide's over random patches."""
+    rng = np.random.default_rng(seed)
+    apart, mean = 0, 0.0
+    with Slide(path, reader="native", **given) as mine, Slide(path, reader="openslide", **given) as theirs:
+        assert (mine.reader, theirs.reader) == ("native", "openslide")
+        for k in range(n):
+            scale = float(rng.choice(mine.level_downsamples)) if k % 2 else rng.uniform(0.95, 7)
+            size = int(rng.integers(1, 200))
+            xy = tuple(int(rng.integers(-150, extent + 100)) for extent in mine.size_l0)
+            if k % 5 == 0:
+                xy, size = (xy[0] // 64 * 64, xy[1] // 64 * 64), 64
+            patches = [s.read(xy, size, s.mpp * scale).astype(int) for s in (mine, theirs)]
+            difference = np.abs(patches[0] - patches[1])
+            apart, mean = max(apart, difference.max()), max(mean, difference.mean())
+        thumbnails = [s.thumbnail(300)[0].astype(int) for s in (mine, theirs)]
+        assert np.abs(thumbnails[0] - thumbnails[1]).max() <= 2
+    return apart, mean
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"tile_px": 48},
+        {"tile_px": 128, "apart": True},
+        {"subsampling": "4:2:2"},
+        {"subsampling": "4:4:4", "apart": True},
+        {"rgb": True},
+        {"rgb": True, "apart": True},
+        {"apart": True, "vendor": "Aperio Image\r\n730x610|MPP = 0.5"},
+    ],
+    ids=lambda kind: " ".join(f"{k}={str(v)[:6]}" for k, v in kind.items()) or "plain",
+)
+def test_pixels_are_openslides_whatever_the_tiles_and_their_colours(tmp_path, kind):
+    apart, mean = differences(write_slide(tmp_path / "s.tif", halves(3), **kind))
+    assert apart <= 2 and mean < 0.1
+
+
+def test_a_big_slide_of_repeated_tiles_is_one_that_openslide_reads_alike(tmp_path):
+    path = tmp_path / "big.tif"
+    phantom.write_big_slide(path, IMAGE, MPP, size_px=3000, tile_px=240, shared=True)
+    assert path.stat().st_size < 400_000
+    assert max(differences(path)) == 0
+    with Slide(path) as slide:
+        assert slide.size_l0 == (3000, 3000)
+        assert np.array_equal(slide.read((0, 0), 480, MPP), slide.read((480, 1440), 480, MPP))
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the material beside the project is not there")
+def test_real_slides_give_the_same_patches_through_both():
+    assert differences(REAL)[0] <= 2
+    for path in sorted(ODD.iterdir()):
+        outcomes = []
+        for reader in ("auto", "openslide"):
+            try:
+                with Slide(path, 0.5, reader) as slide:
+                    outcomes.append(slide.read((0, 0), 32, 0.5).tolist())
+            except WsiFlError as error:
+                outcomes.append(str(error).split(":")[1])
+        assert outcomes[0] == outcomes[1], path.name
+
+
+@pytest.mark.parametrize("how", ["garbage", "cut", "zeros"])
+@pytest.mark.parametrize("number", [0, 14, 119])
+def test_a_damaged_tile_spoils_its_own_patches_alone(tmp_path, how, number):
+    """Tile 0 and 119 are among those that are compared on opening."""
+    whole = write_slide(tmp_path / "whole.tif")
+    broken = write_slide(tmp_path / "broken.tif")
+    damage(broken, number, how)
+    column, row = number % 12, number // 12
+    corners = np.array([(x, y) for y in range(0, 610, 50) for x in range(0, 730, 50)])
+    spec = GridSpec(50, MPP, 50)
+    aside: dict[int, str] = {}
+    record = SlideRecord(broken, "broken", "p", "s", "negative", positive=False)
+    with Slide(broken) as slide:
+        assert slide.reader == "native"
+    batches = list(read_patches(record, corners, spec, threads=3, aside=aside))
+    touching = {
+        k
+        for k, (x, y) in enumerate(corners)
+        if x < column * 64 + 64 and x + 50 > column * 64 and y < row * 64 + 64 and y + 50 > row * 64
+    }
+    assert set(aside) == touching
+    for k, reason in aside.items():
+        place = f"({corners[k][0]}, {corners[k][1]})"
+        assert reason.startswith(
+            f"broken.tif: cannot be read at level-0 pixel {place}: native tile in column"
+        )
+        assert "\n" not in reason
+    good = [k for k in range(len(corners)) if k not in aside]
+    pixels = np.concatenate([b for _, b in batches])
+    with Slide(whole, reader="openslide") as slide:
+        for k, patch in zip(good, pixels, strict=True):
+            assert np.array_equal(patch, slide.read(tuple(corners[k].tolist()), 50, MPP))
+    with pytest.raises(WsiFlError, match=r"broken\.tif: cannot be read at"):
+        list(read_patches(record, corners, spec, threads=3))
+
+
+@pytest.mark.parametrize("how", ["garbage", "cut"])
+def test_a_thumbnail_goes_on_around_a_damaged_tile(tmp_path, how):
+    whole, broken = (write_slide(tmp_path / f"{name}.tif") for name in ("whole", "broken"))
+    damage(broken, 40, how)
+    with Slide(whole) as one, Slide(broken) as other:
+        for max_px in (730, 365):
+            expected, picture = (s.thumbnail(max_px)[0] for s in (one, other))
+            apart = np.abs(picture.astype(int) - expected).max(-1) > 0
+            assert 0 < apart.sum() <= (96 * max_px // 730 + 16) ** 2
+            ys, xs = (np.flatnonzero(apart.any(axis)) * 730 / max_px for axis in (1, 0))
+            assert 3 * 64 - 40 <= ys.min() <= ys.max() <= 4 * 64 + 40
+            assert 4 * 64 - 40 <= xs.min() <= xs.max() <= 5 * 64 + 40
+
+
+def test_a_slide_damaged_all_over_has_no_thumbnail(tmp_path):
+    path = write_slide(tmp_path / "s.tif")
+    for number in range(1, 100):
+        damage(path, number, "cut")
+    with Slide(path) as slide, pytest.raises(WsiFlError, match=r"^s\.tif: cannot be read at [^\n]+$"):
+        slide.thumbnail(300)
+
+
+def test_a_file_that_lost_its_end_is_damaged_there(tmp_path):
+    """The directories come first in this file, so its tiles alone are lost."""
+    path = write_slide(tmp_path / "s.tif")
+    with Slide(path) as slide:
+        level = slide._native.level(0)
+        offset, _ = where_tile_is(path, 100)
+        os.truncate(path, offset + 10)
+        with pytest.raises(WsiFlError, match="the file ends within it"):
+            slide.read((100 % 12 * 64, 100 // 12 * 64), 64, MPP)
+        assert level.holds((0, 0, 64, 64))
+        assert slide.read((0, 0), 64, MPP).std() > 0
+
+
+@pytest.mark.parametrize("off", [3, 1])
+def test_tiles_that_decode_differently_are_left_to_openslide(tmp_path, monkeypatch, off):
+    """A decoder that is off everywhere, by more than rounding or by little but too often."""
+    path = write_slide(tmp_path / "s.tif")
+    original = jpeg.decode
+
+    def wrong(stream, out=None):
+        picture = original(stream, out)
+        picture += np.uint8(off)
+        return picture
+
+    monkeypatch.setattr(jpeg, "decode", wrong)
+    with Slide(path) as slide, Slide(path, reader="openslide") as judge:
+        assert slide.reader == "openslide"
+        assert slide.native_stream((0, 0), 64, MPP) is None
+        assert np.array_equal(slide.read((9, 9), 70, MPP), judge.read((9, 9), 70, MPP))
+    with pytest.raises(WsiFlError, match=r"^s\.tif: slides.reader = native cannot read level 0: [^\n]+$"):
+        Slide(path, reader="native")
+
+
+def test_a_tile_that_the_file_leaves_out_is_openslides(tmp_path):
+    path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
+    content = bytearray(path.read_bytes())
+    with tifffile.TiffFile(path) as tif:
+        counts = tif.pages[0].tags[325]
+    content[counts.valueoffset + 8 * 40 : counts.valueoffset + 8 * 41] = bytes(8)
+    path.write_bytes(bytes(content))
+    x, y = 40 % 12 * 64, 40 // 12 * 64
+    with Slide(path) as slide, Slide(path, reader="openslide") as judge:
+        assert slide.reader == "native"
+        for corner in ((x, y), (x - 20, y - 20), (0, 0)):
+            assert np.array_equal(slide.read(corner, 64, MPP), judge.read(corner, 64, MPP))
+        assert slide.native_stream((x, y), 64, MPP) is None
+
+
+@pytest.mark.parametrize("kind", [{}, {"apart": True}, {"rgb": True, "apart": True}, {"rgb": True}])
+def test_a_native_stream_is_the_slides_own_bytes_and_decodes_to_the_patch(tmp_path, kind):
+    path = write_slide(tmp_path / "s.tif", halves(2), **kind)
+    with Slide(path) as slide:
+        for xy, mpp in (((0, 0), MPP), ((128, 64), MPP), ((128, 128), 2 * MPP)):
+            stream = slide.native_stream(xy, 64, mpp)
+            assert np.array_equal(jpeg.decode(stream), slide.read(xy, 64, mpp))
+        offset, n = where_tile_is(path, 0)
+        own = path.read_bytes()[offset : offset + n]
+        stream = slide.native_stream((0, 0), 64, MPP)
+        assert stream == own if not kind else stream.endswith(own[own.index(b"\xff\xda") :])
+
+
+def test_there_is_no_native_stream_where_a_patch_is_not_one_whole_tile(tmp_path):
+    path = write_slide(tmp_path / "s.tif")
+    with Slide(path) as slide:
+        for xy, size, mpp in (
+            ((1, 0), 64, MPP),
+            ((0, 0), 32, MPP),
+            ((0, 0), 128, MPP),
+            ((0, 0), 64, 2 * MPP),
+            ((-64, 0), 64, MPP),
+            ((704, 0), 64, MPP),
+            ((0, 576), 64, MPP),
+            ((768, 0), 64, MPP),
+        ):
+            assert slide.native_stream(xy, size, mpp) is None, (xy, size, mpp)
+    with Slide(path, reader="openslide") as slide:
+        assert slide.native_stream((0, 0), 64, MPP) is None
+
+
+@pytest.mark.parametrize("how", ["garbage", "cut", "zeros"])
+def test_a_damaged_tile_has_no_native_stream_but_an_error(tmp_path, how):
+    path = write_slide(tmp_path / "s.tif")
+    damage(path, 14, how)
+    with Slide(path) as slide:
+        with pytest.raises(
+            WsiFlError, match=r"^s\.tif: cannot be read at level-0 pixel \(128, 64\): [^\n]+$"
+        ):
+            slide.native_stream((128, 64), 64, MPP)
+        assert slide.native_stream((64, 64), 64, MPP) is not None
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("stride", [100, 50])
+def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, threads, stride):
+    path = write_slide(tmp_path / "s.tif", tile_px=48)
+    corners = np.array([(x, y) for y in range(0, 600, stride) for x in range(0, 700, stride)])
+    spec = GridSpec(100, MPP, stride)
+    record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
+    decoded: Counter[int] = Counter()
+    original = native.NativeLevel._stream
+
+    def counting(self, number):
+        decoded[number] += 1
+        return original(self, number)
+
+    monkeypatch.setattr(native.NativeLevel, "_stream", counting)
+    with Slide(path):
+        checking = sum(decoded.values())
+    decoded.clear()
+    n = sum(len(b) for _, b in read_patches(record, corners, spec, threads=threads))
+    assert n == len(corners)
+    assert sum(decoded.values()) <= checking + len(decoded) * (
+        1 if threads == 1 else 1.1
+    )  # one may lag behind
+
+
+def test_what_is_kept_is_bounded(tmp_path, monkeypatch):
+    path = write_slide(tmp_path / "s.tif")
+    with Slide(path) as slide:
+        for y in range(0, 600, 30):
+            slide.read((0, y), 200, MPP)
+        assert len(slide._native.level(0)._kept._results) <= 6 * 12
+    monkeypatch.setattr(native, "_KEPT_BYTES", 5 * 64 * 64 * 3)
+    with Slide(path) as slide, Slide(path, reader="openslide") as judge, ThreadPoolExecutor(4) as pool:
+        corners = [(x, y) for y in range(0, 500, 90) for x in range(0, 600, 90)]
+        patches = list(pool.map(lambda xy: slide.read(xy, 120, MPP), corners))
+        assert len(slide._native.level(0)._kept._results) <= 5
+        for xy, patch in zip(corners, patches, strict=True):
+            assert np.array_equal(patch, judge.read(xy, 120, MPP))
+
+
+def test_a_patch_can_be_written_where_it_belongs(tmp_path):
+    path = write_slide(tmp_path / "s.tif")
+    out = np.zeros((3, 64, 64, 3), np.uint8)
+    with Slide(path) as slide:
+        for xy in ((64, 64), (70, 64), (-70, 64)):
+            assert slide.read(xy, 64, MPP, out[1]) is not None
+            assert np.array_equal(out[1], slide.read(xy, 64, MPP))
+    assert not out[0].any() and not out[2].any()
+
+
+def test_closing_closes_the_file(tmp_path):
+    path = write_slide(tmp_path / "s.tif")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        with Slide(path) as slide:
+            slide.read((0, 0), 64, MPP)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 1
+
+
+def test_an_unknown_reader_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="auto, native, openslide"):
+        Slide(write_slide(tmp_path / "s.tif"), reader="fast")
+
+
+@pytest.mark.skipif(not ODD.exists(), reason="the material beside the project is not there")
+@pytest.mark.parametrize("name", ["boxes.tiff", "boxes_0.dcm", "unreadable.svs"])
+def test_what_cannot_be_read_natively_says_so_where_native_is_demanded(name):
+    with pytest.raises(WsiFlError, match=r"slides.reader = native cannot read level 0: [^\n]+; use auto or"):
+        Slide(ODD / f"openslide-python_{name}", reader="native")

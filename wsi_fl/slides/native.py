@@ -1,0 +1,221 @@
+"""A slide's own JPEG tiles, read by offset and decoded strictly: several times faster than OpenSlide's compositing.
+
+OpenSlide stays the authority: `trusted` hands out only levels that were found to give its pixels.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import jpeg
+from wsi_fl.slides.tiff import TiledImage
+from wsi_fl.types import WsiFlError
+
+Box = tuple[int, int, int, int]
+"""x, y, width, height in pixels of a level."""
+
+_KEPT_ROWS, _KEPT_BYTES = 6, 192 << 20
+"""Decoded tiles that are kept for patches to come. A 512-px patch touches four rows of 240-px tiles, and threads may
+work in two rows of patches."""
+
+
+class NativeLevel:
+    """One level of an open slide file. All methods may be called from several threads.
+
+    Args:
+        file: its descriptor, which stays the caller's.
+        image: where the tiles lie.
+        background: RGB of what lies beyond the edge.
+    """
+
+    def __init__(self, file: int, image: TiledImage, background: tuple[int, int, int]) -> None:
+        self.image = image
+        self._file = file
+        self._background = np.array(background, np.uint8)
+        width, height = image.tile_px
+        self._tile_shape = (height, width, 3)
+        n_kept = min(_KEPT_ROWS * image.n_columns, _KEPT_BYTES // (height * width * 3))
+        self._kept = _Recent(max(1, n_kept))
+        self._scratch = threading.local()
+        self._complete = bool(image.n_bytes.all())
+
+    def holds(self, box: Box) -> bool:
+        """Whether the file has every tile that the box touches."""
+        if self._complete:
+            return True
+        columns, rows = self._span(box)
+        table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
+        return bool(table[rows.start : rows.stop, columns.start : columns.stop].all())
+
+    def read(self, box: Box, out: NDArray[np.uint8], *, overlapping: bool = True) -> None:
+        """Fill `out` [height, width, 3] with the box, the background's colour beyond the edge.
+
+        Args:
+            box: may reach over the edges.
+            out: contiguous.
+            overlapping: whether other boxes will want the same pixels; if not, only tiles that straddle are kept.
+
+        Raises:
+            WsiFlError: when a tile in the box is damaged.
+        """
+        x, y, width, height = box
+        level_width, level_height = self.image.size_px
+        if x < 0 or y < 0 or x + width > level_width or y + height > level_height:
+            out[:] = self._background
+        across = _pieces(x, width, self.image.tile_px[0], level_width)
+        down = _pieces(y, height, self.image.tile_px[1], level_height)
+        if not overlapping and out.shape == self._tile_shape == _covered(down, across):
+            self._decode(down[0].number * self.image.n_columns + across[0].number, out)
+            return
+        for row in down:
+            first = row.number * self.image.n_columns
+            for column in across:
+                keep = overlapping or not (row.whole and column.whole)
+                tile = self._tile(first + column.number, keep=keep)
+                out[row.to, column.to] = tile[row.of, column.of]
+
+    def stream(self, box: Box) -> bytes | None:
+        """The self-contained JPEG stream of the one whole tile that is the box; None where there is no such tile.
+
+        Raises:
+            WsiFlError: when the tile is damaged.
+        """
+        x, y, width, height = box
+        tile_width, tile_height = self.image.tile_px
+        level_width, level_height = self.image.size_px
+        on_lattice = x >= 0 and y >= 0 and x % tile_width == 0 and y % tile_height == 0
+        within = x + width <= level_width and y + height <= level_height
+        if (width, height) != self.image.tile_px or not on_lattice or not within or not self.holds(box):
+            return None
+        number = y // tile_height * self.image.n_columns + x // tile_width
+        try:
+            stream = self._stream(number)
+            jpeg.check(stream)
+            if jpeg.size(stream) != (height, width):
+                raise WsiFlError("its picture has another size")
+        except WsiFlError as error:
+            raise self._damaged(number, error) from None
+        return stream
+
+    def _span(self, box: Box) -> tuple[range, range]:
+        """The columns and rows of tiles that a box touches."""
+        columns, rows = (
+            range(
+                max(0, start) // tile, -(-max(0, min(start + length, whole)) // tile) if start < whole else 0
+            )
+            for start, length, whole, tile in zip(
+                box[:2], box[2:], self.image.size_px, self.image.tile_px, strict=True
+            )
+        )
+        return columns, rows
+
+    def _tile(self, number: int, *, keep: bool) -> NDArray[np.uint8]:
+        """uint8 in the tile's shape; without `keep` good until this thread's next call."""
+        if keep:
+            return self._kept.get(number, self._decode)
+        if not hasattr(self._scratch, "tile"):
+            self._scratch.tile = np.empty(self._tile_shape, np.uint8)
+        return self._decode(number, self._scratch.tile)
+
+    def _decode(self, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        out = np.empty(self._tile_shape, np.uint8) if out is None else out
+        try:
+            return jpeg.decode(self._stream(number), out)
+        except WsiFlError as error:
+            raise self._damaged(number, error) from None
+
+    def _stream(self, number: int) -> bytes:
+        n_bytes = int(self.image.n_bytes[number])
+        stream = os.pread(self._file, n_bytes, int(self.image.offset[number]))
+        if len(stream) < n_bytes:
+            raise WsiFlError("the file ends within it")
+        return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
+
+    def _damaged(self, number: int, error: WsiFlError) -> WsiFlError:
+        row, column = divmod(number, self.image.n_columns)
+        return WsiFlError(f"native tile in column {column}, row {row} is damaged: {error}")
+
+
+class _Piece(NamedTuple):
+    """What one column (or row) of tiles gives to a box."""
+
+    number: int
+    of: slice
+    """Of the tile's pixels."""
+    to: slice
+    """Of the box's."""
+    whole: bool
+    """Whether the box takes all that the tile has of the picture."""
+
+
+def _pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
+    """Along one axis: a box from `start` over tiles of a picture `whole` pixels long."""
+    pieces = []
+    end = min(start + length, whole)
+    at = max(start, 0)
+    while at < end:
+        number, within = divmod(at, tile)
+        n = min(tile - within, end - at)
+        complete = within == 0 and (n == tile or at + n == whole)
+        pieces.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), complete))
+        at += n
+    return pieces
+
+
+def _covered(down: list[_Piece], across: list[_Piece]) -> tuple[int, int, int] | None:
+    """The shape that a box takes of a single tile; None where it takes of several."""
+    if len(down) != 1 or len(across) != 1:
+        return None
+    return down[0].of.stop - down[0].of.start, across[0].of.stop - across[0].of.start, 3
+
+
+class _Made:
+    """One result; whoever makes it holds the lock."""
+
+    __slots__ = ("lock", "value")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.value: NDArray[np.uint8] | Exception | None = None
+
+
+class _Recent:
+    """The results of the last `n` keys, made once each also when several threads want one at the same time."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._lock = threading.Lock()
+        self._results: OrderedDict[int, _Made] = OrderedDict()
+
+    def get(self, key: int, make: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """What `make` returned for the key; its error is kept as well."""
+        with self._lock:
+            result = self._results.get(key)
+            if result is None:
+                mine = self._results[key] = _Made()
+                mine.lock.acquire()
+                if len(self._results) > self._n:
+                    self._results.popitem(last=False)
+            else:
+                self._results.move_to_end(key)
+        if result is None:
+            result = mine
+            try:
+                result.value = make(key)
+            except Exception as error:
+                result.value = error
+            finally:
+                result.lock.release()
+        elif result.value is None:
+            with result.lock:
+                pass
+        if isinstance(result.value, np.ndarray):
+            return result.value
+        raise WsiFlError(str(result.value))  # a new one: threads must not share a traceback

@@ -1,0 +1,115 @@
+"""Writing `patches.h5`: the columns of all shards, one after another, and a link to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.files import atomic, reserve
+from wsi_fl.stores.fields import (
+    SHARD_FORMAT,
+    StoreMeta,
+    check_format,
+    encoded_text,
+    spec_attrs,
+    write_root,
+)
+from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
+
+SLIDE_BYTES = 1 << 14
+"""Room for a slide's attributes, link and group."""
+ROW_BYTES = 256
+"""Room for a patch's columns and its place in the index of chunks."""
+_NUMBERS = ("xy_l0", "label", "tumor_fraction")
+_TEXTS = ("slide", "patient", "split")
+
+Counts = dict[str, NDArray[np.int64]]
+"""Split → patches of each class."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What is known of a shard before its columns are copied."""
+
+    path: Path
+    n: int
+    version: int
+    widths: tuple[int, ...]
+    """Bytes of its longest slide, patient and split."""
+
+
+def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
+    """Writes `patches.h5`, the rows of all shards in the order given; holds those of one shard at a time.
+
+    Shards lie below the folder of `path`.
+
+    Raises:
+        WsiFlError: when a shard is of another grid or format, or the disk is full.
+    """
+    heads = [_head(shard, meta.spec) for shard in shards]
+    n = sum(head.n for head in heads)
+    widths = [max((head.widths[k] for head in heads), default=1) for k in range(len(_TEXTS))]
+    counts = {split: np.zeros(len(meta.classes), np.int64) for split in SPLITS}
+    n_bytes = n * (sum(widths) + ROW_BYTES) + len(heads) * SLIDE_BYTES
+    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+        write_root(file, meta, max((head.version for head in heads), default=1))
+        file.create_dataset("xy_l0", (n, 2), np.int64)
+        file.create_dataset("label", (n,), np.int64)
+        file.create_dataset("tumor_fraction", (n,), np.float32)
+        for name, width in zip(_TEXTS, widths, strict=True):
+            file.create_dataset(name, (n,), h5py.string_dtype("utf-8", width))
+        links = file.create_group("slides", track_order=True)
+        row = 0
+        for head in heads:
+            slide = _copy_columns(file, slice(row, row + head.n), head.path, counts)
+            links[slide] = h5py.ExternalLink(head.path.relative_to(path.parent).as_posix(), "/")
+            row += head.n
+    return counts
+
+
+def write_table(file: h5py.File, table: PatchTable) -> None:
+    """The columns of a table that is at hand."""
+    for name in _NUMBERS:
+        file[name] = getattr(table, name)
+    for name in _TEXTS:
+        file[name] = encoded_text(getattr(table, name))
+
+
+def table_bytes(table: PatchTable) -> int:
+    """Room for a table's columns and the links to its slides."""
+    text: int = sum(getattr(table, name).dtype.itemsize for name in _TEXTS)
+    return len(table) * (text + ROW_BYTES) + len(np.unique(table.slide)) * SLIDE_BYTES
+
+
+def created(path: Path, n_bytes: int) -> h5py.File:
+    """A new HDF5 file on a disk that can hold it."""
+    reserve(path, n_bytes + SLIDE_BYTES)
+    return h5py.File(path, "w")
+
+
+def _head(path: Path, spec: GridSpec) -> _Head:
+    with h5py.File(path, "r") as file:
+        check_format(file, SHARD_FORMAT, path)
+        if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
+            raise WsiFlError(f"{path}: tiled on another grid than its store; run `wsi-fl tile` again")
+        widths = [len(str(file.attrs[name]).encode()) or 1 for name in _TEXTS]
+        if "patient" in file:  # stands for the attribute
+            widths[1] = file["patient"].dtype.itemsize
+        return _Head(path, len(file["label"]), int(file.attrs["version"]), tuple(widths))
+
+
+def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> str:
+    """One shard's rows; returns its slide."""
+    with h5py.File(shard, "r") as source:
+        for name in _NUMBERS:
+            file[name][rows] = source[name][:]
+        for name in _TEXTS:
+            file[name][rows] = source[name][:] if name in source else str(source.attrs[name]).encode()
+        split = str(source.attrs["split"])
+        counts[split] += np.bincount(source["label"][:], minlength=len(counts[split]))
+        return str(source.attrs["slide"])

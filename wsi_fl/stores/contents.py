@@ -1,0 +1,165 @@
+"""What stands for the pixels of a shard's patches: the pixels, JPEG streams, or the slide itself; and reading each."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import jpeg
+from wsi_fl.types import GridSpec, UsageError, WsiFlError
+
+QUALITIES = range(1, 101)
+
+
+@dataclass(frozen=True)
+class SlideSource:
+    """Where the pixels of a shard without pixels are."""
+
+    slide: str
+    path: str
+    """Of the slide: relative to the study, or absolute."""
+    quickhash: str
+    mpp_override: float | None
+    reader: str
+    """The setting `slides.reader` at the time."""
+
+
+class SlideUnreadable(WsiFlError):
+    """The slide that a shard without pixels stands for is missing, another one, or damaged."""
+
+
+ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
+"""(source, xy_l0 int64[b, 2], spec) → uint8[b, size_px, size_px, 3]; SlideUnreadable where that fails."""
+
+
+def quality_of(content: str) -> int | None:
+    """The quality of `jpeg:Q`, None for `raw`, `native` and `none`.
+
+    Raises:
+        UsageError: when it is none of these.
+
+    Example:
+        >>> quality_of("jpeg:90"), quality_of("raw")
+        (90, None)
+    """
+    if content in {"raw", "native", "none"}:
+        return None
+    name, _, number = content.partition(":")
+    if name == "jpeg" and number.isascii() and number.isdigit() and int(number) in QUALITIES:
+        return int(number)
+    raise UsageError(
+        f"pixels are stored as raw, native, none or jpeg:Q with Q from 1 to 100, not {content!r}"
+    )
+
+
+class Rows(Protocol):
+    """The patches of one shard.
+
+    Attributes:
+        n: how many there are.
+        shape: (height, width, channels) of each.
+        threaded: whether several threads gain anything.
+    """
+
+    n: int
+    shape: tuple[int, int, int]
+    threaded: bool
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+        """Puts the patches `rows` of the shard at the positions `at` of `out`; any thread may call it."""
+        ...
+
+
+def rows_of(shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None) -> Rows:
+    """How this shard's patches are read.
+
+    Raises:
+        WsiFlError, KeyError, ValueError: when it lacks something.
+    """
+    content = str(shard.attrs.get("content", "raw"))
+    if content == "raw":
+        return _RawRows(shard["pixels"])
+    if content == "none":
+        return _SlideRows(source_of(shard), spec, shard["xy_l0"][:], read_slide)
+    return _StreamRows(shard["bytes"], shard["start"][:], spec.size_px)
+
+
+def source_of(shard: h5py.Group) -> SlideSource:
+    """The slide of a shard without pixels, from its attributes."""
+    attrs = shard.attrs
+    override = float(attrs["mpp_override"])
+    return SlideSource(
+        str(attrs["slide"]),
+        str(attrs["path"]),
+        str(attrs["quickhash"]),
+        None if math.isnan(override) else override,
+        str(attrs["reader"]),
+    )
+
+
+class _RawRows:
+    threaded = False  # HDF5 lets in one thread at a time
+
+    def __init__(self, pixels: h5py.Dataset) -> None:
+        self._pixels = pixels
+        self.n, *shape = pixels.shape
+        self.shape: tuple[int, int, int] = tuple(shape)
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+        for row, position in zip(rows, at, strict=True):
+            _, chunk = self._pixels.id.read_direct_chunk((int(row), 0, 0, 0))
+            out[position] = np.frombuffer(chunk, np.uint8).reshape(self.shape)
+
+
+class _StreamRows:
+    threaded = True
+
+    def __init__(self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int) -> None:
+        self.n, self.shape = len(start) - 1, (size_px, size_px, 3)
+        whole = start.ndim == 1 and len(start) and start[0] == 0 and start[-1] == data.size
+        if data.ndim != 1 or not whole or (start[1:] < start[:-1]).any():
+            raise ValueError("start does not divide bytes into streams")
+        self._data, self._start = data, start.astype(np.int64)
+        self._offset = data.id.get_offset()  # None unless contiguous
+        self._descriptor = int(data.file.id.get_vfd_handle()) if self._offset is not None else -1
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+        for row, position in zip(rows, at, strict=True):
+            jpeg.decode(self._stream(int(row)), out[position])
+
+    def _stream(self, row: int) -> bytes:
+        """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
+        first, last = int(self._start[row]), int(self._start[row + 1])
+        if self._offset is None:
+            return bytes(self._data[first:last])
+        return os.pread(self._descriptor, last - first, self._offset + first)
+
+
+class _SlideRows:
+    threaded = False  # whoever reads slides has threads of his own
+
+    def __init__(
+        self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: ReadSlide | None
+    ) -> None:
+        self.n, self.shape = len(xy_l0), (spec.size_px, spec.size_px, 3)
+        self._source, self._spec, self._xy_l0, self._read_slide = source, spec, xy_l0, read_slide
+
+    def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
+        if self._read_slide is None:
+            raise SlideUnreadable(
+                f"the store holds no pixels of slide {self._source.slide} (store.pixels = none), "
+                "and nobody here reads slides"
+            )
+        out[at] = self._read_slide(self._source, self._xy_l0[rows], self._spec)
+
+
+def shard_bytes(shard: Any) -> int:
+    """Bytes of all datasets of a shard."""
+    return sum(int(node.size) * int(node.dtype.itemsize) for node in shard.values())
