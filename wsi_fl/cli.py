@@ -258,6 +258,34 @@ def evaluate(run: Run, as_json: Json = False) -> None:
 
 
 @app.command()
+def predict(
+    run: Run,
+    site: Annotated[str, typer.Option(help="The site whose private model predicts.")],
+    slide: Annotated[list[Path], typer.Option(help="A slide to predict. Repeatable.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="predict.threshold or predict.top_k. Repeatable."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """A new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score."""
+    study = _study()
+    from wsi_fl.stages.console import Bars
+    from wsi_fl.stages.predict import predict, print_predictions
+
+    with Bars("predict") as bars:
+        document = predict(
+            study, run, site=site, slides=slide, out=out, overrides=overrides or [], watcher=bars
+        )
+    _out(document) if as_json else print_predictions(document)
+    if not document["slides"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def compare(
     runs: Annotated[
         list[str],

@@ -108,6 +108,13 @@ class Evaluate(Section):
     bootstrap: int = Field(1000, ge=0)
 
 
+class Predict(Section):
+    threshold: float = Field(0.5, gt=0, le=1)
+    """Patches of this probability or more are outlined and counted."""
+    top_k: int = Field(20, ge=1)
+    """A slide's score is the mean of its so many highest patches."""
+
+
 class Pipeline(Section):
     """One study: what to do."""
 
@@ -122,6 +129,7 @@ class Pipeline(Section):
     comm: Communication = Communication()
     privacy: Privacy = Privacy()
     evaluate: Evaluate = Evaluate()
+    predict: Predict = Predict()
 
 
 class Site(Section):

@@ -41,6 +41,13 @@ class Examples:
         return len(self.label)
 
 
+def unlabelled(pixels: NDArray[np.uint8]) -> Examples:
+    """Images uint8[n, h, w, channels] of which nothing is known, as examples to predict."""
+    n = len(pixels)
+    unknown = np.full(n, "")
+    return Examples(lambda rows: pixels[rows], np.zeros(n, np.int64), unknown, unknown)
+
+
 def resized(examples: Examples, size_px: int) -> Examples:
     """The same images at size_px × size_px by area averaging."""
 

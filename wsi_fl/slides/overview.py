@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from functools import cache
-from math import floor, log10
-from pathlib import Path
-
-import matplotlib
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 
+from wsi_fl.slides.drawing import INK, PAPER, draw_scale_bar, fitted, font, png
 from wsi_fl.slides.planning import SlidePlan
 from wsi_fl.types import CLASSES
 
 _LONG_SIDE_PX = 1024
 _LEAST_WIDTH_PX = 680
 _BAND_PX = 46
-_TEXT_PX = 15
-_INK, _PAPER = (30, 30, 30), (255, 255, 255)
 # Okabe and Ito's colours, told apart with every kind of colour vision.
 _FILL = {"healthy": (0, 114, 178), "tumor": (230, 159, 0)}
 _TISSUE = (0, 158, 115)
@@ -43,22 +36,20 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
     draw = ImageDraw.Draw(picture)
     for ring in plan.outlines_l0:
         points = [(float(x), float(y)) for x, y in ring * to_picture]
-        draw.line(points, fill=_PAPER, width=6, joint="curve")
+        draw.line(points, fill=PAPER, width=6, joint="curve")
         draw.line(points, fill=_ANNOTATION, width=3, joint="curve")
-    page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + 2 * _BAND_PX), _PAPER)
+    page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + 2 * _BAND_PX), PAPER)
     page.paste(picture, ((page.width - size[0]) // 2, _BAND_PX))
     _draw_title(page, plan, chosen)
     _draw_legend(page, plan, um_per_px=plan.mpp / to_picture)
-    buffer = io.BytesIO()
-    page.save(buffer, "PNG", compress_level=6)
-    return buffer.getvalue()
+    return png(page)
 
 
 def _faded(thumbnail: NDArray[np.uint8]) -> Image.Image:
     """Half grey and lighter, so that the colours on top carry the meaning."""
     image = Image.fromarray(thumbnail)
     grey = Image.blend(image, image.convert("L").convert("RGB"), 0.5)
-    return Image.blend(grey, Image.new("RGB", image.size, _PAPER), 0.25)
+    return Image.blend(grey, Image.new("RGB", image.size, PAPER), 0.25)
 
 
 def _draw_patches(
@@ -100,10 +91,15 @@ def _draw_title(page: Image.Image, plan: SlidePlan, chosen: NDArray[np.bool_] | 
     draw = ImageDraw.Draw(page)
     middle = _BAND_PX // 2
     right = f"{', '.join(counts)} · {plan.spec.size_px} px at {plan.spec.mpp:g} µm"
-    draw.text((page.width - 12, middle), right, _INK, _font(), anchor="rm")
-    room = page.width - 36 - draw.textlength(right, _font())
+    draw.text((page.width - 12, middle), right, INK, font(), anchor="rm")
+    room = page.width - 36 - draw.textlength(right, font())
     draw.text(
-        (12, middle), _fitted(draw, plan.record.slide, room), _INK, _font(), anchor="lm", stroke_width=0.4
+        (12, middle),
+        fitted(draw, plan.record.slide, room, font()),
+        INK,
+        font(),
+        anchor="lm",
+        stroke_width=0.4,
     )
 
 
@@ -122,37 +118,6 @@ def _draw_legend(page: Image.Image, plan: SlidePlan, um_per_px: float) -> None:
         else:
             draw.line((x, middle, x + 22, middle), fill=colour, width=3)
         x += 30
-        draw.text((x, middle), name, _INK, _font(), anchor="lm")
-        x += draw.textlength(name, _font()) + 22
-    length_um = _round_length(um_per_px * page.width / 5)
-    end = page.width - 12
-    draw.line((end - length_um / um_per_px, middle + 9, end, middle + 9), fill=_INK, width=4)
-    text = f"{length_um:g} µm" if length_um < 1000 else f"{length_um / 1000:g} mm"
-    draw.text((end, middle + 2), text, _INK, _font(), anchor="rb")
-
-
-def _round_length(most: float) -> float:
-    """The longest of 1, 2 and 5 times a power of ten that is no longer than `most`.
-
-    Example:
-        >>> _round_length(740), _round_length(2.5)
-        (500.0, 2.0)
-    """
-    power = float(10 ** floor(log10(most)))
-    return next(k * power for k in (5, 2, 1) if k * power <= most)
-
-
-def _fitted(draw: ImageDraw.ImageDraw, text: str, room: float) -> str:
-    """The text, or as much of its beginning and end as fits."""
-    keep = len(text)
-    shown = text
-    while keep > 4 and draw.textlength(shown, _font()) > room:
-        keep -= 1
-        shown = f"{text[: keep - keep // 2]}…{text[len(text) - keep // 2 :]}"
-    return shown
-
-
-@cache
-def _font() -> ImageFont.FreeTypeFont:
-    """Matplotlib's DejaVu Sans: Pillow's own font has no µ."""
-    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf/DejaVuSans.ttf"), _TEXT_PX)
+        draw.text((x, middle), name, INK, font(), anchor="lm")
+        x += draw.textlength(name, font()) + 22
+    draw_scale_bar(draw, (page.width - 12, middle + 9), um_per_px, page.width / 5)

@@ -22,7 +22,7 @@ from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
-_NO_EFFECT = ("sites", "slides.", "tile.", "store.", "comm.", "evaluate.")
+_NO_EFFECT = ("sites", "slides.", "tile.", "store.", "comm.", "evaluate.", "predict.")
 """Settings that change nothing about what is learned from a given store."""
 _REPEATS = (
     "train.seed",

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.config import Pipeline, Site
-from wsi_fl.federation.methods import METHODS
-from wsi_fl.files import read_json, write_json, write_text
+from wsi_fl.files import write_json, write_text
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import (
@@ -27,8 +26,8 @@ from wsi_fl.learning.metrics import (
 )
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.trained import inputs_of, method_of, private_model
 from wsi_fl.stages.workshop import (
-    build_model,
     device_of_rank,
     examples_of,
     input_px,
@@ -65,21 +64,17 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
             continue
         watcher.update("evaluate", index, len(sites), site.name)
         seen = parts if merged else {site.name: parts[site.name]}
-        rows.append(_evaluate_site(study, run, pipeline, site, index, seen))
+        rows.append(_evaluate_site(study, run, pipeline, site, seen))
         watcher.update("evaluate", index + 1, len(sites), site.name)
     document = {
         "run": study.relative(run.path),
-        "method": _method_of(run),
+        "method": method_of(run),
         "merged": {name: mean_and_sd([row[name] for row in rows]) for name in SCORES} if merged else None,
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
     write_json(run.path / "evaluation.json", document)
     return document
-
-
-def _method_of(run: RunFolder) -> str:
-    return str(read_json(run.path / "manifest.json")["method"])
 
 
 def _test_part(study: Study, pipeline: Pipeline, site: Site) -> tuple[Examples, PatchTable]:
@@ -93,17 +88,13 @@ def _evaluate_site(
     run: RunFolder,
     pipeline: Pipeline,
     site: Site,
-    index: int,
     seen: Mapping[str, tuple[Examples, PatchTable]],
 ) -> dict[str, Any]:
     """One model on the parts that it may see: its own, or everybody's."""
     store = open_store(study, site.name)
     run.site(site.name).remember_store(store_digest(store))
     device = device_of_rank()
-    common = METHODS[_method_of(run)].travels == "private"
-    model = build_model(site, pipeline, store, "private", index, common=common)
-    model.load_state_dict(run.site(site.name).load_model("private"))
-    model.to(device).eval()
+    model = private_model(run, pipeline, site, inputs_of(pipeline, store), device)
     import torch
 
     with torch.no_grad():

@@ -170,7 +170,7 @@ def build_model(
     """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy" or if `common`."""
     private = role == "private" and not common
     return build(
-        _architecture(site, pipeline, role, common=common),
+        architecture(site, pipeline, role, common=common),
         n_classes=len(store.meta.classes),
         in_channels=store.channels,
         size_px=input_px(pipeline, store),
@@ -178,7 +178,8 @@ def build_model(
     )
 
 
-def _architecture(site: config.Site, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
+def architecture(site: config.Site, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
+    """The name of the model that a role has at a site."""
     if role != "private":
         return pipeline.model.proxy
     return pipeline.model.private if common else (site.private_model or pipeline.model.private)
@@ -194,7 +195,7 @@ def make_learners(
         settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size, privacy.grad_mode)
         model = build_model(site, pipeline, store, role, index, common=common)
         size = input_px(pipeline, store)
-        if dp and privacy.enabled and _architecture(site, pipeline, role, common=common).startswith("timm:"):
+        if dp and privacy.enabled and architecture(site, pipeline, role, common=common).startswith("timm:"):
             shape, n_classes = (store.channels, size, size), len(store.meta.classes)
             modes = check_per_example_gradients(model, shape, n_classes, privacy.grad_mode)
             settings = replace(settings, modes=modes)

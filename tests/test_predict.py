@@ -1,0 +1,393 @@
+"""`predict`: the same probabilities as `evaluate`, outlines that are where the tumour is, files that QuPath opens."""
+
+import csv
+import io
+import json
+import shutil
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+import shapely
+import torch
+from conftest import make_study, refused
+from PIL import Image
+
+from wsi_fl import config
+from wsi_fl.report.heatmap import Caption, draw_heatmap
+from wsi_fl.runs import RunFolder
+from wsi_fl.slides import phantom
+from wsi_fl.slides.annotations import read_annotations
+from wsi_fl.slides.geojson import features, write_geojson
+from wsi_fl.slides.grid import grid_positions
+from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
+from wsi_fl.slides.planning import plan_slide
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.init import init
+from wsi_fl.stages.predict import Predictor, colors_of, heat_of, predict
+from wsi_fl.stages.tile import tile
+from wsi_fl.stages.train import train
+from wsi_fl.stages.trained import Inputs
+from wsi_fl.study import Study
+from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
+
+SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
+TRAINING = [
+    *SETTINGS,
+    "train.rounds=1",
+    "train.input_px=24",
+    "privacy.enabled=false",
+    "model.private=gn_cnn_small",
+    "evaluate.bootstrap=0",
+]
+POSITIVE = "patient_000_node_1"
+
+
+@pytest.fixture(scope="session")
+def archive(tmp_path_factory):
+    return phantom.paint_archive(
+        tmp_path_factory.mktemp("phantom") / "archive", n_sites=2, patients_per_site=2, size_px=1024
+    )
+
+
+@pytest.fixture(scope="session")
+def trained(archive, tmp_path_factory):
+    """A study with a run, evaluated, and the slides of its first site."""
+    root = tmp_path_factory.mktemp("predict") / "study"
+    init(root, archive=archive)
+    study = Study(root)
+    tile(study, site=None, overrides=SETTINGS)
+    run = train(study, method="regular", overrides=TRAINING, backend="local")["run"]
+    evaluate(study, run)
+    return study, run, sorted((archive / "training" / "center_0").glob("*.tif"))
+
+
+@pytest.fixture(scope="session")
+def predicted(trained):
+    study, run, slides = trained
+    return predict(study, run, site="C1", slides=slides)
+
+
+@pytest.fixture
+def copied(trained, tmp_path):
+    """A study of one's own to break; its run, and the slides."""
+    study, run, slides = trained
+    shutil.copytree(study.root, tmp_path / "copy")
+    return Study(tmp_path / "copy"), run, slides
+
+
+def rows_of(path):
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def heat(probabilities, boxes, classes=CLASSES, threshold=0.5):
+    p = np.asarray(probabilities, float)
+    return Heat(np.asarray(boxes), classes, np.stack([1 - p, p], 1) if p.ndim == 1 else p, threshold)
+
+
+def random_heat(seed, spec, slide_mpp, size_l0=(1500, 1130)):
+    rng = np.random.default_rng(seed)
+    boxes = patch_boxes(grid_positions(size_l0, spec, slide_mpp), spec, slide_mpp, size_l0)
+    return heat(rng.random(len(boxes)), boxes, threshold=0.45)
+
+
+def area(boxes):
+    return ((boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])).sum()
+
+
+def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, predicted):
+    study, run, _ = trained
+    ours = {
+        (row["slide"], p["x_l0"], p["y_l0"]): float(p["p_tumor"])
+        for row in predicted["slides"]
+        for p in rows_of(study.root / row["csv"])
+    }
+    theirs = [p for p in rows_of(study.root / run / "sites/C1/predictions.csv") if p["site"] == "C1"]
+    assert len(theirs) > 15
+    for p in theirs:
+        assert ours[p["slide"], p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
+    assert len(ours) > len(theirs)
+
+
+def test_document_names_files_that_agree_with_each_other(trained, predicted):
+    study, run, slides = trained
+    assert set(predicted) == {"run", "site", "slides", "failed", "seconds"}
+    assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
+    assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
+    for row in predicted["slides"]:
+        assert set(row) == {"slide", "patches", "score", "heatmap", "geojson", "csv", "json"}
+        p = np.sort([float(line["p_tumor"]) for line in rows_of(study.root / row["csv"])])[::-1]
+        assert row["patches"] == len(p)
+        assert row["score"]["max"] == pytest.approx(p[0], abs=1e-5)
+        assert row["score"]["top_k_mean"] == pytest.approx(p[:20].mean(), abs=1e-5)
+        assert row["score"]["fraction"] == pytest.approx((p >= 0.5).mean())
+        kept = json.loads((study.root / row["json"]).read_text())
+        assert kept["score"] == row["score"] == kept["classes"]["tumor"]
+        tiles = json.loads((study.root / row["geojson"]).read_text())["features"]
+        assert sum(f["properties"]["objectType"] == "tile" for f in tiles) == len(p)
+        assert Image.open(study.root / row["heatmap"]).format == "PNG"
+
+
+def test_a_hospital_needs_its_run_and_the_slide_alone(copied, predicted, trained):
+    study, run, slides = copied
+    shutil.rmtree(study.root / "stores")
+    shutil.rmtree(study.root / run / "sites" / "C2")
+    (study.root / "sites" / "C2.toml").write_text("what another hospital says is never read")
+    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
+    before = trained[0].root / predicted["slides"][0]["csv"]
+    assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
+
+
+def test_the_stores_own_grid_counts_where_the_pipeline_said_something_else(copied):
+    study, run, slides = copied
+    path = study.root / run / "config.toml"
+    path.write_text(path.read_text().replace("size_px = 64", "size_px = 100"))
+    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
+    assert {line["size_l0"] for line in rows_of(study.root / row["csv"])} == {"128"}
+
+
+class Purpleness(torch.nn.Module):
+    """A model whose probability is known: what absorbs green is tumour."""
+
+    def forward(self, x):
+        green, blue = x[:, 1].mean((1, 2)), x[:, 2].mean((1, 2))
+        logit = 40 * (blue - green - 0.5)
+        return torch.stack([torch.zeros_like(logit), logit], 1)
+
+
+def known_predictor(study, spec, model=None, input_px=32):
+    site = config.Site(name="C1", layout="camelyon17")
+    inputs = Inputs(CLASSES, 3, spec, input_px)
+    device = torch.device("cpu")
+    run = RunFolder(study.root / "runs" / "none")
+    return Predictor(run, site, config.Pipeline(), inputs, model or Purpleness(), device)
+
+
+class Quiet:
+    def update(self, *_, **__):
+        pass
+
+    def say(self, _):
+        pass
+
+
+def test_outline_covers_the_painted_tumour_of_a_model_that_can_tell(trained, tmp_path):
+    study, _, _ = trained
+    (slide,) = (s for s in phantom.plan_slides(2, 2, 1024, 0) if s.name == POSITIVE)
+    truth = phantom.truth_mask(slide)
+    image = phantom.paint_slide(slide).astype(int)
+    image[truth] -= [0, 60, 0]
+    phantom.write_pyramid(tmp_path / "purple.tif", image.clip(0, 255).astype(np.uint8), 0.5)
+    spec = GridSpec(16, 1.0, 16)
+    plan = plan_slide(SlideRecord(tmp_path / "purple.tif", "purple", "", "C1", "negative", False), spec)
+    found = heat_of(known_predictor(study, spec), plan, Quiet())
+    outlined = np.zeros_like(truth)
+    for left, top, right, bottom in found.boxes_l0[found.above]:
+        outlined[top:bottom, left:right] = True
+    assert sum(region.polygon.area for region in found.regions) == outlined.sum()
+    overlap = (outlined & truth).sum() / (outlined | truth).sum()
+    assert overlap > 0.75 > 2 * truth.sum() / area(found.boxes_l0)  # the latter: outlining all tissue
+
+
+def test_pixels_are_held_a_few_batches_at_a_time(trained):
+    study, _, slides = trained
+    spec = GridSpec(64, 1.0, 64)
+    seen = []
+
+    class Counting(Purpleness):
+        def forward(self, x):
+            seen.append(len(x))
+            return super().forward(x)
+
+    plan = plan_slide(SlideRecord(slides[0], "s", "", "C1", "negative", False), spec)
+    found = heat_of(known_predictor(study, spec, Counting(), input_px=1024), plan, Quiet())
+    assert max(seen) == 4 and sum(seen) == len(found.probability)  # 4 × 1024² pixels at once
+    whole = heat_of(known_predictor(study, spec, input_px=64), plan, Quiet())
+    assert np.abs(whole.probabilities - found.probabilities).max() < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("spec", [GridSpec(96, 0.5, 96), GridSpec(64, 1.0, 32)])
+def test_regions_are_the_exact_union_of_patches_above_the_threshold(seed, spec):
+    found = random_heat(seed, spec, slide_mpp=0.23 if seed % 2 else 0.5)
+    polygons = [region.polygon for region in found.regions]
+    assert all(p.is_valid and p.geom_type == "Polygon" and p.exterior.is_ccw for p in polygons)
+    assert all(not hole.is_ccw for p in polygons for hole in p.interiors)
+    boxes = found.boxes_l0[found.above]
+    mask = np.zeros((1130, 1500), bool)
+    for left, top, right, bottom in boxes:
+        mask[top:bottom, left:right] = True
+    assert sum(p.area for p in polygons) == mask.sum()
+    if spec.stride_px == spec.size_px:
+        assert mask.sum() == area(boxes)  # neighbours touch and never overlap
+        assert sum(region.n_patches for region in found.regions) == found.above.sum()
+        assert not any(shapely.area(shapely.Polygon(h)) < 100 for p in polygons for h in p.interiors)
+
+
+def test_geojson_has_the_structure_that_qupath_documents(tmp_path):
+    found = random_heat(1, GridSpec(96, 0.5, 96), 0.5)
+    path = tmp_path / "tumor.geojson"
+    write_geojson(path, found, colors_of(CLASSES), "run/C1/slide")
+    document = json.loads(path.read_text())
+    assert document["type"] == "FeatureCollection" and set(document) == {"type", "features"}
+    annotations = [f for f in document["features"] if f["properties"]["objectType"] == "annotation"]
+    tiles = [f for f in document["features"] if f["properties"]["objectType"] == "tile"]
+    assert len(annotations) == len(found.regions) and len(tiles) == len(found.probability)
+    for feature in document["features"]:
+        assert feature["type"] == "Feature" and feature["geometry"]["type"] == "Polygon"
+        for ring in feature["geometry"]["coordinates"]:
+            assert ring[0] == ring[-1] and len(ring) >= 5
+        assert shapely.geometry.shape(feature["geometry"]).is_valid
+        classification = feature["properties"]["classification"]
+        assert classification["name"] in {"Tumor", "Healthy"}
+        assert len(classification["color"]) == 3
+        assert all(isinstance(v, int) and 0 <= v <= 255 for v in classification["color"])
+        values = feature["properties"]["measurements"]
+        assert 0 <= values["Tumor probability"] <= 1
+        assert all(type(v) in (int, float) for v in values.values())
+    ids = [uuid.UUID(f["id"]) for f in annotations]
+    assert len(set(ids)) == len(ids)
+    for feature, region in zip(annotations, found.regions, strict=True):
+        properties = feature["properties"]
+        assert set(properties) == {
+            "objectType",
+            "name",
+            "classification",
+            "isLocked",
+            "measurements",
+        }
+        assert properties["classification"] == {"name": "Tumor", "color": [200, 0, 0]}
+        assert properties["isLocked"] is False
+        assert properties["measurements"]["Patches"] == region.n_patches
+        assert properties["measurements"]["Tumor probability max"] == pytest.approx(region.highest, abs=1e-6)
+    assert [f["properties"]["name"] for f in annotations][:2] == ["Tumor 1", "Tumor 2"]
+    for feature, above in zip(tiles, found.above, strict=True):
+        assert feature["properties"]["classification"]["name"] == ("Tumor" if above else "Healthy")
+
+
+def test_our_own_reader_takes_the_outlines_back_as_tumour(tmp_path):
+    found = random_heat(2, GridSpec(96, 0.5, 96), 0.23)
+    write_geojson(tmp_path / "tumor.geojson", found, colors_of(CLASSES), "x")
+    back = read_annotations(tmp_path / "tumor.geojson")
+    assert back.groups == {"Tumor": len(found.regions)}
+    assert back.tumor.area == pytest.approx(area(found.boxes_l0[found.above]))
+    assert back.unsure.area == 0
+
+
+def test_scores_are_what_they_say():
+    found = heat([0.9, 0.7, 0.5, 0.1], np.tile([0, 0, 10, 10], (4, 1)))
+    assert score(found, 1, top_k=2) == pytest.approx({"max": 0.9, "top_k_mean": 0.8, "fraction": 0.75})
+    assert score(found, 1, top_k=100)["top_k_mean"] == pytest.approx(0.55)
+
+
+def test_nothing_above_the_threshold_is_a_slide_without_outlines(tmp_path):
+    found = heat([0.2, 0.3], [[0, 0, 10, 10], [10, 0, 20, 10]])
+    assert found.regions == [] and score(found, 1, 5)["fraction"] == 0
+    write_geojson(tmp_path / "a.geojson", found, colors_of(CLASSES), "x")
+    assert len(json.loads((tmp_path / "a.geojson").read_text())["features"]) == 2
+
+
+def test_of_three_classes_each_has_regions_and_scores_of_its_own():
+    p = [[0.8, 0.1, 0.1], [0.1, 0.7, 0.2], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4]]
+    boxes = [[k * 10, 0, k * 10 + 10, 10] for k in range(4)]
+    found = heat(p, boxes, ("a", "b", "c"))
+    assert [(found.classes[r.kind], r.polygon.area) for r in found.regions] == [("b", 200), ("a", 100)]
+    assert leading(found) == 1
+    assert score(found, 1, 1) == pytest.approx({"max": 0.7, "top_k_mean": 0.7, "fraction": 0.5})
+    assert score(found, 2, 1) == pytest.approx({"max": 0.4, "top_k_mean": 0.4, "fraction": 0})
+    titles = [f["properties"]["classification"]["name"] for f in features(found, colors_of("abc"), "x")]
+    assert titles == ["B", "A", "A", "B", "B", "C"]
+
+
+@pytest.mark.parametrize("shape", [(200, 300), (300, 60), (20, 400)])
+def test_the_more_probable_is_the_darker_and_every_shape_of_slide_has_its_legend(shape):
+    height, width = shape
+    side = min(shape) // 2
+    boxes = [[k * side, 0, (k + 1) * side, side] for k in range(width // side)]
+    p = np.linspace(0, 1, len(boxes))
+    found = heat(p, boxes, threshold=1.0)
+    caption = Caption("a slide with a long name " * 9, "run", "tumor 0.93", "mean of the 20 highest")
+    white = np.full((height, width, 3), 240, np.uint8)
+    picture = np.asarray(
+        Image.open(io.BytesIO(draw_heatmap(white, 1.0, 0.5, found, colors_of(CLASSES), caption)))
+    )
+    assert picture.shape[1] >= 860 and 1200 <= max(picture.shape) <= 1400
+    zoom = 1200 / max(shape)
+    offset = (picture.shape[1] - round(width * zoom)) // 2
+    centres = [(round((k + 0.5) * side * zoom) + offset, 74 + round(side * zoom / 2)) for k in range(len(p))]
+    light = [picture[y, x] @ [0.299, 0.587, 0.114] for x, y in centres]
+    assert (np.diff(light) < 0).all()
+
+
+@pytest.fixture
+def blank(tmp_path):
+    path = tmp_path / "blank.tif"
+    phantom.write_pyramid(path, np.full((1024, 1024, 3), 243, np.uint8), 0.5)
+    return path
+
+
+def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_path, wsi_fl):
+    study, run, slides = trained
+    missing = tmp_path / "gone.tif"
+    arguments = ["predict", run, "--site", "C1", "--json", "--out", tmp_path / "out"]
+    some = wsi_fl(*arguments, "--slide", blank, "--slide", slides[0], "--slide", missing, cwd=study.root)
+    document = json.loads(some.stdout)
+    assert some.returncode == 0
+    assert [row["slide"] for row in document["slides"]] == [slides[0].stem]
+    assert [row["slide"] for row in document["failed"]] == ["blank", "gone"]
+    assert "no tissue" in document["failed"][0]["reason"]
+    assert "no such slide" in document["failed"][1]["reason"]
+    assert all("\n" not in row["reason"] for row in document["failed"])
+    assert all(
+        Path(document["slides"][0][k]).parent == tmp_path / "out" / slides[0].stem for k in ("csv", "json")
+    )
+    none = wsi_fl(*arguments, "--slide", blank, cwd=study.root)
+    assert none.returncode == 1
+    assert json.loads(none.stdout)["slides"] == []
+    assert sum("no tissue" in line for line in none.stderr.splitlines()) == 1
+
+
+def test_threshold_can_be_set_anew_and_nothing_else(trained, tmp_path):
+    study, run, slides = trained
+    where = {"site": "C1", "slides": slides[:1], "out": tmp_path}
+    (row,) = predict(study, run, **where, overrides=["predict.threshold=1", "predict.top_k=1"])["slides"]
+    assert row["score"]["fraction"] == 0
+    assert row["score"]["top_k_mean"] == row["score"]["max"]
+    refused(lambda: predict(study, run, **where, overrides=["train.lr=1"]), "only predict.*")
+    refused(
+        lambda: predict(study, run, **where, overrides=["predict.treshold=1"]), "did you mean 'threshold'"
+    )
+
+
+def test_bad_input_ends_in_one_line(copied, tmp_path):
+    study, run, slides = copied
+
+    def ask(site="C1", run=run, slides=slides[:1]):
+        return lambda: predict(study, run, site=site, slides=slides)
+
+    refused(ask(run="77"), "no run '77'")
+    refused(ask(site="C9"), "unknown site 'C9'")
+    shutil.copy(study.root / "sites" / "C1.toml", study.root / "sites" / "C3.toml")
+    text = (study.root / "sites" / "C3.toml").read_text()
+    (study.root / "sites" / "C3.toml").write_text(text.replace('"C1"', '"C3"', 1))
+    refused(ask(site="C3"), "took no part", "C1, C2")
+    refused(ask(slides=[slides[0], tmp_path / slides[0].name]), "two slides are called")
+    folder = study.root / run / "sites"
+    RunFolder(study.root / run).note_loss("C2", "killed")
+    refused(ask(site="C2"), "was lost in round 2", error=WsiFlError)
+    (folder / "C1" / "private.safetensors").rename(tmp_path / "kept")
+    refused(ask(), "no such model", error=WsiFlError)
+    (tmp_path / "kept").rename(folder / "C1" / "private.safetensors")
+    site = study.root / "sites" / "C1.toml"
+    site.write_text(site.read_text() + 'private_model = "cnn1"\n')
+    refused(ask(), "is no cnn1", "sites/C1.toml", error=WsiFlError)
+
+
+def test_a_site_of_images_has_no_slides_to_predict(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1, mpp=0.0)
+    run = train(
+        study, method="regular", overrides=["train.rounds=1", "privacy.enabled=false"], backend="local"
+    )
+    refused(lambda: predict(study, run["run"], site="S0", slides=[tmp_path / "x.tif"]), "images, not slides")

@@ -1,0 +1,61 @@
+"""What the pictures of slides share: type, round lengths, a scale bar, PNG."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from math import floor, log10
+from pathlib import Path
+
+import matplotlib
+from PIL import Image, ImageDraw, ImageFont
+
+INK, PAPER = (30, 30, 30), (255, 255, 255)
+
+
+@cache
+def font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
+    """Matplotlib's DejaVu Sans: Pillow's own font has no µ."""
+    name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf", name), size_px)
+
+
+def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.FreeTypeFont) -> str:
+    """The text, or as much of its beginning and end as fits into `room` pixels."""
+    keep = len(text)
+    shown = text
+    while keep > 4 and draw.textlength(shown, face) > room:
+        keep -= 1
+        shown = f"{text[: keep - keep // 2]}…{text[len(text) - keep // 2 :]}"
+    return shown
+
+
+def round_length(most: float) -> float:
+    """The longest of 1, 2 and 5 times a power of ten that is no longer than `most`.
+
+    Example:
+        >>> round_length(740), round_length(2.5)
+        (500.0, 2.0)
+    """
+    power = float(10 ** floor(log10(most)))
+    return next(k * power for k in (5, 2, 1) if k * power <= most)
+
+
+def draw_scale_bar(
+    draw: ImageDraw.ImageDraw, end: tuple[float, float], um_per_px: float, most_px: float
+) -> float:
+    """A bar of a round length of at most `most_px` that ends at `end`, its length above it; returns its pixels."""
+    length_um = round_length(um_per_px * most_px)
+    length_px = length_um / um_per_px
+    x, y = end
+    draw.line((x - length_px, y, x, y), fill=INK, width=4)
+    text = f"{length_um:g} µm" if length_um < 1000 else f"{length_um / 1000:g} mm"
+    draw.text((x, y - 7), text, INK, font(), anchor="rb")
+    return length_px
+
+
+def png(picture: Image.Image) -> bytes:
+    """The picture as PNG."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", compress_level=6)
+    return buffer.getvalue()
