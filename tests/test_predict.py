@@ -117,7 +117,7 @@ def test_document_names_files_that_agree_with_each_other(trained, predicted):
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
-        assert set(row) == {"slide", "patches", "score", "heatmap", "geojson", "csv", "json"}
+        assert set(row) == {"slide", "patches", "set_aside", "score", "heatmap", "geojson", "csv", "json"}
         p = np.sort([float(line["p_tumor"]) for line in rows_of(study.root / row["csv"])])[::-1]
         assert row["patches"] == len(p)
         assert row["score"]["max"] == pytest.approx(p[0], abs=1e-5)
@@ -182,7 +182,7 @@ def test_outline_covers_the_painted_tumour_of_a_model_that_can_tell(trained, tmp
     phantom.write_pyramid(tmp_path / "purple.tif", image.clip(0, 255).astype(np.uint8), 0.5)
     spec = GridSpec(16, 1.0, 16)
     plan = plan_slide(SlideRecord(tmp_path / "purple.tif", "purple", "", "C1", "negative", False), spec)
-    found = heat_of(known_predictor(study, spec), plan, Quiet())
+    found, _ = heat_of(known_predictor(study, spec), plan, Quiet())
     outlined = np.zeros_like(truth)
     for left, top, right, bottom in found.boxes_l0[found.above]:
         outlined[top:bottom, left:right] = True
@@ -202,9 +202,9 @@ def test_pixels_are_held_a_few_batches_at_a_time(trained):
             return super().forward(x)
 
     plan = plan_slide(SlideRecord(slides[0], "s", "", "C1", "negative", False), spec)
-    found = heat_of(known_predictor(study, spec, Counting(), input_px=1024), plan, Quiet())
+    found, _ = heat_of(known_predictor(study, spec, Counting(), input_px=1024), plan, Quiet())
     assert max(seen) == 4 and sum(seen) == len(found.probability)  # 4 × 1024² pixels at once
-    whole = heat_of(known_predictor(study, spec, input_px=64), plan, Quiet())
+    whole, _ = heat_of(known_predictor(study, spec, input_px=64), plan, Quiet())
     assert np.abs(whole.probabilities - found.probabilities).max() < 1e-5
 
 

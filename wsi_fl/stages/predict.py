@@ -6,10 +6,11 @@ Only the run, the slides given and, where it is there, the site's own store are 
 from __future__ import annotations
 
 import csv
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.slides.geojson import Color, write_geojson
 from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patches
+from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.tile import spec_of
-from wsi_fl.stages.tile_shards import n_threads, one_line
+from wsi_fl.stages.tile_plans import one_line
 from wsi_fl.stages.trained import Inputs, inputs_of, private_model
 from wsi_fl.stages.workshop import device_of_rank, open_store, store_digest
 from wsi_fl.study import Study
@@ -165,8 +167,11 @@ def _predict_slide(
     """All files of one slide, and its row of the document."""
     watcher.update(record.slide, 0, 1, "finding tissue")
     tile = predictor.pipeline.tile
-    plan = plan_slide(record, predictor.inputs.spec, PlanParams(min_tissue=tile.min_tissue))
-    heat = heat_of(predictor, plan, watcher)
+    reader = predictor.pipeline.slides.reader
+    plan = plan_slide(record, predictor.inputs.spec, PlanParams(min_tissue=tile.min_tissue), reader=reader)
+    heat, aside = heat_of(predictor, plan, watcher)
+    if aside:
+        plan = replace(plan, xy_l0=np.delete(plan.xy_l0, list(aside), axis=0))
     settings = predictor.pipeline.predict
     kind = leading(heat)
     slide_score = score(heat, kind, settings.top_k)
@@ -183,7 +188,7 @@ def _predict_slide(
     identity = f"{predictor.run.name}/{record.site}/{record.slide}"
     write_geojson(files["geojson"], heat, colors, identity)
     _write_patches(files["csv"], plan, heat)
-    row = {"slide": record.slide, "patches": len(plan.xy_l0), "score": slide_score}
+    row = {"slide": record.slide, "patches": len(plan.xy_l0), "set_aside": len(aside), "score": slide_score}
     write_json(
         files["json"],
         {"run": study.relative(predictor.run.path), "site": record.site}
@@ -204,29 +209,46 @@ def _predict_slide(
     return row | {name: study.relative(path) for name, path in files.items()}
 
 
-def heat_of(predictor: Predictor, plan: SlidePlan, watcher: Watcher) -> Heat:
-    """The model's probabilities of every patch of a plan; holds a few batches of pixels at a time."""
+def heat_of(predictor: Predictor, plan: SlidePlan, watcher: Watcher) -> tuple[Heat, dict[int, str]]:
+    """The model's probabilities of every patch of a plan; holds a few batches of pixels at a time.
+
+    Also row → reason of the patches that cannot be decoded, which are left out.
+
+    Raises:
+        WsiFlError: when no patch can, or the model gives no numbers.
+    """
+    aside: dict[int, str] = {}
     n = len(plan.xy_l0)
     inputs = predictor.inputs
     predicted = np.empty((n, len(inputs.classes)))
     size = max(1, min(_BATCH, _BATCH_PIXELS // inputs.input_px**2))
     done = 0
     with torch.inference_mode():
-        for images in _batches(plan, inputs.input_px, size):
+        for images in _batches(plan, inputs.input_px, size, predictor.pipeline.slides.reader, aside):
             p = probabilities(predictor.model, unlabelled(images), predictor.device, size)
             predicted[done : done + len(p)] = p
             done += len(p)
             watcher.update(plan.record.slide, done, n)
+    if not done:
+        raise WsiFlError(next(iter(aside.values())))
+    predicted = predicted[:done]
     if not np.isfinite(predicted).all():
         raise WsiFlError(f"{plan.record.slide}: the model gives no numbers; it did not train well")
-    boxes = patch_boxes(plan.xy_l0, plan.spec, plan.mpp, plan.size_l0)
-    return Heat(boxes, inputs.classes, predicted, predictor.pipeline.predict.threshold)
+    boxes = patch_boxes(np.delete(plan.xy_l0, list(aside), axis=0), plan.spec, plan.mpp, plan.size_l0)
+    return Heat(boxes, inputs.classes, predicted, predictor.pipeline.predict.threshold), aside
 
 
-def _batches(plan: SlidePlan, input_px: int, size: int) -> Iterator[NDArray[np.uint8]]:
+def _batches(
+    plan: SlidePlan, input_px: int, size: int, reader: Reader, aside: dict[int, str]
+) -> Iterator[NDArray[np.uint8]]:
     """Images uint8[b, input_px, input_px, 3], reduced as for training, `size` or a few more at a time."""
     waiting: list[NDArray[np.uint8]] = []
-    for _, pixels in read_patches(plan.record, plan.xy_l0, plan.spec, threads=n_threads()):
+    threads = len(os.sched_getaffinity(0))
+    for _, pixels in read_patches(
+        plan.record, plan.xy_l0, plan.spec, threads=threads, reader=reader, aside=aside
+    ):
+        if not len(pixels):
+            continue
         waiting.append(resized(unlabelled(pixels), input_px).read(np.arange(len(pixels))))
         if sum(map(len, waiting)) >= size:
             yield np.concatenate(waiting)
