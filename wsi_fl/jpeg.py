@@ -103,7 +103,7 @@ def _pixels(picture: NDArray[np.uint8]) -> str:
 
 def encode(pixels: NDArray[np.uint8], quality: int) -> bytes:
     """The picture uint8[h, w, 3] as a stream with colour at half resolution (4:2:0), as scanners write it; lossy."""
-    stream: bytes = _decoder().encode_jpeg(
+    stream: bytes = simplejpeg.encode_jpeg(
         np.ascontiguousarray(pixels), quality, colorspace="RGB", colorsubsampling="420"
     )
     return stream
