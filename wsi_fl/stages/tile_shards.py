@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +75,53 @@ class Written:
 def write_each(
     chosen: Sequence[tuple[int, NDArray[np.bool_]]], plans: Plans, wanted: Wanted
 ) -> Iterator[Written]:
-    """Writes the shards of these slides, one after the other."""
-    for number, keep in chosen:
-        if not keep.any():
-            yield Written(number, None, "none of its patches was drawn into the sample")
-            continue
-        try:
-            plan = plans.load(number)
-            content, unread = _write_slide(plan, keep, wanted)
-            yield Written(number, content, partly(unread, int(keep.sum())))
-        except DiskFull:
-            raise
-        except WsiFlError as error:
-            yield Written(number, None, str(error))
-        except Exception as error:  # one slide that a library chokes on must not end the others
-            yield Written(number, None, one_line(error))
+    """Writes the shards of these slides, one after the other; the picture of one is drawn while the next is read."""
+    before: tuple[Written, Future[None]] | None = None
+    with ThreadPoolExecutor(1) as drawing:
+        for number, keep in chosen:
+            one, draw = _written(number, keep, plans, wanted)
+            if before is not None:
+                yield _drawn(*before)
+            before = one, drawing.submit(draw)
+        if before is not None:
+            yield _drawn(*before)
+
+
+def _written(
+    number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted
+) -> tuple[Written, Callable[[], None]]:
+    """What became of a slide, and what draws its picture."""
+    if not keep.any():
+        return Written(number, None, "none of its patches was drawn into the sample"), _nothing
+    try:
+        plan = plans.load(number)
+        content, unread = _write_slide(plan, keep, wanted)
+    except DiskFull:
+        raise
+    except Exception as error:  # one slide that a library chokes on must not end the others
+        return Written(number, None, _reason(error)), _nothing
+    corners = [(x, y) for x, y, _ in unread]
+    return Written(number, content, partly(unread, int(keep.sum()))), partial(
+        _draw, plan, keep, corners, _picture(wanted, plan)
+    )
+
+
+def _drawn(one: Written, picture: Future[None]) -> Written:
+    try:
+        picture.result()
+    except DiskFull:
+        raise
+    except Exception as error:  # likewise
+        return Written(one.number, None, _reason(error))
+    return one
+
+
+def _nothing() -> None:
+    pass
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, WsiFlError) else one_line(error)
 
 
 def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
@@ -111,7 +145,7 @@ def shard_path(folder: Path, slide: str) -> Path:
 def _write_slide(
     plan: SlidePlan, keep: NDArray[np.bool_], wanted: Wanted
 ) -> tuple[str, list[tuple[int, int, str]]]:
-    """One shard and its picture, unless both are there and current; what `content_of` says of the shard."""
+    """One shard, unless it is there and current; what `content_of` says of it."""
     record = plan.record
     shard = shard_path(wanted.folder, record.slide)
     split = record.split or "train"
@@ -134,18 +168,24 @@ def _write_slide(
         np.full(n, split),
     )
     current = shard_is_current(shard, fingerprint(meta, table))
-    picture = wanted.folder / "overview" / f"{record.slide}.png"
     if current is False:
         say(f"  {record.slide}: parameters or slide changed, tiled again")
     if not current:
-        picture.unlink(missing_ok=True)  # it would outlive a kill between the two
+        _picture(wanted, plan).unlink(missing_ok=True)  # it would outlive a kill between the two
         _write_shard(_Task(shard, meta, table, plan), wanted)
-    content, unread = content_of(shard)
+    return content_of(shard)
+
+
+def _picture(wanted: Wanted, plan: SlidePlan) -> Path:
+    return wanted.folder / "overview" / f"{plan.record.slide}.png"
+
+
+def _draw(plan: SlidePlan, keep: NDArray[np.bool_], unread: Sequence[tuple[int, int]], picture: Path) -> None:
+    """The picture of what was kept, unless it is there."""
     if not picture.exists():
-        corners = np.array([(x, y) for x, y, _ in unread], np.int64).reshape(-1, 2)
+        corners = np.array(unread, np.int64).reshape(-1, 2)
         lost = (plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
         write_bytes(picture, draw_overview(plan, keep & ~lost))
-    return content, unread
 
 
 @dataclass(frozen=True)
