@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Any
 
 import h5py
 import numpy as np
@@ -30,7 +30,6 @@ import openslide
 from numpy.typing import NDArray
 
 from wsi_fl import jpeg
-from wsi_fl.config import Store
 from wsi_fl.slides.phantom import paint_slide, plan_slides, write_big_slide
 from wsi_fl.slides.planning import plan_slide, read_patches
 from wsi_fl.slides.splits import sample_rows
@@ -206,7 +205,6 @@ def shown(row: dict[str, Any], pixels: Sequence[str]) -> str:
 
 
 def parsed() -> argparse.Namespace:
-    known = [name for name in get_args(Store.model_fields["pixels"].annotation) if name in {"raw", "native"}]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -215,7 +213,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--size-px", type=int, default=512, help="side of the patches")
     parser.add_argument("--mpp", type=float, default=MPP, help=f"of the patches; the slides have {MPP}")
     parser.add_argument("--patches", type=int, help="per slide, at most; default: all that hold tissue")
-    parser.add_argument("--pixels", nargs="+", choices=known or ["raw"], default=known or ["raw"])
+    parser.add_argument("--pixels", nargs="+", choices=["raw", "native"], default=["raw", "native"])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="for slides and stores, which take gigabytes")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
