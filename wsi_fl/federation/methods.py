@@ -41,7 +41,6 @@ class Method:
         exchange: the graph of a round.
         predict: logits for evaluation.
         travels: role whose parameters are exchanged, or None.
-            name where it leaves without differential privacy.
         learns_from_private: whether the model under differential privacy has a teacher trained without it, so
             that its ε is nominal unless β = 0.
         pooled: whether every model trains on all sites' data: what nobody may do, and what all are measured against.

@@ -115,7 +115,7 @@ def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
         found.append(
             "Where fewer than three seeds are common to both, a test pairs the sites. Sites of one run learned from "
             "each other and share a test set, so such a p-value is too small; repeat with other seeds "
-            "(--set train.seed=1, 2, …) before believing it."
+            "(train --seeds 5) before believing it."
         )
     private = [row for row in rows if known(row["epsilon"])]
     if len({number(row["epsilon"], 1) for row in private}) > 1:
