@@ -56,6 +56,25 @@ class Store(Section):
     raw. `jpeg:90`: encoded anew, which loses detail. `none`: read from the slide whenever they are wanted."""
 
 
+class Mosaic(Section):
+    """A slide as a bag of features of its representative patches (Yottixel, Kalra et al. 2020)."""
+
+    size_px: int = Field(1000, ge=8)
+    mpp: float = Field(0.5, gt=0)
+    min_tissue: float = Field(0.7, ge=0, le=1)
+    clusters: int = Field(9, ge=1)
+    """Groups of patches alike in colour."""
+    fraction: float = Field(0.05, gt=0, le=1)
+    """Share of each group that is kept, spread over the slide."""
+    encoder: str = "densenet121"
+    """Any timm model; its pooled output is the feature."""
+    weights: str | None = None
+    """A local safetensors file; default: the encoder's published weights by name."""
+    batch_size: int = Field(32, ge=1)
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    seed: int = 0
+
+
 class Train(Section):
     rounds: int = Field(30, ge=1)
     eval_every: int = Field(1, ge=1)
@@ -68,6 +87,8 @@ class Train(Section):
     augment: str = "flips"
     input_px: int | None = Field(None, ge=8)
     """Patches are reduced to this size for training; default: as stored."""
+    data: Literal["patches", "mosaics"] = "patches"
+    """Whether an example is a patch or a slide, the bag of its mosaic's features."""
     seed: int = 0
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters under them are exchanged."""
@@ -123,6 +144,9 @@ class Pipeline(Section):
     slides: Slides = Slides()
     tile: Tile = Tile()
     store: Store = Store()
+    subtypes: dict[str, list[str]] = {}
+    """Tumour type → the diagnoses it may have, for studies of whole slides; a class is a diagnosis."""
+    mosaic: Mosaic = Mosaic()
     train: Train = Train()
     model: Model = Model()
     topology: Topology = Topology()

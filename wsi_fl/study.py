@@ -47,6 +47,10 @@ class Study:
     def store(self, site: str) -> Path:
         return self.root / "stores" / site / "patches.h5"
 
+    def mosaic(self, site: str) -> Path:
+        """The feature store of a site's mosaics."""
+        return self.root / "stores" / site / "mosaic.h5"
+
     def ledger(self, site: str) -> Path:
         return self.root / "ledgers" / f"{site}.jsonl"
 

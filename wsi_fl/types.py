@@ -57,6 +57,10 @@ class SlideRecord:
     split: str | None = None
     """One of SPLITS when the archive prescribes it."""
     mpp_override: float | None = None
+    diagnosis: str = ""
+    """What the whole slide is labelled with in a study of subtypes; empty elsewhere."""
+    tumor_type: str = ""
+    """The kind of tumour that is known of the slide before its diagnosis, such as its organ; may be empty."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,26 @@ class GridSpec:
     size_px: int
     mpp: float
     stride_px: int
+
+
+@dataclass(frozen=True)
+class BagTable:
+    """The columns of s bags, one per slide; every array has length s."""
+
+    label: NDArray[np.int64]
+    """[s] position in the store's classes."""
+    tumor_type: NDArray[np.str_]
+    """[s] what is known before the diagnosis; empty where nothing is."""
+    slide: NDArray[np.str_]
+    patient: NDArray[np.str_]
+    split: NDArray[np.str_]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def take(self, bags: NDArray[np.int64] | NDArray[np.bool_]) -> BagTable:
+        """The chosen bags, by position or mask."""
+        return BagTable(**{f.name: getattr(self, f.name)[bags] for f in fields(self)})
 
 
 @dataclass(frozen=True)

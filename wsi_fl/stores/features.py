@@ -1,0 +1,153 @@
+"""Feature stores: a bag of feature vectors per slide, all of a site in one HDF5 file. See FORMAT.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import __version__
+from wsi_fl.files import atomic
+from wsi_fl.stores.columns import created
+from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs
+from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
+
+FEATURE_FORMAT = "wsi-fl feature store"
+FEATURE_VERSION = 1
+_TEXTS = ("slide", "patient", "split", "tumor_type")
+
+
+@dataclass(frozen=True)
+class FeatureMeta:
+    """What holds for a whole feature store.
+
+    Attributes:
+        classes: what `label` holds positions in.
+        tumor_types: tumour type → the classes it may have; empty where nothing is known beforehand.
+        encoder: name and digest of the weights of what made the features.
+        spec: of the patches under the features.
+    """
+
+    site: str
+    classes: tuple[str, ...]
+    tumor_types: Mapping[str, tuple[str, ...]]
+    encoder: str
+    spec: GridSpec
+
+
+@dataclass(frozen=True)
+class Bag:
+    """The m patches of one slide.
+
+    Attributes:
+        features: float32[m, d].
+        xy_l0: int64[m, 2] top-left corners in level-0 pixels.
+    """
+
+    features: NDArray[np.float32]
+    xy_l0: NDArray[np.int64]
+
+
+def write_features(path: Path, meta: FeatureMeta, table: BagTable, bags: Sequence[Bag]) -> None:
+    """Writes a feature store atomically; bags in the table's order."""
+    if len(bags) != len(table) or not bags:
+        raise WsiFlError(f"{path}: got {len(bags)} bags, expected {len(table)}, at least one")
+    features = np.concatenate([bag.features for bag in bags]).astype(np.float32, copy=False)
+    start = np.cumsum([0, *(len(bag.features) for bag in bags)], dtype=np.int64)
+    n_bytes = features.nbytes + len(features) * 64 + len(table) * 1024
+    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+        file.attrs.update(
+            spec_attrs(meta.spec)
+            | {
+                "format": FEATURE_FORMAT,
+                "version": FEATURE_VERSION,
+                "tool_version": __version__,
+                "site": meta.site,
+                "classes": json.dumps(meta.classes),
+                "tumor_types": json.dumps(dict(meta.tumor_types)),
+                "encoder": meta.encoder,
+            }
+        )
+        file["features"] = features
+        file["xy_l0"] = np.concatenate([bag.xy_l0 for bag in bags]).astype(np.int64, copy=False)
+        file["start"] = start
+        file["label"] = table.label
+        for name in _TEXTS:
+            file[name] = encoded_text(getattr(table, name))
+
+
+class FeatureStore:
+    """A feature store, read-only.
+
+    Attributes:
+        meta, table: of its bags.
+        n_features: d.
+
+    Raises:
+        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl mosaic`")
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as error:
+            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
+        try:
+            self._load()
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            self._file.close()
+            raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl mosaic` again") from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _load(self) -> None:
+        file, attrs = self._file, self._file.attrs
+        if attrs.get("format") != FEATURE_FORMAT:
+            raise WsiFlError(f"{self.path}: not a {FEATURE_FORMAT} (format {attrs.get('format')!r})")
+        if attrs["version"] not in range(1, FEATURE_VERSION + 1):
+            raise WsiFlError(
+                f"{self.path}: {FEATURE_FORMAT} version {attrs['version']}, this wsi-fl reads up to "
+                f"{FEATURE_VERSION}; update wsi-fl"
+            )
+        spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+        types = {name: tuple(classes) for name, classes in json.loads(attrs["tumor_types"]).items()}
+        classes = tuple(json.loads(attrs["classes"]))
+        self.meta = FeatureMeta(str(attrs["site"]), classes, types, str(attrs["encoder"]), spec)
+        text = {name: np.asarray(file[name].asstr()[:], np.str_) for name in _TEXTS}
+        if unknown := set(text["split"].tolist()) - set(SPLITS):
+            raise WsiFlError(f"{self.path}: unknown split {min(unknown)!r}; allowed: {', '.join(SPLITS)}")
+        self.table = BagTable(file["label"][:], **text)
+        self._start: NDArray[np.int64] = file["start"][:]
+        n, self.n_features = file["features"].shape
+        whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
+        if not whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
+            raise ValueError("start does not divide the features into bags")
+
+    def __enter__(self) -> FeatureStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def bag(self, k: int) -> Bag:
+        """The features of the k-th slide."""
+        rows = slice(int(self._start[k]), int(self._start[k + 1]))
+        return Bag(self._file["features"][rows], self._file["xy_l0"][rows])
