@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.bulk import aligned_empty
 from wsi_fl.slides.reader import Slide
 from wsi_fl.types import GridSpec, WsiFlError
 
@@ -24,7 +25,7 @@ class Batch:
         self._first = first
         self._spec = spec
         self._todo = iter(enumerate(corners))  # whose steps are atomic under the interpreter's lock
-        self._pixels = np.empty((len(corners), spec.size_px, spec.size_px, 3), np.uint8)
+        self._pixels = aligned_empty((len(corners), spec.size_px, spec.size_px, 3))
 
     def fill(self, slide: Slide) -> None:
         """Reads patches until none is left to begin."""

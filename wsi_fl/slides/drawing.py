@@ -57,5 +57,5 @@ def draw_scale_bar(
 def png(picture: Image.Image) -> bytes:
     """The picture as PNG."""
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", compress_level=6)
+    picture.save(buffer, "PNG", compress_level=3)
     return buffer.getvalue()

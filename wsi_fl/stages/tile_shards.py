@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ _SHARE_OF_RAW = {"raw": 1.0, "native": 0.25, "jpeg": 0.3, "none": 0.0}
 """Cautious: JPEG streams of tissue take about a ninth."""
 _MOST_PLACES = 5
 _EDGE_L0 = 0.5
+_SLIDES_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -75,53 +75,30 @@ class Written:
 def write_each(
     chosen: Sequence[tuple[int, NDArray[np.bool_]]], plans: Plans, wanted: Wanted
 ) -> Iterator[Written]:
-    """Writes the shards of these slides, one after the other; the picture of one is drawn while the next is read."""
-    before: tuple[Written, Future[None]] | None = None
-    with ThreadPoolExecutor(1) as drawing:
-        for number, keep in chosen:
-            one, draw = _written(number, keep, plans, wanted)
-            if before is not None:
-                yield _drawn(*before)
-            before = one, drawing.submit(draw)
-        if before is not None:
-            yield _drawn(*before)
+    """Writes the shards and pictures of these slides, two at a time: while one opens, ends or is drawn, the other is
+    read. Yields in order."""
+    with ThreadPoolExecutor(_SLIDES_AT_ONCE) as pool:
+        work = [pool.submit(_written, number, keep, plans, wanted) for number, keep in chosen]
+        try:
+            for future in work:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _written(
-    number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted
-) -> tuple[Written, Callable[[], None]]:
-    """What became of a slide, and what draws its picture."""
+def _written(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted) -> Written:
+    """What became of a slide."""
     if not keep.any():
-        return Written(number, None, "none of its patches was drawn into the sample"), _nothing
+        return Written(number, None, "none of its patches was drawn into the sample")
     try:
         plan = plans.load(number)
         content, unread = _write_slide(plan, keep, wanted)
+        _draw(plan, keep, [(x, y) for x, y, _ in unread], _picture(wanted, plan))
     except DiskFull:
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
-        return Written(number, None, _reason(error)), _nothing
-    corners = [(x, y) for x, y, _ in unread]
-    return Written(number, content, partly(unread, int(keep.sum()))), partial(
-        _draw, plan, keep, corners, _picture(wanted, plan)
-    )
-
-
-def _drawn(one: Written, picture: Future[None]) -> Written:
-    try:
-        picture.result()
-    except DiskFull:
-        raise
-    except Exception as error:  # likewise
-        return Written(one.number, None, _reason(error))
-    return one
-
-
-def _nothing() -> None:
-    pass
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, WsiFlError) else one_line(error)
+        return Written(number, None, str(error) if isinstance(error, WsiFlError) else one_line(error))
+    return Written(number, content, partly(unread, int(keep.sum())))
 
 
 def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:

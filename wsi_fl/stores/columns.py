@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.bulk import ALIGNMENT
 from wsi_fl.files import atomic, reserve
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
@@ -25,6 +26,8 @@ SLIDE_BYTES = 1 << 14
 """Room for a slide's attributes, link and group."""
 ROW_BYTES = 256
 """Room for a patch's columns and its place in the index of chunks."""
+_ALIGNED_BYTES = 1 << 14
+"""Whatever takes as much lies where it can be written directly."""
 _NUMBERS = ("xy_l0", "label", "tumor_fraction")
 _TEXTS = ("slide", "patient", "split")
 
@@ -89,7 +92,7 @@ def table_bytes(table: PatchTable) -> int:
 def created(path: Path, n_bytes: int) -> h5py.File:
     """A new HDF5 file on a disk that can hold it."""
     reserve(path, n_bytes + SLIDE_BYTES)
-    return h5py.File(path, "w")
+    return h5py.File(path, "w", alignment_threshold=_ALIGNED_BYTES, alignment_interval=ALIGNMENT)
 
 
 def _head(path: Path, spec: GridSpec) -> _Head:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
+from wsi_fl.bulk import BulkFile
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
@@ -110,22 +111,37 @@ def write_shard(
     n, size = len(table) - len(unread), meta.spec.size_px
     room = n * size * size * channels
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
-        dataset = file.create_dataset(
-            "pixels", (n, size, size, channels), np.uint8, chunks=(1, size, size, channels), fillvalue=0
-        )
-        file.flush()  # from here on only whole patches are written, which fail cleanly
+        offsets = _allocated(file, (n, size, size, channels))
+        end = offsets[-1] + size * size * channels
         row = 0
-        for batch in pixels:
-            if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
-                raise WsiFlError(
-                    f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
-                )
-            if row + len(batch) > n:
-                raise WsiFlError(f"{path}: got more than the {n} patches expected")
-            for patch in batch:
-                dataset.id.write_direct_chunk((row, 0, 0, 0), np.ascontiguousarray(patch))
-                row += 1
+        with BulkFile(temporary, end) as bulk:
+            for batch in pixels:
+                if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
+                    raise WsiFlError(
+                        f"{path}: got patches {batch.dtype}{batch.shape}, expected uint8 of {size} px"
+                    )
+                if row + len(batch) > n:
+                    raise WsiFlError(f"{path}: got more than the {n} patches expected")
+                for patch in batch:
+                    bulk.write(np.ascontiguousarray(patch), offsets[row])
+                    row += 1
         _check_count(path, row, n)
+
+
+def _allocated(file: h5py.File, shape: tuple[int, int, int, int]) -> list[int]:
+    """A data set "pixels", one chunk per patch, with its place on disk; the offset in bytes of each patch.
+
+    What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
+    """
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_chunk((1, *shape[1:]))
+    layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    layout.set_obj_track_times(False)  # the same content is the same bytes
+    kind, space = h5py.h5t.STD_U8LE, h5py.h5s.create_simple(shape)
+    dataset = h5py.h5d.create(file.id, b"pixels", kind, space, layout)
+    file.flush()
+    return [int(dataset.get_chunk_info_by_coord((row, 0, 0, 0)).byte_offset) for row in range(shape[0])]
 
 
 def write_streams(
