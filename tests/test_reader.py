@@ -297,6 +297,31 @@ def test_a_real_slide_reads_as_openslide_reads_it():
 
 
 @needs_shared
+def test_every_real_slide_gives_the_same_patches_through_both_readers():
+    compared, native = 0, 0
+    for path in sorted((SHARED / "slides").glob("*.svs")) + sorted((SHARED / "slides_odd").iterdir()):
+        try:
+            fast, slow = Slide(path, 0.5, "auto"), Slide(path, 0.5, "openslide")
+        except WsiFlError:
+            continue
+        for size_px, mpp in ((64, 0.5), (96, 0.73), (50, 1.0)):
+            for xy in ((0, 0), (131, 77), (fast.size_l0[0] - 40, fast.size_l0[1] - 40)):
+                try:
+                    expected = slow.read(xy, size_px, mpp)
+                except WsiFlError:
+                    with pytest.raises(WsiFlError):
+                        fast.read(xy, size_px, mpp)
+                    continue
+                apart = np.abs(fast.read(xy, size_px, mpp).astype(int) - expected)
+                assert apart.max() <= 2 and apart.mean() < 0.1, path.name
+                compared += 1
+        native += fast.reader == "native"
+        fast.close()
+        slow.close()
+    assert compared >= 20 and native >= 2
+
+
+@needs_shared
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
