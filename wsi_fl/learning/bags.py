@@ -1,0 +1,73 @@
+"""Slides as examples: bags of unequal size, packed into one tensor with a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples
+from wsi_fl.types import BagTable
+
+Features = NDArray[np.float32]
+
+
+def packed(bags: Sequence[Features]) -> Features:
+    """Bags float32[m_i, d] as one float32[b, max m_i, d + 1]; the last column is 1 for a patch, 0 for padding.
+
+    Example:
+        >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
+        [[[5.0, 1.0], [6.0, 1.0]], [[7.0, 1.0], [0.0, 0.0]]]
+    """
+    out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
+    for row, bag in zip(out, bags, strict=True):
+        row[: len(bag), :-1] = bag
+        row[: len(bag), -1] = 1
+    return out
+
+
+def bag_examples(
+    read: Callable[[int], Features],
+    table: BagTable,
+    allowed: NDArray[np.bool_],
+    n_features: int,
+    limit_bytes: int = IN_MEMORY_BYTES,
+) -> Examples:
+    """The slides of a table as examples.
+
+    Args:
+        read: position in the table → features float32[m, n_features].
+        allowed: bool[n, classes], the classes that each slide may have.
+        limit_bytes: bags that fit together are held in memory.
+    """
+    held: list[Features] = []
+    size = 0
+    for k in range(len(table)):
+        held.append(read(k))
+        size += held[-1].nbytes
+        if size > limit_bytes:
+            held = []
+            break
+    get = held.__getitem__ if held else read
+
+    def packed_rows(rows: NDArray[np.int64]) -> Features:
+        if not len(rows):
+            return np.zeros((0, 1, n_features + 1), np.float32)
+        return packed([get(int(k)) for k in rows])
+
+    return Examples(packed_rows, table.label, table.slide, table.patient, allowed)
+
+
+def allowed_classes(
+    tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
+) -> NDArray[np.bool_]:
+    """bool[n, classes]: what each slide may be, given its tumour type; all classes where that says nothing.
+
+    Example:
+        >>> allowed_classes(np.array(["lung", ""]), ("LUAD", "LUSC", "GBM"), {"lung": ("LUAD", "LUSC")}).tolist()
+        [[True, True, False], [True, True, True]]
+    """
+    everything = tuple(classes)
+    rows = [[name in tumor_types.get(kind, everything) for name in classes] for kind in tumor_type.tolist()]
+    return np.array(rows, bool).reshape(len(tumor_type), len(everything))
