@@ -17,8 +17,8 @@ from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import Images, build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages import workshop
-from wsi_fl.stages.train import resume, train
 from wsi_fl.stages.data import open_store
+from wsi_fl.stages.train import resume, train
 from wsi_fl.types import WsiFlError
 
 OPEN = "privacy.enabled=false"
@@ -122,9 +122,7 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
     path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
     states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
     sent = [load_file(state)["push/x"] for state in states]
-    names = [
-        name for name, _ in build("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()
-    ]
+    names = [name for name, _ in build("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()]
     for k in range(4):
         proxy = model(path, f"S{k}", "proxy")
         got = torch.cat([proxy[name].flatten() for name in names])

@@ -48,7 +48,9 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
         raise UsageError(f"two ranks are site {twice[0]}; give every rank the same list of sites")
     problems = []
     for key, words in MUST_AGREE.items():
-        values = {str(document["site"]): json.dumps(document.get(key), sort_keys=True) for document in brought}
+        values = {
+            str(document["site"]): json.dumps(document.get(key), sort_keys=True) for document in brought
+        }
         usual, count = Counter(values.values()).most_common(1)[0]
         odd = {site: value for site, value in values.items() if value != usual}
         if not odd:

@@ -59,6 +59,19 @@ def bag_examples(
     return Examples(packed_rows, table.label, table.slide, table.patient, allowed)
 
 
+def unlabelled_bags(bags: Sequence[Features], allowed: NDArray[np.bool_]) -> Examples:
+    """Bags of which nothing is known but the classes that all of them may have, bool[classes]."""
+    unknown = np.full(len(bags), "")
+    possible = np.broadcast_to(allowed, (len(bags), len(allowed)))
+    return Examples(
+        lambda rows: packed([bags[k] for k in rows]),
+        np.zeros(len(bags), np.int64),
+        unknown,
+        unknown,
+        possible,
+    )
+
+
 def allowed_classes(
     tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
 ) -> NDArray[np.bool_]:

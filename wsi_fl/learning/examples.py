@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import Queue
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from wsi_fl.privacy.dpsgd import poisson_rows
 Augment = Callable[[Tensor], Tensor]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
-Inputs = NDArray[np.uint8] | NDArray[np.float32]
+Inputs = NDArray[Any]
 """Pixels uint8[b, h, w, channels] of images, or bags float32[b, m, d + 1] as `bags.packed` makes them."""
 
 IN_MEMORY_BYTES = 1 << 30

@@ -98,7 +98,9 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         if isinstance(shape, Bags):
             if name not in BAG_BUILDERS:
-                raise UsageError(f"model {name!r} does not see bags; those that do: {', '.join(BAG_BUILDERS)}")
+                raise UsageError(
+                    f"model {name!r} does not see bags; those that do: {', '.join(BAG_BUILDERS)}"
+                )
             return BAG_BUILDERS[name](n_classes, shape.n_features)
         if name.startswith("timm:"):
             from wsi_fl.models.timm import timm_model

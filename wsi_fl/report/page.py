@@ -43,6 +43,8 @@ class Page:
     """Sample patches by site: (label, uint8[h, w, 3])."""
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
     """Overview pictures by site: (slide, PNG bytes)."""
+    examples: str = "patches"
+    """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
 
 def render(page: Page) -> str:
@@ -105,6 +107,9 @@ def _context(page: Page) -> dict[str, Any]:
         "pooled": sections.pooled(evaluated),
         "heats": sections.heats(evaluated),
         "data": sections.data(page),
+        "slidewise": page.examples == "slides",
+        "tests": sections.tests(page),
+        "tumor_types": sections.tumor_types(evaluated),
         "traffic": sections.traffic(page),
         "patches": sections.patches(page, names),
         "overviews": pictures.overview_uris(page.overviews),

@@ -62,13 +62,13 @@ def _there(study: Study, site: str, path: Path, command: str) -> Path:
 
 
 def store_digest(store: Store) -> str:
-    """SHA-256 over what a run used: patches, labels and splits, or slides and their features. It stays with the site."""
+    """SHA-256 over what a run used: patches or features, labels and splits. It stays with the site."""
     table = store.table
+    known = table.tumor_type if isinstance(table, BagTable) else table.xy_l0
     digest = hashlib.sha256()
-    for column in (table.label, table.slide, table.patient, table.split):
+    for column in (known, table.label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
     if isinstance(store, FeatureStore):
-        digest.update(np.ascontiguousarray(store.table.tumor_type).tobytes())
         for k in range(len(store)):
             bag = store.bag(k)
             digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())

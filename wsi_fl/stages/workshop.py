@@ -98,6 +98,7 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
 def _not_augmented(seed: int) -> Augment | None:
     """A bag's features have no symmetries of their own."""
     del seed
+    return None
 
 
 def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
