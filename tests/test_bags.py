@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from torch.nn import functional
 
+from wsi_fl.config import dump_toml
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.bags import allowed_classes, bag_examples, packed, unlabelled_bags
 from wsi_fl.learning.examples import joined
@@ -31,7 +32,7 @@ from wsi_fl.stages.report import report
 from wsi_fl.stages.series import train_series
 from wsi_fl.stages.train import resume, train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
-from wsi_fl.study import Study
+from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
 
 CPU = torch.device("cpu")
@@ -380,6 +381,14 @@ def test_series_and_comparisons_are_of_slides(bags):
     assert "methods on the same slides" in page and "patches" not in page
 
 
+def test_tumour_types_may_have_any_name(bags):
+    types = {"lung (NSCLC) α": ["LUAD"], 'a "b"': ["GBM"]}
+    name = run(bags, "regular", "train.rounds=1")["run"]
+    pipeline = load_pipeline(bags.root / name / "config.toml").model_copy(update={"subtypes": types})
+    (bags.root / "pipelines" / "odd.toml").write_text(dump_toml(pipeline))
+    assert bags.pipeline("odd").subtypes == types
+
+
 # evaluation
 
 
@@ -427,7 +436,7 @@ def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
     document = evaluate(study, name)
     own = {row["site"]: row["own"] for row in document["sites"]}
     assert all(0 <= row["macro_accuracy"] <= 1 for row in document["sites"])
-    assert own["S0"]["tumor_types"]["brain"]["n"] == 1  # of slides 8 to 11 under three classes: GBM once
+    assert own["S0"]["tumor_types"]["brain"]["n"] == 2  # GBM of slides 8 and 11
     assert own["S1"]["tumor_types"]["brain"]["n"] == 2
     write_mosaic(study, "S0", seed=0, only=1)
     name = run(study, "fedavg", OPEN)["run"]

@@ -7,6 +7,7 @@ values.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -191,8 +192,12 @@ def dump_toml(model: Section, first_line: str = "") -> str:
     for section, content in values.items():
         if isinstance(content, dict) and content:
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-            lines += [f"{key} = {toml_value(value)}" for key, value in content.items()]
+            lines += [f"{_toml_key(key)} = {toml_value(value)}" for key, value in content.items()]
     return "\n".join(lines) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: Any) -> str:

@@ -206,8 +206,11 @@ def _picture(predictor: BagPredictor, record: SlideRecord, slide: Slide, bag: Ba
     shown = name if answer.attention is None else "attention"
     values = np.stack([1 - answer.heat, answer.heat], axis=1)
     heat = Heat(boxes, ("other", shown), values, predictor.pipeline.predict.threshold)
-    legend = f"{name} probability, patch alone" if answer.attention is None else "attention, of the highest"
+    legend = (
+        f"{name} probability, patch alone" if answer.attention is None else "attention, share of the highest"
+    )
     others = sorted(zip(answer.probabilities.tolist(), classes, strict=True), reverse=True)[1:3]
+    others = [(p, other) for p, other in others if p > 0]
     caption = Caption(
         record.slide,
         f"{predictor.run.name} · {predictor.site.name} · mosaic of {len(boxes)} patches of {spec.size_px} px "
