@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import make_study, refused
 from PIL import Image
 from safetensors.numpy import load_file
 from torch.nn import functional
@@ -525,3 +525,19 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
         "lung, brain",
         error=UsageError,
     )
+    copy = Study(shutil.copytree(study.root, tmp_path / "copy"))
+    write_mosaic(copy, "S1", encoder="kimianet fff")
+    slide = [tmp_path / "S1_slide_0"]
+    refused(
+        lambda: predict(copy, name, site="S1", slides=slide), "are of kimianet fff by now", "densenet121 abc"
+    )
+    shutil.rmtree(copy.root / "stores")
+    document = predict(copy, name, site="S1", slides=slide)
+    assert "not among the mosaics" in document["failed"][0]["reason"]
+
+
+def test_images_know_no_tumour_types(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    name = run(study, "regular", OPEN, "train.rounds=1")["run"]
+    slide = [tmp_path / "x.tif"]
+    refused(lambda: predict(study, name, site="S0", slides=slide, tumor_type="lung"), "runs on mosaics")

@@ -12,7 +12,7 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from wsi_fl.report import figures, pictures, sections, words
+from wsi_fl.report import figures, pictures, sections, sets, words
 
 Json = Mapping[str, Any]
 """A JSON object as the run's files hold it."""
@@ -106,10 +106,10 @@ def _context(page: Page) -> dict[str, Any]:
         "reliability": sections.reliability(evaluated, colors),
         "pooled": sections.pooled(evaluated),
         "heats": sections.heats(evaluated),
-        "data": sections.data(page),
+        "data": sets.data(page),
         "slidewise": page.examples == "slides",
-        "tests": sections.tests(page),
-        "tumor_types": sections.tumor_types(evaluated),
+        "tests": sets.test_sets(page),
+        "tumor_types": sets.tumor_types(evaluated),
         "traffic": sections.traffic(page),
         "patches": sections.patches(page, names),
         "overviews": pictures.overview_uris(page.overviews),

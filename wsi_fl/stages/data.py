@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,11 +16,12 @@ from wsi_fl.config import Pipeline
 from wsi_fl.learning.bags import allowed_classes, bag_examples
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
 from wsi_fl.models import Bags, Images, Shape
+from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.slide_pixels import SlidePixels
-from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.features import FeatureMeta, FeatureStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
-from wsi_fl.types import BagTable, PatchTable, WsiFlError
+from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
 Store = PatchStore | FeatureStore
 Table = PatchTable | BagTable
@@ -73,6 +76,35 @@ def store_digest(store: Store) -> str:
             bag = store.bag(k)
             digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
     return digest.hexdigest()
+
+
+def remember(folder: SiteFolder, store: Store) -> None:
+    """Notes in a run which store a site works on; of mosaics also what its models must know without it.
+
+    Raises:
+        UsageError: when it is not the store the run began with.
+    """
+    folder.remember_store(store_digest(store), _facts(store) if isinstance(store, FeatureStore) else None)
+
+
+def _facts(store: FeatureStore) -> dict[str, Any]:
+    meta = store.meta
+    return {
+        "classes": list(meta.classes),
+        "tumor_types": {kind: list(classes) for kind, classes in meta.tumor_types.items()},
+        "encoder": meta.encoder,
+        "n_features": store.n_features,
+        "spec": asdict(meta.spec),
+    }
+
+
+def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
+    """What the mosaics were like that a site's models learned from, and what these see."""
+    facts = folder.store_facts()
+    types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
+    spec = GridSpec(**facts["spec"])
+    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec)
+    return meta, Bags(facts["n_features"])
 
 
 def input_px(pipeline: Pipeline, store: PatchStore) -> int:

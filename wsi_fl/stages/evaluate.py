@@ -37,9 +37,9 @@ from wsi_fl.stages.data import (
     may_merge,
     of_slides,
     open_data,
+    remember,
     shape_of,
     split_of,
-    store_digest,
     store_path,
 )
 from wsi_fl.stages.trained import method_of, private_model
@@ -110,7 +110,7 @@ def _evaluate_site(
 ) -> dict[str, Any]:
     """One model on the parts that it may see: its own, or everybody's."""
     store = open_data(study, site.name, pipeline)
-    run.site(site.name).remember_store(store_digest(store))
+    remember(run.site(site.name), store)
     device = device_of_rank()
     classes, shape = store.meta.classes, shape_of(pipeline, store)
     model = private_model(run, pipeline, site, classes, shape, device)

@@ -25,7 +25,7 @@ from wsi_fl.slides.grid import size_in_l0
 from wsi_fl.slides.heat import Heat, patch_boxes
 from wsi_fl.slides.reader import Slide
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.data import open_mosaic, shape_of
+from wsi_fl.stages.data import open_mosaic, remembered_mosaics
 from wsi_fl.stages.trained import private_model
 from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
@@ -42,20 +42,19 @@ class BagPredictor:
     """One site's private model, and the mosaics that are at hand.
 
     Attributes:
+        meta: of the mosaics it learned from.
+        store: the site's mosaics, if they lie here.
         tumor_type: of all slides that are predicted; None for what the store says of each.
     """
 
     run: RunFolder
     site: config.Site
     pipeline: Pipeline
-    store: FeatureStore
+    meta: FeatureMeta
+    store: FeatureStore | None
     model: torch.nn.Module
     device: torch.device
     tumor_type: str | None
-
-    @property
-    def meta(self) -> FeatureMeta:
-        return self.store.meta
 
 
 @dataclass(frozen=True)
@@ -90,31 +89,38 @@ def load_bag_predictor(
     """The trained model of a site, with its mosaics.
 
     Raises:
-        UsageError: when the site's mosaics know no such tumour type.
+        UsageError: when the run knows no such tumour type, or the mosaics have another encoder by now.
     """
-    store = open_mosaic(study, site.name)
-    known = store.meta.tumor_types
+    meta, shape = remembered_mosaics(run.site(site.name))
+    known = meta.tumor_types
     if tumor_type is not None and tumor_type not in known:
         raise UsageError(f"unknown tumour type {tumor_type!r}; known: {', '.join(known) or 'none'}")
+    store = open_mosaic(study, site.name) if study.mosaic(site.name).exists() else None
+    if store is not None and store.meta.encoder != meta.encoder:
+        raise UsageError(
+            f"site {site.name}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from "
+            f"{meta.encoder}; run `wsi-fl mosaic` with that encoder, or train a new run"
+        )
     device = device_of_rank()
-    model = private_model(run, pipeline, site, store.meta.classes, shape_of(pipeline, store), device)
-    return BagPredictor(run, site, pipeline, store, model, device, tumor_type)
+    model = private_model(run, pipeline, site, meta.classes, shape, device)
+    return BagPredictor(run, site, pipeline, meta, store, model, device, tumor_type)
 
 
 def bag_of(predictor: BagPredictor, record: SlideRecord) -> Bag:
     """The mosaic of a slide: from the site's store."""
     row = _row_of(predictor.store, record)
-    if row is None:
+    if predictor.store is None or row is None:
         raise WsiFlError(
             f"{record.slide}: not among the mosaics of {record.site}; run `wsi-fl mosaic --site {record.site}`"
         )
     return predictor.store.bag(row)
 
 
-def _row_of(store: FeatureStore, record: SlideRecord) -> int | None:
+def _row_of(store: FeatureStore | None, record: SlideRecord) -> int | None:
     """Where the slide stands in the store; it may be given by file or by name."""
+    slides = np.empty(0, np.str_) if store is None else store.table.slide
     for name in (record.path.name, record.slide):
-        if len(found := np.flatnonzero(store.table.slide == name)):
+        if len(found := np.flatnonzero(slides == name)):
             return int(found[0])
     return None
 
@@ -154,7 +160,7 @@ def predict_bag(
 def _tumor_type(predictor: BagPredictor, record: SlideRecord) -> str | None:
     """As asked for, else as the store has it; None where nothing is known."""
     row = _row_of(predictor.store, record)
-    if predictor.tumor_type is not None or row is None:
+    if predictor.tumor_type is not None or predictor.store is None or row is None:
         return predictor.tumor_type
     return str(predictor.store.table.tumor_type[row]) or None
 
