@@ -241,7 +241,7 @@ def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
     table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
     allowed = np.ones((4, 4), bool)
     held, read = (
-        bag_examples(bags.__getitem__, table, allowed, D, limit_bytes=limit) for limit in (1 << 20, 0)
+        bag_examples(bags.__getitem__, table, allowed, n_features=D, in_memory=kept) for kept in (True, False)
     )
     for rows in ([2, 0], [1], []):
         chosen = np.array(rows, np.int64)

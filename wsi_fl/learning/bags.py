@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples
+from wsi_fl.learning.examples import Examples
 from wsi_fl.types import BagTable
 
 Features = NDArray[np.float32]
@@ -31,25 +31,18 @@ def bag_examples(
     read: Callable[[int], Features],
     table: BagTable,
     allowed: NDArray[np.bool_],
+    *,
     n_features: int,
-    limit_bytes: int = IN_MEMORY_BYTES,
+    in_memory: bool,
 ) -> Examples:
     """The slides of a table as examples.
 
     Args:
         read: position in the table → features float32[m, n_features].
         allowed: bool[n, classes], the classes that each slide may have.
-        limit_bytes: bags that fit together are held in memory.
+        in_memory: whether all bags are read now, and held.
     """
-    held: list[Features] = []
-    size = 0
-    for k in range(len(table)):
-        held.append(read(k))
-        size += held[-1].nbytes
-        if size > limit_bytes:
-            held = []
-            break
-    get = held.__getitem__ if held else read
+    get = [read(k) for k in range(len(table))].__getitem__ if in_memory else read
 
     def packed_rows(rows: NDArray[np.int64]) -> Features:
         if not len(rows):

@@ -144,8 +144,13 @@ def bags_of(store: FeatureStore, split: str) -> Examples:
             f"{store.path}: slide {table.slide[row]} is labelled {label}, which {kind} does not have in [subtypes]; "
             "correct one of them and run `wsi-fl mosaic` again"
         )
+    n_bytes = int(store.sizes[rows].sum()) * store.n_features * np.float32().nbytes
     return bag_examples(
-        lambda k: store.bag(int(rows[k])).features, table, allowed, n_features=store.n_features
+        lambda k: store.bag(int(rows[k])).features,
+        table,
+        allowed,
+        n_features=store.n_features,
+        in_memory=n_bytes <= IN_MEMORY_BYTES,
     )
 
 
