@@ -32,6 +32,7 @@ from wsi_fl.learning.metrics import (
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.data import (
+    Store,
     Table,
     example_word,
     may_merge,
@@ -111,20 +112,12 @@ def _evaluate_site(
     """One model on the parts that it may see: its own, or everybody's."""
     store = open_data(study, site.name, pipeline)
     remember(run.site(site.name), store)
-    device = device_of_rank()
-    classes, shape = store.meta.classes, shape_of(pipeline, store)
-    model = private_model(run, pipeline, site, classes, shape, device)
-    import torch
-
-    with torch.no_grad():
-        predicted = {
-            name: probabilities(model, examples, device)
-            for name, (examples, _) in seen.items()
-            if len(examples)
-        }
+    predicted = _predicted(
+        run, pipeline, site, store, {name: examples for name, (examples, _) in seen.items()}
+    )
     folder = run.site(site.name).path
     tables = {name: seen[name][1] for name in predicted}
-    write_text(folder / "predictions.csv", _predictions(predicted, tables, classes))
+    write_text(folder / "predictions.csv", _predictions(predicted, tables, store.meta.classes))
     repeats = pipeline.evaluate.bootstrap
     slides = store.meta.spec.mpp > 0  # images of a partitioned data set are no slides
     own = (
@@ -145,6 +138,18 @@ def _evaluate_site(
         "external": _external(others, {name: tables[name] for name in others}) if len(seen) > 1 else None,
         "parts": {name: scores(p, tables[name].label) for name, p in predicted.items()},
     }
+
+
+def _predicted(
+    run: RunFolder, pipeline: Pipeline, site: Site, store: Store, sets: Mapping[str, Examples]
+) -> dict[str, Probabilities]:
+    """Probabilities of a site's private model on every set that is not empty."""
+    import torch
+
+    device = device_of_rank()
+    model = private_model(run, pipeline, site, store.meta.classes, shape_of(pipeline, store), device)
+    with torch.no_grad():
+        return {name: probabilities(model, one, device) for name, one in sets.items() if len(one)}
 
 
 _NOTHING: dict[str, Any] = {"n": 0} | dict.fromkeys(SCORES) | {"tumor_types": {}}

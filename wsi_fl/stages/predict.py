@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.config import Pipeline, Site
+from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.data import of_slides
 from wsi_fl.stages.predict_bags import load_bag_predictor, predict_bag
@@ -44,13 +46,7 @@ def predict(
     watcher = watcher or Silent()
     names = _names(slides)
     run, pipeline, where = trained_site(study, run_name, site, overrides)
-    one: Callable[[SlideRecord, Path, Watcher], dict[str, Any]]
-    if of_slides(pipeline):
-        one = partial(predict_bag, study, load_bag_predictor(study, run, pipeline, where, tumor_type))
-    elif tumor_type is not None:
-        raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
-    else:
-        one = partial(predict_patches, study, load_predictor(study, run, pipeline, where, watcher))
+    one = _predictor(study, run, pipeline, where, tumor_type, watcher)
     folder = out.resolve() if out is not None else run.path / "predictions" / site
     rows: list[dict[str, Any]] = []
     failed: list[SetAside] = []
@@ -75,6 +71,21 @@ def predict(
         "failed": [{"slide": one.slide, "reason": one.reason} for one in failed],
         "seconds": time.perf_counter() - began,
     }
+
+
+One = Callable[[SlideRecord, Path, Watcher], dict[str, Any]]
+"""(slide, folder for its files, watcher) → its row of the document."""
+
+
+def _predictor(
+    study: Study, run: RunFolder, pipeline: Pipeline, site: Site, tumor_type: str | None, watcher: Watcher
+) -> One:
+    """Predicts a slide as the run learned: as a bag, or patch by patch."""
+    if of_slides(pipeline):
+        return partial(predict_bag, study, load_bag_predictor(study, run, pipeline, site, tumor_type))
+    if tumor_type is not None:
+        raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
+    return partial(predict_patches, study, load_predictor(study, run, pipeline, site, watcher))
 
 
 def _names(slides: Sequence[Path]) -> list[str]:
