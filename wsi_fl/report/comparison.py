@@ -146,7 +146,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
     """
     context = {
         "document": document,
-        "title": f"{len(document['rows'])} methods on the same {document['examples']}",
+        "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
         "rows": [_shown(row) for row in document["rows"]],
         "legend": [_legend(k, series) for k in range(len(series))],
