@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.models import build
+from wsi_fl.models import Images, build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
 from wsi_fl.types import WsiFlError
@@ -28,7 +28,7 @@ SHAPES = {
     "mlp": (250, 1, 28, 28),
     "lenet5": (250, 1, 28, 28),
     "cnn2": (250, 3, 32, 32),
-    "deepset": (32, 50, 1024),
+    "deepset": (32, 50, 1025),
     "resnet18": (32, 3, 64, 64),
 }
 """Of a batch of each model."""
@@ -44,9 +44,9 @@ def make(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     shape = SHAPES[name]
     if name == "deepset":
         torch.manual_seed(0)
-        model = deepset(N_CLASSES, shape[-1])
+        model = deepset(N_CLASSES, shape[-1] - 1)
     else:
-        model = build(name, n_classes=N_CLASSES, in_channels=shape[1], size_px=shape[-1], seed=0)
+        model = build(name, n_classes=N_CLASSES, shape=Images(shape[1], shape[-1]), seed=0)
     model.to(DEVICE)
     return model, torch.optim.Adam(model.parameters(), lr=1e-4)
 
@@ -83,6 +83,8 @@ def compare(name: str, modes: Sequence[str], repeats: int) -> list[dict[str, obj
     """A row for each mode: medians of the plain and the private step, taken in turns."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SHAPES[name], generator=generator).to(DEVICE)
+    if name == "deepset":
+        x[..., -1] = 1  # no padding
     y = (torch.arange(len(x)) % N_CLASSES).to(DEVICE)
     rows: list[dict[str, object]] = []
     for mode in modes:

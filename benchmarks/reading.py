@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import batches
 from wsi_fl.slides.phantom import paint_slide, plan_slides, write_big_slide
+from wsi_fl.stages.data import examples_of, open_store
 from wsi_fl.stages.init import init
 from wsi_fl.stages.tile import tile
-from wsi_fl.stages.workshop import examples_of, open_store
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from wsi_fl.models import build
+from wsi_fl.models import Images, build
 from wsi_fl.privacy import ghost
 from wsi_fl.privacy.choice import MODES
 from wsi_fl.privacy.dpsgd import (
@@ -24,7 +24,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 
 def net(kind="mlp", seed=0):
-    return build(kind, n_classes=3, in_channels=1, size_px=16, seed=seed)
+    return build(kind, n_classes=3, shape=Images(1, 16), seed=seed)
 
 
 def batch(b, seed=0):

@@ -32,7 +32,7 @@ from wsi_fl.learning.local import (
 )
 from wsi_fl.learning.objectives import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
-from wsi_fl.models import build
+from wsi_fl.models import Images, build
 from wsi_fl.privacy.dpsgd import entropy_generator, laid_out_like
 from wsi_fl.types import UsageError
 
@@ -55,7 +55,7 @@ def examples_of(pixels, seed=0):
 
 
 def learner(seed=0, *, dp=None, kind="mlp", size=8):
-    model = build(kind, n_classes=2, in_channels=3, size_px=size, seed=seed)
+    model = build(kind, n_classes=2, shape=Images(3, size), seed=seed)
     return Learner(model, lr=0.01, weight_decay=0.0, device=CPU, dp=dp)
 
 

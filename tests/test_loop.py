@@ -14,11 +14,11 @@ from torch.nn import functional
 from wsi_fl.federation import loop
 from wsi_fl.learning.examples import normalised, to_unit
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.models import build
+from wsi_fl.models import Images, build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages import workshop
+from wsi_fl.stages.data import open_store
 from wsi_fl.stages.train import resume, train
-from wsi_fl.stages.workshop import open_store
 from wsi_fl.types import WsiFlError
 
 OPEN = "privacy.enabled=false"
@@ -58,7 +58,7 @@ def test_one_site_alone_is_a_loop_that_one_would_write_by_hand(tmp_path, augment
     store = open_store(study, "S0")
     rows = np.flatnonzero(store.table.split == "train")
     pixels, label = normalised(to_unit(store.read(rows))), torch.from_numpy(store.table.label[rows])
-    net = build("cnn1", n_classes=2, in_channels=3, size_px=16, seed=1000)
+    net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=1000)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.005)
     for round_ in (1, 2, 3):
         seed = loop._seed(0, 0, round_)
@@ -122,9 +122,7 @@ def test_half_of_ones_own_weight_is_the_mean_of_two_neighbours(study):
     path = run(study, "proxyfl", OPEN, "topology.self_weight=0.5", "train.rounds=2")
     states = [path / "sites" / f"S{k}" / "state" / "round_00002.safetensors" for k in range(4)]
     sent = [load_file(state)["push/x"] for state in states]
-    names = [
-        name for name, _ in build("mlp", n_classes=2, in_channels=3, size_px=16, seed=0).named_parameters()
-    ]
+    names = [name for name, _ in build("mlp", n_classes=2, shape=Images(3, 16), seed=0).named_parameters()]
     for k in range(4):
         proxy = model(path, f"S{k}", "proxy")
         got = torch.cat([proxy[name].flatten() for name in names])

@@ -6,7 +6,7 @@ import torchvision
 from opacus import GradSampleModule
 from opacus.validators import ModuleValidator
 
-from wsi_fl.models import BUILDERS, build, schema
+from wsi_fl.models import BUILDERS, Images, build, schema
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
 from wsi_fl.types import UsageError
 
@@ -15,7 +15,7 @@ SIZES = {"mlp": 28, "lenet5": 28, "cnn1": 32, "cnn2": 32}
 
 def make(name, size_px=None, seed=0, n_classes=2, in_channels=3):
     size_px = size_px or SIZES.get(name, 64)
-    return build(name, n_classes=n_classes, in_channels=in_channels, size_px=size_px, seed=seed), size_px
+    return build(name, n_classes=n_classes, shape=Images(in_channels, size_px), seed=seed), size_px
 
 
 @pytest.mark.parametrize("name", [*BUILDERS, "timm:efficientnet_lite0", "timm:resnet10t"])
@@ -66,7 +66,7 @@ def test_vgg11_passes_the_check_of_per_example_gradients():
 
 @pytest.mark.parametrize(("name", "n_parameters"), [("mlp", 199_210), ("lenet5", 44_426)])
 def test_small_models_have_the_published_size_on_mnist(name, n_parameters):
-    model = build(name, n_classes=10, in_channels=1, size_px=28, seed=0)
+    model = build(name, n_classes=10, shape=Images(1, 28), seed=0)
     assert sum(p.numel() for p in model.parameters()) == n_parameters
 
 

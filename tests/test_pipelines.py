@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wsi_fl.cli import app
-from wsi_fl.models import BUILDERS, build
+from wsi_fl.models import BUILDERS, Images, build
 from wsi_fl.stages.partition import partition
 from wsi_fl.stages.train import train
 from wsi_fl.study import Study, shipped
@@ -62,7 +62,7 @@ def test_kvasir_holds_2000_of_8000_images_out(study):
     assert float(divided["--test-fraction"]) * 8000 == 2000
     pipeline = study.pipeline("kvasir")
     size_px = int(divided["--size-px"])
-    model = build(pipeline.model.private, n_classes=8, in_channels=3, size_px=size_px, seed=0)
+    model = build(pipeline.model.private, n_classes=8, shape=Images(3, size_px), seed=0)
     assert sum(p.numel() for p in model.parameters()) < 10_000_000
 
 
@@ -136,7 +136,7 @@ def shapes(tensors):
 
 
 def shapes_of(name):
-    return shapes(build(name, n_classes=10, in_channels=1, size_px=28, seed=0).state_dict())
+    return shapes(build(name, n_classes=10, shape=Images(1, 28), seed=0).state_dict())
 
 
 @pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)

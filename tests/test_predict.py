@@ -25,7 +25,8 @@ from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import plan_slide
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.init import init
-from wsi_fl.stages.predict import Predictor, colors_of, heat_of, predict
+from wsi_fl.stages.predict import predict
+from wsi_fl.stages.predict_patches import Predictor, colors_of, heat_of
 from wsi_fl.stages.tile import tile
 from wsi_fl.stages.train import train
 from wsi_fl.stages.trained import Inputs

@@ -19,10 +19,10 @@ from conftest import SHARED, refused
 from wsi_fl.slides import phantom
 from wsi_fl.slides.reader import Slide
 from wsi_fl.stages import launch
+from wsi_fl.stages.data import open_store
 from wsi_fl.stages.init import init
 from wsi_fl.stages.tile import tile
 from wsi_fl.stages.tile_job import share_of_cores
-from wsi_fl.stages.workshop import open_store
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
 from wsi_fl.study import Study

@@ -290,20 +290,31 @@ def predict(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
     ] = None,
+    tumor_type: Annotated[
+        str | None,
+        typer.Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="predict.threshold or predict.top_k. Repeatable."),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """A new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score."""
+    """A new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = _study()
     from wsi_fl.stages.console import Bars
     from wsi_fl.stages.predict import predict, print_predictions
 
     with Bars("predict") as bars:
         document = predict(
-            study, run, site=site, slides=slide, out=out, overrides=overrides or [], watcher=bars
+            study,
+            run,
+            site=site,
+            slides=slide,
+            out=out,
+            tumor_type=tumor_type,
+            overrides=overrides or [],
+            watcher=bars,
         )
     _out(document) if as_json else print_predictions(document)
     if not document["slides"]:

@@ -110,15 +110,18 @@ class SiteFolder:
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def remember_store(self, digest: str) -> None:
-        """Notes which patches the site works on, for itself alone; a run never changes them half-way.
+    def remember_store(self, digest: str, facts: Mapping[str, Any] | None = None) -> None:
+        """Notes which examples the site works on, for itself alone; a run never changes them half-way.
+
+        Args:
+            facts: what else must be known of them once the store is gone.
 
         Raises:
             UsageError: when they are others than those the run began with.
         """
         path = self.path / "store.json"
         if not path.exists():
-            write_json(path, {"sha256": digest})
+            write_json(path, {"sha256": digest, **(facts or {})})
         elif read_json(path)["sha256"] != digest:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
@@ -128,6 +131,10 @@ class SiteFolder:
         """What `remember_store` noted."""
         path = self.path / "store.json"
         return str(read_json(path)["sha256"]) if path.exists() else None
+
+    def store_facts(self) -> dict[str, Any]:
+        """The facts that `remember_store` noted."""
+        return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
 
     def log_round(self, document: Mapping[str, Any]) -> None:
         """Appends the line of one round."""

@@ -11,6 +11,10 @@ from wsi_fl.types import UsageError
 
 MUST_AGREE = {
     "method": "the method",
+    "data": "what it trains on (train.data)",
+    "encoder": "the encoder of its features",
+    "n_features": "the number of features per patch",
+    "tumor_types": "the classes of each tumour type",
     "classes": "the classes of its store",
     "size_px": "the patch size",
     "mpp": "the resolution (µm/px)",
@@ -27,7 +31,7 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
     """Compares the documents of all sites and names the odd one.
 
     Args:
-        brought: per site a JSON document with "site" and the keys of MUST_AGREE.
+        brought: per site a JSON document with "site" and those keys of MUST_AGREE that its kind of data has.
 
     Raises:
         UsageError: one line with every disagreement.
@@ -44,7 +48,9 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
         raise UsageError(f"two ranks are site {twice[0]}; give every rank the same list of sites")
     problems = []
     for key, words in MUST_AGREE.items():
-        values = {str(document["site"]): json.dumps(document[key], sort_keys=True) for document in brought}
+        values = {
+            str(document["site"]): json.dumps(document.get(key), sort_keys=True) for document in brought
+        }
         usual, count = Counter(values.values()).most_common(1)[0]
         odd = {site: value for site, value in values.items() if value != usual}
         if not odd:

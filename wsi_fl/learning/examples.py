@@ -1,4 +1,4 @@
-"""Labelled images as training sees them, whether they lie in memory or in a store, and their batches."""
+"""Labelled images or bags as training sees them, whether they lie in memory or in a store, and their batches."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from queue import Queue
 from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +19,29 @@ from wsi_fl.privacy.dpsgd import poisson_rows
 Augment = Callable[[Tensor], Tensor]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
+Inputs = NDArray[Any]
+"""Pixels uint8[b, h, w, channels] of images, or bags float32[b, m, d + 1] as `bags.packed` makes them."""
+
 IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
 
 
 @dataclass(frozen=True)
 class Examples:
-    """n labelled images.
+    """n labelled images, or slides as bags of features.
 
     Attributes:
-        read: rows int64[b] → pixels uint8[b, h, w, channels].
+        read: rows int64[b] → what the models see of them.
         label: int64[n].
         slide, patient: str[n].
+        allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
     """
 
-    read: Callable[[NDArray[np.int64]], NDArray[np.uint8]]
+    read: Callable[[NDArray[np.int64]], Inputs]
     label: NDArray[np.int64]
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
+    allowed: NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -77,27 +83,37 @@ def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int
 
 
 def joined(parts: list[Examples]) -> Examples:
-    """Several sets of examples as one, in order."""
+    """Several sets of examples as one, in order; bags are padded to the longest that is read with them."""
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def read(rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def read(rows: NDArray[np.int64]) -> Inputs:
         owner = np.searchsorted(starts, rows, side="right") - 1
-        out: NDArray[np.uint8] | None = None
-        for k in np.unique(owner):
-            pixels = parts[k].read(rows[owner == k] - starts[k])
-            if out is None:
-                out = np.empty((len(rows), *pixels.shape[1:]), np.uint8)
-            out[owner == k] = pixels
-        return parts[0].read(rows) if out is None else out
+        found = {k: parts[k].read(rows[owner == k] - starts[k]) for k in np.unique(owner)}
+        if not found:
+            return parts[0].read(rows)
+        shape = np.max([some.shape[1:] for some in found.values()], axis=0)
+        out = np.zeros((len(rows), *shape), next(iter(found.values())).dtype)
+        for k, some in found.items():
+            out[owner == k, : some.shape[1]] = some
+        return out
 
     return Examples(
         read,
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
         np.concatenate([part.patient for part in parts]),
+        _all_allowed([part.allowed for part in parts if part.allowed is not None]),
     )
+
+
+def _all_allowed(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_] | None:
+    """Of stores whose classes agree; where they do not, the preflight says so, and not this."""
+    if not parts:
+        return None
+    n_classes = max(part.shape[1] for part in parts)
+    return np.concatenate([np.pad(part, ((0, 0), (0, n_classes - part.shape[1]))) for part in parts])
 
 
 def to_unit(pixels: NDArray[np.uint8]) -> Tensor:
@@ -109,6 +125,11 @@ def to_unit(pixels: NDArray[np.uint8]) -> Tensor:
 def normalised(unit: Tensor) -> Tensor:
     """[0, 1] → [−1, 1] in place, by constants: statistics of the data set would be fitted on other records."""
     return unit.sub_(0.5).div_(0.5)
+
+
+def tensor_of(inputs: Inputs) -> Tensor:
+    """What models take: images float32[b, c, h, w] in [−1, 1], or bags as they are."""
+    return normalised(to_unit(inputs)) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
 def epoch_rows(
@@ -136,11 +157,11 @@ def batches(
     augment: Augment | None,
     device: torch.device,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images float32[b, c, h, w], normalised and augmented, labels int64[b]) on `device`; b may be 0."""
+    """(images, normalised and augmented, or bags, and labels int64[b]) on `device`; b may be 0."""
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
-            images = normalised(to_unit(examples.read(chosen)))
+            images = tensor_of(examples.read(chosen))
             if augment is not None and len(images):
                 images = torch.stack([augment(image) for image in images])
             labels = torch.from_numpy(examples.label[chosen])

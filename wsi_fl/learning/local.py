@@ -208,16 +208,21 @@ def probabilities(
     *,
     alive: Callable[[], None] | None = None,
 ) -> NDArray[np.float64]:
-    """Class probabilities float64[n, classes] of all examples, in order.
+    """Class probabilities float64[n, classes] of all examples, in order; 0 where a class is not allowed.
 
     Args:
-        predict: images float32[b, c, h, w] in [−1, 1] → logits [b, classes].
+        predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
         alive: called with every batch, so that nobody thinks this long job hangs.
     """
-    rows = iter(np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size)))
+    rows = np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size))
+    drawn = batches(examples, iter(rows), augment=None, device=device)
     parts = []
-    for x, _ in batches(examples, rows, augment=None, device=device):
-        parts.append(torch.softmax(predict(x), dim=1).double().cpu().numpy())
+    for (x, _), chosen in zip(drawn, rows, strict=True):
+        logits = predict(x)
+        if examples.allowed is not None:
+            possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
+            logits = logits.masked_fill(~possible, -torch.inf)
+        parts.append(torch.softmax(logits, dim=1).double().cpu().numpy())
         if alive is not None:
             alive()
     return np.concatenate(parts)

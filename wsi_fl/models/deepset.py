@@ -1,31 +1,94 @@
-"""Deep Sets (Zaheer et al., NeurIPS 2017): a label for a bag of features, whatever their order."""
+"""Deep Sets (Zaheer et al., NeurIPS 2017): a label for a bag of patch features, whatever their order and number.
+
+A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. What
+stands in the other columns of padding is never looked at.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
+
+HIDDEN, ATTENDING = 256, 128
+"""Units of φ and ρ, and of the attention."""
+
+Pool = Callable[[Tensor, Tensor], Tensor]
+"""(φ float32[b, m, hidden] ≥ 0 and 0 at padding, mask bool[b, m]) → float32[b, hidden]."""
+
+
+def _mean(phi: Tensor, present: Tensor) -> Tensor:
+    return phi.sum(1) / present.sum(1, keepdim=True).clamp(min=1)
+
+
+def _max(phi: Tensor, present: Tensor) -> Tensor:
+    del present  # φ ends in a ReLU, so that the zeros of padding exceed nothing
+    return phi.amax(1)
+
+
+class _Attention(nn.Module):
+    """Weights of the patches: softmax of wᵀ tanh(V φ) over the bag (Ilse et al., ICML 2018)."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(hidden, ATTENDING), nn.Tanh(), nn.Linear(ATTENDING, 1))
+
+    def weights(self, phi: Tensor, present: Tensor) -> Tensor:
+        """float32[b, m], 0 at padding; sums to 1 over each bag that has a patch."""
+        scores = self.score(phi).squeeze(2).masked_fill(~present, torch.finfo(phi.dtype).min)
+        return torch.softmax(scores, dim=1) * present
+
+    def forward(self, phi: Tensor, present: Tensor) -> Tensor:
+        return (self.weights(phi, present).unsqueeze(2) * phi).sum(1)
 
 
 class DeepSet(nn.Module):
-    """ρ of the mean over the bag of φ of each instance."""
+    """ρ of the pooled φ of each patch; φ begins with a LayerNorm, since encoders differ in scale."""
 
-    def __init__(self, n_classes: int, n_features: int, hidden: int) -> None:
+    def __init__(self, n_classes: int, n_features: int, hidden: int, pool: Pool) -> None:
         super().__init__()
         self.phi = nn.Sequential(
-            nn.Linear(n_features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
+            nn.LayerNorm(n_features),
+            nn.Linear(n_features, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
         )
+        self.pool = pool
         self.rho = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
 
+    def _embedded(self, bags: Tensor) -> tuple[Tensor, Tensor]:
+        present = bags[..., -1] > 0.5
+        features = torch.where(present.unsqueeze(2), bags[..., :-1], 0.0)
+        return self.phi(features) * present.unsqueeze(2), present
+
     def forward(self, bags: Tensor) -> Tensor:
-        logits: Tensor = self.rho(self.phi(bags).mean(1))
+        logits: Tensor = self.rho(self.pool(*self._embedded(bags)))
         return logits
 
+    def attention(self, bags: Tensor) -> Tensor | None:
+        """Weights float32[b, m] of the patches, 0 at padding; None for a model that weighs none."""
+        if not isinstance(self.pool, _Attention):
+            return None
+        return self.pool.weights(*self._embedded(bags))
 
-def deepset(n_classes: int, n_features: int, hidden: int = 256) -> nn.Module:
-    """Maps bags float32[b, n, n_features] to logits [b, n_classes].
+
+def deepset(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+    """The mean over the bag.
 
     Example:
-        >>> import torch
-        >>> deepset(2, 1024)(torch.zeros(3, 50, 1024)).shape
+        >>> deepset(2, 1024)(torch.zeros(3, 50, 1025)).shape
         torch.Size([3, 2])
     """
-    return DeepSet(n_classes, n_features, hidden)
+    return DeepSet(n_classes, n_features, hidden, _mean)
+
+
+def deepset_max(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+    """The largest value of each unit of φ over the bag."""
+    return DeepSet(n_classes, n_features, hidden, _max)
+
+
+def deepset_attention(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
+    """A mean weighted by attention, which says what the answer rests on."""
+    return DeepSet(n_classes, n_features, hidden, _Attention(hidden))

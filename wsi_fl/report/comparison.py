@@ -21,19 +21,22 @@ ALONE = "a hospital alone without DP"
 WHERE = {"merged": "on the merged test set", "own": "on each site's own test part"}
 
 
-def findings(rows: Sequence[Json], tests: Sequence[Json], baseline: str) -> list[Finding]:
+def findings(
+    rows: Sequence[Json], tests: Sequence[Json], baseline: str, examples: str = "patches"
+) -> list[Finding]:
     """What the numbers say about federation: the baseline first, then a sentence per method.
 
     Args:
         rows: one per method, as in the document.
         tests: paired differences, of which those against the row ``baseline`` are looked at.
+        examples: what the models are asked about, patches or slides.
     """
     alone = next(row for row in rows if row["label"] == baseline)
     if not known(alone["accuracy"]["mean"]):
         return [
             Finding(
                 "unclear",
-                f"There is no run of {ALONE} on these patches, so nothing here says whether federation pays.",
+                f"There is no run of {ALONE} on these {examples}, so nothing here says whether federation pays.",
             )
         ]
     n, seeds = alone["n_sites"], len(alone["seeds"])
@@ -143,7 +146,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
     """
     context = {
         "document": document,
-        "title": f"{len(document['rows'])} methods on the same patches",
+        "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
         "rows": [_shown(row) for row in document["rows"]],
         "legend": [_legend(k, series) for k in range(len(series))],

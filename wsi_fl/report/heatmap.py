@@ -25,12 +25,13 @@ _BENEATH = 222
 
 @dataclass(frozen=True)
 class Caption:
-    """What the picture says in words: each is one line."""
+    """What the picture says in words: each is one line; `legend` says what colour means, if not a probability."""
 
     slide: str
     origin: str
     score: str
     detail: str
+    legend: str = ""
 
 
 def draw_heatmap(
@@ -58,7 +59,7 @@ def draw_heatmap(
     page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + _TITLE_PX + _LEGEND_PX), PAPER)
     page.paste(picture, ((page.width - size[0]) // 2, _TITLE_PX))
     _draw_caption(page, caption)
-    _draw_legend(page, heat, colors, um_per_px=mpp / to_picture)
+    _draw_legend(page, heat, colors, caption.legend, um_per_px=mpp / to_picture)
     return png(page)
 
 
@@ -123,14 +124,16 @@ def _draw_caption(page: Image.Image, caption: Caption) -> None:
         draw.text((_MARGIN_PX, y), fitted(draw, left_text, room, face), ink, face, anchor="lm")
 
 
-def _draw_legend(page: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], um_per_px: float) -> None:
+def _draw_legend(
+    page: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], said: str, *, um_per_px: float
+) -> None:
     """Colour bar with numbers, what the outlines are, and a scale bar."""
     draw = ImageDraw.Draw(page)
     top = page.height - _LEGEND_PX
     of_two = len(heat.classes) == 2
     what = f"{heat.classes[1]} probability" if of_two else "probability of the likeliest class"
     left, bar_top = _MARGIN_PX + 6, top + 34
-    draw.text((left, top + 16), what, INK, font(), anchor="lm")
+    draw.text((left, top + 16), said or what, INK, font(), anchor="lm")
     _draw_bar(page, draw, (left, bar_top), heat.threshold)
     x = float(left + _BAR_PX[0] + 36)
     middle = bar_top + _BAR_PX[1] // 2

@@ -12,7 +12,7 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from wsi_fl.report import figures, pictures, sections, words
+from wsi_fl.report import figures, pictures, sections, sets, words
 
 Json = Mapping[str, Any]
 """A JSON object as the run's files hold it."""
@@ -43,6 +43,8 @@ class Page:
     """Sample patches by site: (label, uint8[h, w, 3])."""
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
     """Overview pictures by site: (slide, PNG bytes)."""
+    examples: str = "patches"
+    """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
 
 def render(page: Page) -> str:
@@ -104,7 +106,10 @@ def _context(page: Page) -> dict[str, Any]:
         "reliability": sections.reliability(evaluated, colors),
         "pooled": sections.pooled(evaluated),
         "heats": sections.heats(evaluated),
-        "data": sections.data(page),
+        "data": sets.data(page),
+        "slidewise": page.examples == "slides",
+        "tests": sets.test_sets(page),
+        "tumor_types": sets.tumor_types(evaluated),
         "traffic": sections.traffic(page),
         "patches": sections.patches(page, names),
         "overviews": pictures.overview_uris(page.overviews),

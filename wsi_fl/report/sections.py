@@ -280,32 +280,6 @@ def _named(
     return choose(found, key=lambda pair: pair[1]) if found else None
 
 
-def data(page: Page) -> dict[str, Any]:
-    """Patches per site, split and class, with sums; the splits any store has, in their usual order."""
-    tables = {s["site"]: s.get("table") or {} for s in page.stores}
-    splits = [x for x in ("train", "val", "test") if any(x in t for t in tables.values())]
-    sums = {
-        (split, label): sum(t.get(split, {}).get(label) or 0 for t in tables.values())
-        for split in splits
-        for label in page.classes
-    }
-    row_sums = {
-        (site, split): sum(table[split].get(label) or 0 for label in page.classes)
-        for site, table in tables.items()
-        for split in splits
-        if split in table
-    }
-    geometries = {(s.get("size_px"), s.get("mpp")) for s in page.stores}
-    return {
-        "splits": splits,
-        "sums": sums,
-        "row_sums": row_sums,
-        "patients": sum(s.get("patients") or 0 for s in page.stores),
-        "slides": sum(s.get("slides") or 0 for s in page.stores),
-        "geometry": geometries.pop() if len(geometries) == 1 else None,
-    }
-
-
 def _total(values: Iterable[Any]) -> float | None:
     found = [v for v in values if words.known(v)]
     return sum(found) if found else None

@@ -26,6 +26,7 @@ from wsi_fl.stages.compare_rows import (
 )
 from wsi_fl.stages.compare_runs import Run, named, with_baseline
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.data import example_word
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.study import Study
 
@@ -78,14 +79,16 @@ def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[st
     rows.sort(key=lambda row: -(spread_of(row, "accuracy")["mean"] or 0.0) if row.runs else 1.0)
     table = [described(row) for row in rows]
     tests = comparisons(rows, reference, alone, MEASURED if on == "merged" else SCORES)
+    word = example_word(first.pipeline)
     return {
         "runs": [],
         "on": on,
+        "examples": word,
         "rows": table,
         "paired": tests,
         "baseline": alone,
         "reference": reference,
-        "findings": [asdict(found) for found in comparison.findings(table, tests, alone)],
+        "findings": [asdict(found) for found in comparison.findings(table, tests, alone, word)],
         "notes": [*notes, *comparison.cautions(table, tests)],
     }
 

@@ -15,14 +15,14 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Watcher
+from wsi_fl.stages.data import example_word, may_merge, of_slides, open_data, store_digest, store_path
 from wsi_fl.stages.report import inputs_of
 from wsi_fl.stages.train import train
-from wsi_fl.stages.workshop import may_merge, open_store, store_digest
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
-_NO_EFFECT = ("sites", "slides.", "tile.", "store.", "comm.", "evaluate.", "predict.")
+_NO_EFFECT = ("sites", "slides.", "tile.", "store.", "mosaic.", "subtypes.", "comm.", "evaluate.", "predict.")
 """Settings that change nothing about what is learned from a given store."""
 _REPEATS = (
     "train.seed",
@@ -67,6 +67,8 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     flat = _flat(pipeline)
     row, private = METHODS[method], pipeline.privacy.enabled
     without = [*_NO_EFFECT]
+    if of_slides(pipeline):
+        without += ["train.augment", "train.input_px"]
     if not private:
         without += ["privacy.", "train.after_budget"]
     if row.travels is None:
@@ -134,7 +136,7 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
     for run in runs[1:]:
         if run.inputs != runs[0].inputs:
             raise UsageError(
-                f"{study.relative(run.folder.path)}: learned from other patches than "
+                f"{study.relative(run.folder.path)}: learned from other {example_word(run.pipeline)} than "
                 f"{study.relative(runs[0].folder.path)} ({_odd_site(runs[0], run)}); compare runs on the same stores"
             )
     return runs
@@ -240,10 +242,10 @@ def _on_disk(study: Study, first: Run, seed: int) -> Run | None:
 def _cannot_train(study: Study, first: Run) -> str:
     """Why the baseline cannot be trained here; empty when it can."""
     for site in study.sites(first.pipeline):
-        if not study.store(site.name).exists():
+        if not store_path(study, site.name, first.pipeline).exists():
             return f"the store of {site.name} is not here"
         if site.allows("patches"):
-            with open_store(study, site.name) as store:
+            with open_data(study, site.name, first.pipeline) as store:
                 if store_digest(store) != first.inputs.get(site.name):
                     return f"the store of {site.name} was made anew since these runs"
     return ""

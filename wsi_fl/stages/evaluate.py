@@ -1,11 +1,14 @@
-"""`evaluate`: every site's private model on the merged multi-centric test set, and on each site's part."""
+"""`evaluate`: every site's private model on the merged multi-centric test set, and on each site's part.
+
+*Internal* is a site's own part, *external* are the parts of all the others.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,26 +20,33 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import (
     SCORES,
+    accuracy,
     bootstrap_intervals,
     calibration,
     confusion,
+    macro_accuracy,
     mean_and_sd,
     scores,
     slide_level,
 )
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
-from wsi_fl.stages.trained import inputs_of, method_of, private_model
-from wsi_fl.stages.workshop import (
-    device_of_rank,
-    examples_of,
-    input_px,
+from wsi_fl.stages.data import (
+    Store,
+    Table,
+    example_word,
     may_merge,
-    open_store,
-    store_digest,
+    of_slides,
+    open_data,
+    remember,
+    shape_of,
+    split_of,
+    store_path,
 )
+from wsi_fl.stages.trained import method_of, private_model
+from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.study import Study, load_pipeline
-from wsi_fl.types import PatchTable, WsiFlError
+from wsi_fl.types import BagTable, WsiFlError
 
 Probabilities = NDArray[np.float64]
 
@@ -53,10 +63,11 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
     sites = study.sites(pipeline)
     merged = may_merge(sites)
     if not merged:  # a hospital has its own store alone
-        sites = [site for site in sites if study.store(site.name).exists()]
+        sites = [site for site in sites if store_path(study, site.name, pipeline).exists()]
     parts = {site.name: _test_part(study, pipeline, site) for site in sites}
     if not any(len(part) for part, _ in parts.values()):
-        raise WsiFlError("no site has test patches; tile with tile.test_fraction above 0")
+        command, word = ("mosaic" if of_slides(pipeline) else "tile"), example_word(pipeline)
+        raise WsiFlError(f"no site has test {word}; {command} with {command}.test_fraction above 0")
     rows = []
     lost = {loss["site"] for loss in run.losses()}
     for index, site in enumerate(sites):
@@ -69,7 +80,10 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
     document = {
         "run": study.relative(run.path),
         "method": method_of(run),
-        "merged": {name: mean_and_sd([row[name] for row in rows]) for name in SCORES} if merged else None,
+        "examples": example_word(pipeline),
+        "merged": _over_sites(rows) if merged else None,
+        "internal": _over_sites([row["own"] for row in rows]),
+        "external": _over_sites([row["external"] for row in rows]) if merged and len(rows) > 1 else None,
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -77,10 +91,15 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
     return document
 
 
-def _test_part(study: Study, pipeline: Pipeline, site: Site) -> tuple[Examples, PatchTable]:
-    store = open_store(study, site.name)
+def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Mean ± sd of every score; null where some site has none."""
+    return {name: mean_and_sd([part[name] for part in parts]) for name in SCORES}
+
+
+def _test_part(study: Study, pipeline: Pipeline, site: Site) -> tuple[Examples, Table]:
+    store = open_data(study, site.name, pipeline)
     table = store.table.take(np.flatnonzero(store.table.split == "test"))
-    return examples_of(store, "test", input_px(pipeline, store)), table
+    return split_of(pipeline, store, "test"), table
 
 
 def _evaluate_site(
@@ -88,21 +107,14 @@ def _evaluate_site(
     run: RunFolder,
     pipeline: Pipeline,
     site: Site,
-    seen: Mapping[str, tuple[Examples, PatchTable]],
+    seen: Mapping[str, tuple[Examples, Table]],
 ) -> dict[str, Any]:
     """One model on the parts that it may see: its own, or everybody's."""
-    store = open_store(study, site.name)
-    run.site(site.name).remember_store(store_digest(store))
-    device = device_of_rank()
-    model = private_model(run, pipeline, site, inputs_of(pipeline, store), device)
-    import torch
-
-    with torch.no_grad():
-        predicted = {
-            name: probabilities(model, examples, device)
-            for name, (examples, _) in seen.items()
-            if len(examples)
-        }
+    store = open_data(study, site.name, pipeline)
+    remember(run.site(site.name), store)
+    predicted = _predicted(
+        run, pipeline, site, store, {name: examples for name, (examples, _) in seen.items()}
+    )
     folder = run.site(site.name).path
     tables = {name: seen[name][1] for name in predicted}
     write_text(folder / "predictions.csv", _predictions(predicted, tables, store.meta.classes))
@@ -111,27 +123,70 @@ def _evaluate_site(
     own = (
         _metrics(predicted[site.name], tables[site.name], repeats, slides=slides)
         if site.name in predicted
-        else {"n": 0} | dict.fromkeys(SCORES)
+        else _NOTHING
     )
     everything = (
         _metrics(np.concatenate(list(predicted.values())), _pooled(tables), repeats, slides=slides)
         if len(seen) > 1
         else own
     )
+    others = {name: p for name, p in predicted.items() if name != site.name}
     return {
         "site": site.name,
         **everything,
         "own": own,
+        "external": _external(others, {name: tables[name] for name in others}) if len(seen) > 1 else None,
         "parts": {name: scores(p, tables[name].label) for name, p in predicted.items()},
     }
 
 
-def _metrics(predicted: Probabilities, table: PatchTable, repeats: int, *, slides: bool) -> dict[str, Any]:
-    """Everything said about one model on one set, at patch and slide level."""
+def _predicted(
+    run: RunFolder, pipeline: Pipeline, site: Site, store: Store, sets: Mapping[str, Examples]
+) -> dict[str, Probabilities]:
+    """Probabilities of a site's private model on every set that is not empty."""
+    import torch
+
+    device = device_of_rank()
+    model = private_model(run, pipeline, site, store.meta.classes, shape_of(pipeline, store), device)
+    with torch.no_grad():
+        return {name: probabilities(model, one, device) for name, one in sets.items() if len(one)}
+
+
+_NOTHING: dict[str, Any] = {"n": 0} | dict.fromkeys(SCORES) | {"tumor_types": {}}
+"""The scores of no example at all."""
+
+
+def _external(predicted: Mapping[str, Probabilities], tables: Mapping[str, Table]) -> dict[str, Any]:
+    """Scores of a model on what the other sites hold for testing."""
+    if not predicted:
+        return _NOTHING
+    p, table = np.concatenate(list(predicted.values())), _pooled(tables)
+    return {**scores(p, table.label), "tumor_types": _tumor_types(p, table)}
+
+
+def _tumor_types(predicted: Probabilities, table: Table) -> dict[str, Any]:
+    """n, accuracy and macro-accuracy of the slides of each tumour type; empty where none is known."""
+    if not isinstance(table, BagTable):
+        return {}
+    found = {}
+    for kind in sorted(set(table.tumor_type.tolist()) - {""}):
+        rows = table.tumor_type == kind
+        p, label = predicted[rows], table.label[rows]
+        found[kind] = {
+            "n": len(label),
+            "accuracy": accuracy(p, label),
+            "macro_accuracy": macro_accuracy(p, label),
+        }
+    return found
+
+
+def _metrics(predicted: Probabilities, table: Table, repeats: int, *, slides: bool) -> dict[str, Any]:
+    """Everything said about one model on one set; of patches, at slide level too."""
     by_slide = slide_level(predicted, table.label, table.slide) if slides else None
     return {
         **_level(predicted, table.label, table.patient, repeats),
         "slides": _level(by_slide[0], by_slide[1], table.patient[by_slide[2]], repeats) if by_slide else None,
+        "tumor_types": _tumor_types(predicted, table),
     }
 
 
@@ -147,7 +202,7 @@ def _level(
     }
 
 
-def _pooled(tables: Mapping[str, PatchTable]) -> PatchTable:
+def _pooled(tables: Mapping[str, Table]) -> Table:
     """The rows of all sites; slides and patients of different sites stay apart where their names agree."""
     named = [
         replace(
@@ -157,37 +212,40 @@ def _pooled(tables: Mapping[str, PatchTable]) -> PatchTable:
         )
         for site, table in tables.items()
     ]
-    return PatchTable.concat(named)
+    first = named[0]
+    columns = {f.name: np.concatenate([getattr(table, f.name) for table in named]) for f in fields(first)}
+    return type(first)(**columns)
 
 
 def _predictions(
-    predicted: Mapping[str, Probabilities], tables: Mapping[str, PatchTable], classes: tuple[str, ...]
+    predicted: Mapping[str, Probabilities], tables: Mapping[str, Table], classes: tuple[str, ...]
 ) -> str:
-    """predictions.csv: a row per test patch."""
+    """predictions.csv: a row per test patch, or per test slide."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["site", "slide", "patient", "x_l0", "y_l0", "label", *(f"p_{name}" for name in classes)])
+    of_bags = any(isinstance(table, BagTable) for table in tables.values())
+    extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
+    writer.writerow(["site", "slide", "patient", *extra, "label", *(f"p_{name}" for name in classes)])
     for site, values in predicted.items():
         table = tables[site]
         for row, p in enumerate(values):
-            x, y = table.xy_l0[row]
+            known = [table.tumor_type[row]] if isinstance(table, BagTable) else table.xy_l0[row].tolist()
             truth = classes[table.label[row]]
-            writer.writerow(
-                [site, table.slide[row], table.patient[row], x, y, truth, *(f"{v:.6f}" for v in p)]
-            )
+            who = [site, table.slide[row], table.patient[row]]
+            writer.writerow([*who, *known, truth, *(f"{v:.6f}" for v in p)])
     return text.getvalue()
 
 
 def print_evaluation(document: dict[str, Any]) -> None:
     """A row per site, then mean ± sd."""
-    from rich.table import Table
+    from rich.table import Table as Printed
 
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.3f}"
 
     where = "merged test set" if document["merged"] is not None else "own test set"
-    table = Table(title=f"private models on the {where}", title_justify="left")
-    for heading in ("site", "n", "accuracy", "macro-acc.", "AUROC", "own part"):
+    table = Printed(title=f"private models on the {where} ({document['examples']})", title_justify="left")
+    for heading in ("site", "n", "accuracy", "macro-acc.", "AUROC", "own part", "others'"):
         table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
     for row in document["sites"]:
         table.add_row(
@@ -195,10 +253,13 @@ def print_evaluation(document: dict[str, Any]) -> None:
             str(row["n"]),
             *(number(row[name]) for name in SCORES),
             number(row["own"]["accuracy"]),
+            number((row["external"] or {}).get("accuracy")),
         )
     if document["merged"] is not None:
-        means = (f"{number(m['mean'])} ± {number(m['sd'])}" for m in document["merged"].values())
+        spreads = [document["merged"][name] for name in SCORES]
+        spreads += [(document[which] or {}).get("accuracy") or {} for which in ("internal", "external")]
+        means = (f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)
         table.add_section()
-        table.add_row("mean ± sd", "", *means, "")
+        table.add_row("mean ± sd", "", *means)
     stderr.print(table)
     say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")

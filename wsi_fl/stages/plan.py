@@ -19,13 +19,13 @@ from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import say
+from wsi_fl.stages.data import example_word, of_slides, open_data, store_path
 from wsi_fl.stages.workshop import (
     assemble,
     brought,
     graph_of,
     guarantee_of,
     method_named,
-    open_store,
     planned,
     schedule_of,
 )
@@ -64,28 +64,27 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
             f"sites/{real[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
         )
     for site in sites:
-        if stores and not study.store(site.name).exists():
-            open_store(study, site.name)
-        if stores and site.allows("patches"):
-            open_store(study, site.name).close()
+        if stores and (site.allows("patches") or not store_path(study, site.name, pipeline).exists()):
+            open_data(study, site.name, pipeline).close()
 
 
 def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
-    """Says when stores belong to no site, or were tiled otherwise than the pipeline would."""
-    named = {site.name for site in study.sites(pipeline)}
-    left = sorted(p.parent.name for p in study.root.glob("stores/*/patches.h5") if p.parent.name not in named)
+    """Says when stores belong to no site, or were made otherwise than the pipeline would."""
+    sites = study.sites(pipeline)
+    named = {site.name for site in sites}
+    file = store_path(study, sites[0].name, pipeline).name
+    left = sorted(p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in named)
     if left and pipeline.sites is None:
         say(f"  stores/{left[0]} has no site file, so this site takes no part", style="yellow")
-    site = study.sites(pipeline)[0]
-    if not site.allows("patches"):
+    if not sites[0].allows("patches"):
         return
-    with open_store(study, site.name) as store:
+    with open_data(study, sites[0].name, pipeline) as store:
         spec = store.meta.spec
-    tile = pipeline.tile
-    if spec.mpp and (spec.size_px, spec.mpp) != (tile.size_px, tile.mpp):
+    would = pipeline.mosaic if of_slides(pipeline) else pipeline.tile
+    if spec.mpp and (spec.size_px, spec.mpp) != (would.size_px, would.mpp):
         say(
-            f"  the stores hold patches of {spec.size_px} px at {spec.mpp:g} µm, this pipeline would tile "
-            f"{tile.size_px} px at {tile.mpp:g} µm (another --pipeline?); training uses what is in the stores",
+            f"  the stores hold patches of {spec.size_px} px at {spec.mpp:g} µm, this pipeline would cut "
+            f"{would.size_px} px at {would.mpp:g} µm (another --pipeline?); training uses what is in the stores",
             style="yellow",
         )
 
@@ -147,6 +146,7 @@ def dry_run(
         "method": method,
         "pipeline": name,
         "rounds": pipeline.train.rounds,
+        "examples": example_word(pipeline),
         "seconds": sum(seconds) if shared else max(seconds),
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "sites": rows,
@@ -192,7 +192,8 @@ def print_plan(document: dict[str, Any]) -> None:
             else (f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}")
         )
         say(
-            f"  {row['site']}: {row['n_train']} training patches, {spent}, {row['parameters'] / 1e6:.2f} M parameters"
+            f"  {row['site']}: {row['n_train']} training {document['examples']}, {spent}, "
+            f"{row['parameters'] / 1e6:.2f} M parameters"
         )
     say(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "

@@ -21,7 +21,8 @@ from wsi_fl.files import raise_if_full, read_json, write_json
 from wsi_fl.runs import RunFolder, hold_alone
 from wsi_fl.stages import launch, plan
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
-from wsi_fl.stages.workshop import assemble, brought, guarantee_of, open_store, schedule_of, store_digest
+from wsi_fl.stages.data import open_data, remember
+from wsi_fl.stages.workshop import assemble, brought, guarantee_of, schedule_of
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -39,8 +40,8 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     method = read_json(run.path / "manifest.json")["method"]
     sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
     for site in sites:
-        with open_store(study, site.name) as store:
-            site.folder.remember_store(store_digest(store))
+        with open_data(study, site.name, pipeline) as store:
+            remember(site.folder, store)
     documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
     preflight.compare(documents)
     first = comm.running[0] in comm.sites

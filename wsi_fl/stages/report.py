@@ -13,7 +13,8 @@ from wsi_fl.files import read_json, write_text
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.page import Page, render
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.workshop import open_store
+from wsi_fl.stages.data import Store, example_word, open_data, store_path
+from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import WsiFlError
@@ -31,12 +32,14 @@ def report(study: Study, run_name: str) -> Path:
 
 def _page(study: Study, run: RunFolder) -> Page:
     manifest = read_json(run.path / "manifest.json")
-    sites = study.sites(load_pipeline(run.path / "config.toml"))
-    here = [site for site in sites if study.store(site.name).exists()]
+    pipeline = load_pipeline(run.path / "config.toml")
+    sites = study.sites(pipeline)
+    here = [site for site in sites if store_path(study, site.name, pipeline).exists()]
     if not here:
         raise WsiFlError(f"{study.root}/stores: no store of a site of this run; a report needs one")
     shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
-    stores = {site.name: open_store(study, site.name) for site in (shown or here[:1])}
+    stores = {site.name: open_data(study, site.name, pipeline) for site in (shown or here[:1])}
+    with_pixels = {site.name: s for site in shown if isinstance(s := stores[site.name], PatchStore)}
     inputs = inputs_of(run)
     return Page(
         run=run.name,
@@ -50,8 +53,9 @@ def _page(study: Study, run: RunFolder) -> Page:
         metrics={site.name: run.site(site.name).metrics() for site in sites},
         baselines=list(_baselines(study, run, manifest, inputs)),
         stores=[_store_row(name, store) for name, store in stores.items()],
-        patches={site.name: _samples(stores[site.name]) for site in shown},
-        overviews={site.name: _overviews(study, site.name, stores[site.name]) for site in shown},
+        patches={name: _samples(store) for name, store in with_pixels.items()},
+        overviews={name: _overviews(study, name, store) for name, store in with_pixels.items()},
+        examples=example_word(pipeline),
     )
 
 
@@ -74,7 +78,7 @@ def _optional(path: Path) -> Any:
 def _baselines(
     study: Study, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, str]
 ) -> Iterable[dict[str, Any]]:
-    """Other evaluated runs on the very same patches and splits, the last of each method and privacy setting."""
+    """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
     for path in sorted(study.runs.glob("[0-9]*-*")):
         evaluation, summary = _optional(path / "evaluation.json"), _optional(path / "summary.json")
@@ -96,7 +100,7 @@ def _baselines(
     return latest.values()
 
 
-def _store_row(name: str, store: PatchStore) -> dict[str, Any]:
+def _store_row(name: str, store: Store) -> dict[str, Any]:
     table, classes = store.table, store.meta.classes
     counts = {
         split: {c: int(((table.label == k) & (table.split == split)).sum()) for k, c in enumerate(classes)}
@@ -108,10 +112,21 @@ def _store_row(name: str, store: PatchStore) -> dict[str, Any]:
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),
         "patients": len(np.unique(table.patient)),
-        "slides": len(store.slides),
+        "slides": len(np.unique(table.slide)),
+        **(_mosaics(store) if isinstance(store, FeatureStore) else {}),
         "size_px": store.meta.spec.size_px,
         "mpp": store.meta.spec.mpp,
         "table": {split: values for split, values in counts.items() if sum(values.values())},
+    }
+
+
+def _mosaics(store: FeatureStore) -> dict[str, Any]:
+    """What the bags of a site are like."""
+    sizes = store.sizes
+    return {
+        "n_features": store.n_features,
+        "encoder": store.meta.encoder,
+        "bag": {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())},
     }
 
 

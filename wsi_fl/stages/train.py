@@ -138,7 +138,6 @@ def _describe(
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
     first = f"# wsi-fl train --method {method} --pipeline {name}"
-    write_text(run.path / "config.toml", dump_toml(complete, first))
     write_json(
         run.path / "manifest.json",
         {
@@ -153,6 +152,8 @@ def _describe(
             "git": _git_commit(study.root),
         },
     )
+    # last: whoever sees it, another rank on the same disk say, finds the manifest too
+    write_text(run.path / "config.toml", dump_toml(complete, first))
 
 
 def _git_commit(folder: Path) -> str | None:

@@ -1,7 +1,8 @@
-"""The private model that a run left at a site, and what it expects to see."""
+"""A trained site of a run: its settings, its private model, and what that expects to see."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,21 +10,27 @@ import torch
 from wsi_fl.config import Pipeline, Site
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
-from wsi_fl.models import build
+from wsi_fl.models import Images, Shape, build
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.workshop import architecture, input_px
+from wsi_fl.stages.data import input_px
+from wsi_fl.stages.workshop import architecture
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.types import GridSpec, WsiFlError
+from wsi_fl.study import Study
+from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the models of a run see: patches of `spec` reduced to input_px, and the classes they tell apart."""
+    """What models of patches see: those of `spec` reduced to input_px, and the classes they tell apart."""
 
     classes: tuple[str, ...]
     channels: int
     spec: GridSpec
     input_px: int
+
+    @property
+    def shape(self) -> Shape:
+        return Images(self.channels, self.input_px)
 
 
 def inputs_of(pipeline: Pipeline, store: PatchStore) -> Inputs:
@@ -36,8 +43,38 @@ def method_of(run: RunFolder) -> str:
     return str(read_json(run.path / "manifest.json")["method"])
 
 
+def trained_site(
+    study: Study, run_name: str, site_name: str, overrides: Sequence[str]
+) -> tuple[RunFolder, Pipeline, Site]:
+    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites.
+
+    Raises:
+        UsageError, WsiFlError: when the run or the site is not there, or the site was lost.
+    """
+    run = RunFolder(study.run(run_name))
+    if strange := [one for one in overrides if not one.strip().startswith("predict.")]:
+        raise UsageError(f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed")
+    pipeline = study.pipeline(str(run.path / "config.toml"), overrides)
+    site = study.site(site_name)
+    if not run.site(site_name).path.is_dir():
+        took_part = ", ".join(sorted(p.name for p in run.path.glob("sites/*"))) or "none"
+        raise UsageError(f"{run.name}: site {site_name} took no part in this run; these did: {took_part}")
+    for loss in run.losses():
+        if loss["site"] == site_name:
+            raise WsiFlError(
+                f"{run.name}: site {site_name} was lost in round {loss['round']} and has no model; "
+                f"take it back in with `wsi-fl train --resume {run.name}`"
+            )
+    return run, pipeline, site
+
+
 def private_model(
-    run: RunFolder, pipeline: Pipeline, site: Site, inputs: Inputs, device: torch.device
+    run: RunFolder,
+    pipeline: Pipeline,
+    site: Site,
+    classes: Sequence[str],
+    shape: Shape,
+    device: torch.device,
 ) -> torch.nn.Module:
     """A site's private model with its trained weights, on `device`, ready to predict.
 
@@ -46,18 +83,13 @@ def private_model(
     """
     common = METHODS[method_of(run)].travels == "private"
     name = architecture(site, pipeline, "private", common=common)
-    model = build(
-        name,
-        n_classes=len(inputs.classes),
-        in_channels=inputs.channels,
-        size_px=inputs.input_px,
-        seed=0,  # its initial weights are all overwritten
-    )
+    # its initial weights are all overwritten
+    model = build(name, n_classes=len(classes), shape=shape, seed=0)
     try:
         model.load_state_dict(run.site(site.name).load_model("private"))
     except RuntimeError:
         raise WsiFlError(
-            f"{run.name}: the private model of {site.name} is no {name} for {inputs.input_px}-px patches and "
-            f"{len(inputs.classes)} classes; was private_model in sites/{site.name}.toml changed since the run?"
+            f"{run.name}: the private model of {site.name} is no {name} for {shape} and {len(classes)} classes; "
+            f"was private_model in sites/{site.name}.toml changed since the run?"
         ) from None
     return model.to(device).eval()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from wsi_fl import config
@@ -20,16 +17,25 @@ from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, joined, resized
+from wsi_fl.learning.examples import Augment, joined
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.models import build
+from wsi_fl.models import Images, build, schema
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.slide_pixels import SlidePixels
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stages.data import (
+    Store,
+    example_word,
+    held_out,
+    may_merge,
+    of_slides,
+    open_data,
+    shape_of,
+    split_of,
+)
+from wsi_fl.stores.features import FeatureStore
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -42,53 +48,6 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
-
-
-def open_store(study: Study, site: str) -> PatchStore:
-    """The patch store of a site; says which command makes a missing one."""
-    path = study.store(site)
-    if not path.exists():
-        raise WsiFlError(
-            f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl tile --site {site}`"
-        )
-    return PatchStore(path, SlidePixels(study, site))
-
-
-def store_digest(store: PatchStore) -> str:
-    """SHA-256 over the columns of a store: which patches, labels and splits a run used. It stays with the site."""
-    table = store.table
-    digest = hashlib.sha256()
-    for column in (table.xy_l0, table.label, table.slide, table.patient, table.split):
-        digest.update(np.ascontiguousarray(column).tobytes())
-    return digest.hexdigest()
-
-
-def examples_of(
-    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
-) -> Examples:
-    """The patches of one split, reduced to input_px, in memory where they fit."""
-    rows = np.flatnonzero(store.table.split == split)
-    table = store.table.take(rows)
-    found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
-    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
-
-
-def held_out(study: Study, site: str, size_px: int) -> Examples:
-    """The test patches of a site, read once by a process that trains many sites."""
-    path = study.store(site)
-    open_store(study, site).close()
-    return _held_out(study.root, site, path.stat().st_mtime_ns, size_px)
-
-
-@lru_cache(maxsize=512)
-def _held_out(root: Path, site: str, written_ns: int, size_px: int) -> Examples:
-    del written_ns  # a store made anew is another one
-    return examples_of(open_store(Study(root), site), "test", size_px)
-
-
-def may_merge(sites: Sequence[config.Site]) -> bool:
-    """Whether one place may read all sites' test patches."""
-    return all(site.allows("patches") for site in sites)
 
 
 def weights_of(pipeline: Pipeline) -> Weights:
@@ -128,12 +87,18 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
         seed=train.seed,
         weights=weights_of(pipeline),
         self_weight=pipeline.topology.self_weight,
-        make_augment=partial(augmentation, train.augment),
+        make_augment=_not_augmented if of_slides(pipeline) else partial(augmentation, train.augment),
         graph=graph_of(study, pipeline),
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
     )
+
+
+def _not_augmented(seed: int) -> Augment | None:
+    """A bag's features have no symmetries of their own."""
+    del seed
+    return None
 
 
 def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
@@ -149,10 +114,6 @@ def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
     )
 
 
-def input_px(pipeline: Pipeline, store: PatchStore) -> int:
-    return pipeline.train.input_px or store.meta.spec.size_px
-
-
 def device_of_rank() -> torch.device:
     """cuda:(local rank) where there are GPUs, else the CPU."""
     if not torch.cuda.is_available():
@@ -165,15 +126,14 @@ def device_of_rank() -> torch.device:
 
 
 def build_model(
-    site: config.Site, pipeline: Pipeline, store: PatchStore, role: str, index: int, *, common: bool = False
+    site: config.Site, pipeline: Pipeline, store: Store, role: str, index: int, *, common: bool = False
 ) -> torch.nn.Module:
     """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy" or if `common`."""
     private = role == "private" and not common
     return build(
         architecture(site, pipeline, role, common=common),
         n_classes=len(store.meta.classes),
-        in_channels=store.channels,
-        size_px=input_px(pipeline, store),
+        shape=shape_of(pipeline, store),
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
     )
 
@@ -186,7 +146,7 @@ def architecture(site: config.Site, pipeline: Pipeline, role: str, *, common: bo
 
 
 def make_learners(
-    site: config.Site, pipeline: Pipeline, store: PatchStore, index: int, device: torch.device
+    site: config.Site, pipeline: Pipeline, store: Store, index: int, device: torch.device
 ) -> MakeLearner:
     """Builds the learners a method asks for."""
     privacy = pipeline.privacy
@@ -194,10 +154,11 @@ def make_learners(
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size, privacy.grad_mode)
         model = build_model(site, pipeline, store, role, index, common=common)
-        size = input_px(pipeline, store)
-        if dp and privacy.enabled and architecture(site, pipeline, role, common=common).startswith("timm:"):
-            shape, n_classes = (store.channels, size, size), len(store.meta.classes)
-            modes = check_per_example_gradients(model, shape, n_classes, privacy.grad_mode)
+        seen = shape_of(pipeline, store)
+        somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
+        if dp and privacy.enabled and somebodys and isinstance(seen, Images):
+            shape = (seen.channels, seen.size_px, seen.size_px)
+            modes = check_per_example_gradients(model, shape, len(store.meta.classes), privacy.grad_mode)
             settings = replace(settings, modes=modes)
         return Learner(
             model,
@@ -214,16 +175,15 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     """One site ready for the loop; opens its own store, and others' test patches only where all allow it."""
     sites = study.sites(pipeline)
     site, method = sites[index], method_named(method_name)
-    store = open_store(study, site.name)
+    store = open_data(study, site.name, pipeline)
     device = device_of_rank()
-    size = input_px(pipeline, store)
     pool = [other.name for other in sites] if method.pooled else [site.name]
-    train = joined([examples_of(open_store(study, name), "train", size) for name in pool])
+    train = joined([split_of(pipeline, open_data(study, name, pipeline), "train") for name in pool])
     if not len(train):
-        raise WsiFlError(f"site {site.name}: its store has no training patches; look at tile's table")
-    tests = {"own": held_out(study, site.name, size)}
+        raise WsiFlError(f"site {site.name}: its store has no training {example_word(pipeline)}")
+    tests = {"own": held_out(study, site.name, pipeline)}
     if len(sites) > 1 and may_merge(sites):
-        tests["merged"] = joined([held_out(study, other.name, size) for other in sites])
+        tests["merged"] = joined([held_out(study, other.name, pipeline) for other in sites])
     if site.real and not study.ledger(site.name).exists() and _took_part(study, site.name):
         raise UsageError(
             f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
@@ -281,22 +241,19 @@ def versions() -> dict[str, str]:
 
 def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> dict[str, Any]:
     """What a site brings, for the preflight: nothing but plans and shapes."""
-    from wsi_fl.models import schema
-
-    store = open_store(study, site.name)
-    meta, channels = store.meta, store.channels
+    store = open_data(study, site.name, pipeline)
     travels = METHODS[method_name].travels
     train = pipeline.train
     return {
         "site": site.name,
         "method": method_name,
-        "classes": list(meta.classes),
-        "size_px": meta.spec.size_px,
-        "mpp": meta.spec.mpp,
-        "channels": channels,
+        "data": train.data,
+        "classes": list(store.meta.classes),
+        "size_px": store.meta.spec.size_px,
+        "mpp": store.meta.spec.mpp,
+        **_inputs(store, pipeline),
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": [one.name for one in study.sites(pipeline)],
-        "input_px": input_px(pipeline, store),
         "schedule": [
             train.rounds,
             train.batch_size,
@@ -310,6 +267,14 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
         "versions": versions(),
         "affordable": affordable_rounds(site, train.rounds),
     }
+
+
+def _inputs(store: Store, pipeline: Pipeline) -> dict[str, Any]:
+    """What only patches have, or only mosaics."""
+    if isinstance(store, FeatureStore):
+        kinds = {kind: list(classes) for kind, classes in store.meta.tumor_types.items()}
+        return {"n_features": store.n_features, "encoder": store.meta.encoder, "tumor_types": kinds}
+    return {"channels": store.channels, "input_px": pipeline.train.input_px or store.meta.spec.size_px}
 
 
 def _graph_digest(study: Study, pipeline: Pipeline) -> str | None:

@@ -147,6 +147,11 @@ class FeatureStore:
     def close(self) -> None:
         self._file.close()
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[s] patches of each slide."""
+        return np.diff(self._start)
+
     def bag(self, k: int) -> Bag:
         """The features of the k-th slide."""
         rows = slice(int(self._start[k]), int(self._start[k + 1]))

@@ -1,0 +1,543 @@
+"""Slides as bags of features: masks, per-example gradients, every method, restricted answers, predictions."""
+
+import csv
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused
+from PIL import Image
+from safetensors.numpy import load_file
+from torch.nn import functional
+
+from wsi_fl.config import dump_toml
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.learning.bags import allowed_classes, bag_examples, packed, unlabelled_bags
+from wsi_fl.learning.examples import joined
+from wsi_fl.learning.local import probabilities
+from wsi_fl.models import BAG_BUILDERS, Bags, Images, build
+from wsi_fl.privacy.accounting import epsilon, plan
+from wsi_fl.privacy.choice import MODES
+from wsi_fl.privacy.dpsgd import check_trainable
+from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.slides import phantom
+from wsi_fl.stages.compare import compare
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.plan import dry_run, print_plan
+from wsi_fl.stages.predict import predict
+from wsi_fl.stages.report import report
+from wsi_fl.stages.series import train_series
+from wsi_fl.stages.train import resume, train
+from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
+from wsi_fl.study import Study, load_pipeline
+from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
+
+CPU = torch.device("cpu")
+CLASSES = ("LUAD", "LUSC", "GBM", "LGG")
+TYPES = {"lung": ("LUAD", "LUSC"), "brain": ("GBM", "LGG")}
+D = 6
+LENGTHS = (1, 3, 7, 2)
+
+PIPELINE = """
+[model]
+private = "deepset_attention"
+proxy = "deepset"
+[train]
+data = "mosaics"
+rounds = 2
+batch_size = 4
+lr = 0.003
+[privacy]
+grad_mode = "ghost"
+[evaluate]
+bootstrap = 20
+[mosaic]
+size_px = 64
+mpp = 1.0
+"""
+
+
+def write_mosaic(
+    study, site, seed=0, *, classes=CLASSES, n_slides=12, d=D, encoder="densenet121 abc", only=None
+):
+    """A feature store whose features tell the class; every third slide is held out."""
+    rng = np.random.default_rng(seed)
+    label = np.arange(n_slides) % (len(classes) if only is None else only)
+    kinds = [next((kind for kind, names in TYPES.items() if classes[c] in names), "") for c in label]
+    bags = []
+    for c in label:
+        m = int(rng.integers(1, 6))
+        features = rng.normal(0, 0.3, (m, d)).astype(np.float32)
+        features[:, c] += 3
+        bags.append(Bag(features, np.stack([np.arange(m) * 64, np.full(m, 128)], 1)))
+    names = [f"{site}_slide_{k}" for k in range(n_slides)]
+    table = BagTable(
+        label.astype(np.int64),
+        np.array(kinds),
+        np.array(names),
+        np.array([f"{name}_patient" for name in names]),
+        np.where(np.arange(n_slides) // 4 == 2, "test", "train"),
+    )
+    path = study.mosaic(site)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    meta = FeatureMeta(site, classes, TYPES, encoder, GridSpec(64, 1.0, 64))
+    write_features(path, meta, table, bags)
+    return table, bags
+
+
+def make_bag_study(root, n_sites=3, real=False, **store):
+    (root / "pipelines").mkdir(parents=True)
+    (root / "sites").mkdir()
+    (root / "pipelines" / "subtypes.toml").write_text(PIPELINE)
+    study = Study(root)
+    for k in range(n_sites):
+        text = f'name = "S{k}"\nreal = {str(real).lower()}\nslides = "slides/*.tif"\n'
+        (root / "sites" / f"S{k}.toml").write_text(text)
+        write_mosaic(study, f"S{k}", seed=k, **store)
+    return study
+
+
+@pytest.fixture
+def bags(tmp_path):
+    return make_bag_study(tmp_path / "study")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A study and a run that was evaluated."""
+    study = make_bag_study(tmp_path_factory.mktemp("bags") / "study")
+    run = train(study, method="proxyfl", overrides=["train.rounds=12", OPEN], backend="local")["run"]
+    return study, run, evaluate(study, run)
+
+
+OPEN = "privacy.enabled=false"
+
+
+def run(study, method, *overrides):
+    return train(study, method=method, overrides=overrides, backend="local")
+
+
+def flat(study, summary, site, role="private"):
+    tensors = load_file(study.root / summary["run"] / "sites" / site / f"{role}.safetensors")
+    return np.concatenate([value.ravel() for value in tensors.values()])
+
+
+def model_of(name, n_features=D, seed=0):
+    return build(name, n_classes=3, shape=Bags(n_features), seed=seed)
+
+
+def unequal(d=D, lengths=LENGTHS, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(m, d)).astype(np.float32) for m in lengths]
+
+
+def as_tensor(bags):
+    return torch.from_numpy(packed(bags))
+
+
+# the models
+
+
+@pytest.mark.parametrize("name", BAG_BUILDERS)
+def test_the_order_of_patches_and_the_company_of_other_bags_do_not_matter(name):
+    model, bags = model_of(name), unequal()
+    whole = model(as_tensor(bags))
+    shuffled = [np.random.default_rng(3).permutation(bag) for bag in bags]
+    assert (model(as_tensor(shuffled)) - whole).abs().max() < 1e-5
+    for k, bag in enumerate(bags):
+        assert (model(as_tensor([bag]))[0] - whole[k]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("garbage", [7.5, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", BAG_BUILDERS)
+def test_what_stands_under_the_mask_changes_nothing(name, garbage):
+    model, x = model_of(name), as_tensor(unequal())
+    dirty = x.clone()
+    dirty[..., :-1][x[..., -1] == 0] = garbage
+    padded = torch.cat([dirty, torch.full((4, 5, D + 1), garbage)], dim=1)
+    padded[:, -5:, -1] = 0
+    y = torch.tensor([0, 1, 2, 0])
+    answers = [model(one) for one in (x, dirty, padded)]
+    for other in answers[1:]:
+        torch.testing.assert_close(other, answers[0])
+    gradients = [
+        torch.autograd.grad(functional.cross_entropy(logits, y), list(model.parameters()))
+        for logits in answers
+    ]
+    for other in gradients[1:]:
+        torch.testing.assert_close(other, gradients[0])
+
+
+@pytest.mark.parametrize("name", BAG_BUILDERS)
+def test_a_bag_of_padding_alone_and_a_bag_of_one_patch_have_answers(name):
+    model, x = model_of(name), torch.full((2, 3, D + 1), torch.nan)
+    x[..., -1] = 0
+    x[1, 1] = torch.tensor([1.0] * D + [1.0])
+    logits = model(x)
+    assert logits.isfinite().all()
+    gradients = torch.autograd.grad(logits.sum(), list(model.parameters()))
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_attention_sums_to_one_over_the_patches_and_others_have_none():
+    x = as_tensor(unequal())
+    weights = model_of("deepset_attention").attention(x)
+    torch.testing.assert_close(weights.sum(1), torch.ones(4))
+    assert (weights[x[..., -1] == 0] == 0).all() and (weights[x[..., -1] == 1] > 0).all()
+    assert model_of("deepset").attention(x) is None
+
+
+def test_models_are_of_images_or_of_bags():
+    refused(lambda: build("resnet18", n_classes=2, shape=Bags(4), seed=0), "does not see bags", "deepset_max")
+    refused(lambda: build("deepset", n_classes=2, shape=Images(3, 16), seed=0), "train.data = 'mosaics'")
+
+
+# differential privacy: one slide is one example
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", BAG_BUILDERS)
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, (1, 1), (40, 3, 90)]
+)  # inner products, and gradients written down
+def test_per_example_gradients_of_unequal_bags_are_those_of_single_bags(mode, name, lengths):
+    torch.manual_seed(0)
+    model, bags = model_of(name), unequal(lengths=lengths)
+    check_trainable(model)
+    with torch.no_grad():
+        for p in model.parameters():  # gains of 1 and biases of 0 hide the rest
+            p.add_(0.1 * torch.randn(p.shape))
+    y, c = torch.arange(len(bags)) % 3, torch.linspace(1, 0.2, len(bags))
+    parameters = list(model.parameters())
+    singly = [
+        torch.autograd.grad(functional.cross_entropy(model(as_tensor([bag])), y[k : k + 1]), parameters)
+        for k, bag in enumerate(bags)
+    ]
+    x = as_tensor(bags)
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    norms = []
+
+    def weigh(found):
+        norms.append(found)
+        return c
+
+    sums, _ = ENGINES[mode](model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
+    expected = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in singly])
+    torch.testing.assert_close(norms[0], expected, rtol=1e-4, atol=1e-6)
+    for total, each in zip(sums, zip(*singly, strict=True), strict=True):
+        wanted = torch.einsum("n,n...->...", c, torch.stack(each))
+        torch.testing.assert_close(total, wanted, rtol=1e-3, atol=1e-5)
+
+
+# examples
+
+
+def test_bags_are_packed_the_same_from_memory_from_disk_and_joined():
+    bags = unequal()
+    names = np.array([f"s{k}" for k in range(4)])
+    table = BagTable(np.arange(4), np.full(4, ""), names, names, np.full(4, "train"))
+    allowed = np.ones((4, 4), bool)
+    held, read = (
+        bag_examples(bags.__getitem__, table, allowed, n_features=D, in_memory=kept) for kept in (True, False)
+    )
+    for rows in ([2, 0], [1], []):
+        chosen = np.array(rows, np.int64)
+        np.testing.assert_array_equal(held.read(chosen), read.read(chosen))
+        assert held.read(chosen).shape[2] == D + 1
+    both = joined([held, read])
+    assert len(both) == 8 and both.allowed.shape == (8, 4)
+    np.testing.assert_array_equal(both.read(np.array([6, 0])), packed([bags[2], bags[0]]))
+    assert both.read(np.empty(0, np.int64)).shape == (0, 1, D + 1)
+
+
+def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
+    model = build("deepset", n_classes=4, shape=Bags(D), seed=0).eval()
+    bags = unequal()
+    kinds = np.array(["lung", "brain", "", "unheard of"])
+    allowed = allowed_classes(kinds, CLASSES, TYPES)
+    with torch.no_grad():
+        free = probabilities(model, unlabelled_bags(bags, np.ones(4, bool)), CPU)
+        for k, bag in enumerate(bags):
+            p = probabilities(model, unlabelled_bags([bag], allowed[k]), CPU)[0]
+            np.testing.assert_allclose(p, free[k] * allowed[k] / (free[k] * allowed[k]).sum(), rtol=1e-5)
+    assert allowed[0].tolist() == [True, True, False, False]
+    assert allowed[2].all() and allowed[3].all()
+
+
+# training
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_on_slides(bags, method):
+    summary = run(bags, method)
+    n = 3 * 8 if METHODS[method].pooled else 8
+    for row in summary["sites"]:
+        assert row["n_train"] == n
+        assert row["epsilon"] == pytest.approx(epsilon([plan(n, 4, 2, 1.4, 0.7)], 1e-5), abs=1e-6)
+    document = evaluate(bags, summary["run"])
+    assert [row["n"] for row in document["sites"]] == [12, 12, 12]
+
+
+@pytest.mark.parametrize("private", BAG_BUILDERS)
+def test_what_can_be_learned_is_learned(tmp_path, private):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    summary = run(study, "proxyfl", "train.rounds=15", OPEN, f"model.private={private}")
+    assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0.9
+
+
+def test_mpi_ranks_do_what_one_process_does(tmp_path, wsi_fl):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    seeded = ["privacy.insecure_seed=3"]
+    joined_run = wsi_fl("train", "--json", "--set", seeded[0], cwd=study.root)
+    assert joined_run.returncode == 0, joined_run.stderr[-2000:]
+    summary, local = json.loads(joined_run.stdout), run(study, "proxyfl", *seeded)
+    for site in study.site_names():
+        np.testing.assert_array_equal(flat(study, summary, site), flat(study, local, site))
+    before = json.loads((study.root / summary["run"] / "sites/S0/store.json").read_text())
+    assert before == json.loads((study.root / local["run"] / "sites/S0/store.json").read_text())
+
+
+def test_a_killed_run_goes_on_to_the_same_models(bags, monkeypatch):
+    whole = run(bags, "proxyfl", "privacy.insecure_seed=3")
+    from wsi_fl.federation import loop
+
+    finish, calls = loop._log_round, []
+
+    def die(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_log_round", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(bags, "proxyfl", "privacy.insecure_seed=3")
+    monkeypatch.undo()
+    resumed = resume(bags, sorted(p.name for p in bags.runs.glob("0*"))[-1], backend="local")
+    for site in bags.site_names():
+        np.testing.assert_array_equal(flat(bags, whole, site), flat(bags, resumed, site))
+
+
+def test_each_site_may_have_a_private_model_of_its_own_but_no_image_model(bags):
+    file = bags.root / "sites" / "S1.toml"
+    file.write_text(file.read_text() + 'private_model = "deepset_max"\n')
+    summary = run(bags, "proxyfl", "train.rounds=1")
+    assert flat(bags, summary, "S1").size < flat(bags, summary, "S0").size
+    refused(lambda: run(bags, "proxyfl", "model.private=resnet18"), "'resnet18' does not see bags")
+    assert len(list(bags.runs.glob("0*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"encoder": "kimianet fff"}, ("S2 brings kimianet fff as the encoder of its features",)),
+        ({"d": 9}, ("S2 brings 9 as the number of features per patch, the others 6",)),
+        ({"classes": (*CLASSES[:3], "NEW")}, ("S2 brings", "NEW", "as the classes of its store")),
+        ({"classes": (*CLASSES, "MORE")}, ("S2 brings", "MORE", "as the classes of its store")),
+    ],
+)
+def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, words):
+    write_mosaic(bags, "S2", seed=2, **changed)
+    refused(lambda: run(bags, "proxyfl"), "sites disagree", *words)
+    refused(lambda: dry_run(bags, method="joint"), "sites disagree", *words)
+    assert not list(bags.runs.glob("0*"))
+
+
+def test_missing_and_impossible_mosaics_say_what_to_do(bags):
+    table, content = write_mosaic(bags, "S1", seed=1)
+    with FeatureStore(bags.mosaic("S1")) as store:
+        meta = store.meta
+    table.tumor_type[3] = "lung"  # it is LGG
+    write_features(bags.mosaic("S1"), meta, table, content)
+    refused(lambda: run(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
+    shutil.rmtree(bags.mosaic("S1").parent)
+    refused(lambda: run(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
+
+
+def test_a_store_made_anew_is_noticed_by_its_features_alone(bags):
+    made = run(bags, "regular", "train.rounds=1")["run"]
+    write_mosaic(bags, "S1", seed=77)
+    refused(lambda: evaluate(bags, made), "S1: its store was made anew")
+
+
+def test_a_dry_run_counts_slides(bags, capsys):
+    print_plan(dry_run(bags, method="proxyfl"))
+    said = capsys.readouterr().err
+    assert "S0: 8 training slides" in said
+    assert "stores hold patches" not in said
+    dry_run(bags, method="proxyfl", overrides=["mosaic.size_px=128"])
+    assert "this pipeline would cut 128 px" in " ".join(capsys.readouterr().err.split())
+
+
+def test_series_and_comparisons_are_of_slides(bags):
+    train_series(bags, method="fedavg", seeds=2, overrides=[OPEN, "train.rounds=1"], backend="local")
+    document = compare(bags, ["1", "2"])
+    assert document["examples"] == "slides"
+    assert {row["method"] for row in document["rows"]} == {"fedavg", "regular"}
+    page = (bags.root / document["page"]).read_text()
+    assert "methods on the same slides" in page and "patches" not in page
+
+
+def test_tumour_types_may_have_any_name(bags):
+    types = {"lung (NSCLC) α": ["LUAD"], 'a "b"': ["GBM"]}
+    name = run(bags, "regular", "train.rounds=1")["run"]
+    pipeline = load_pipeline(bags.root / name / "config.toml").model_copy(update={"subtypes": types})
+    (bags.root / "pipelines" / "odd.toml").write_text(dump_toml(pipeline))
+    assert bags.pipeline("odd").subtypes == types
+
+
+# evaluation
+
+
+def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
+    study, name, document = done
+    tables = {}
+    for row in document["sites"]:
+        with (study.root / name / "sites" / row["site"] / "predictions.csv").open() as file:
+            lines = list(csv.DictReader(file))
+        tables[row["site"]] = lines
+        assert len(lines) == row["n"] == 12
+        for line in lines:
+            p = {c: float(line[f"p_{c}"]) for c in CLASSES}
+            assert sum(p[c] for c in TYPES[line["tumor_type"]]) == pytest.approx(1, abs=1e-5)
+        groups = {
+            "own": [line for line in lines if line["site"] == row["site"]],
+            "external": [line for line in lines if line["site"] != row["site"]],
+        }
+        for key, some in groups.items():
+            right = [max(CLASSES, key=lambda c: float(line[f"p_{c}"])) == line["label"] for line in some]
+            assert row[key]["n"] == len(some)
+            assert row[key]["accuracy"] == pytest.approx(np.mean(right))
+            by_class = [
+                np.mean([r for r, line in zip(right, some, strict=True) if line["label"] == c])
+                for c in CLASSES
+            ]
+            assert row[key]["macro_accuracy"] == pytest.approx(np.mean(by_class))
+            for kind, of in row[key]["tumor_types"].items():
+                mine = [r for r, line in zip(right, some, strict=True) if line["tumor_type"] == kind]
+                assert (of["n"], of["accuracy"]) == (len(mine), pytest.approx(np.mean(mine)))
+        assert set(row["tumor_types"]) == set(TYPES)
+        last = (study.root / name / "sites" / row["site"] / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["merged"]["accuracy"] == pytest.approx(row["accuracy"])
+    for which, key in (("internal", "own"), ("external", "external")):
+        for metric in ("accuracy", "macro_accuracy", "auroc"):
+            values = [row[key][metric] for row in document["sites"]]
+            assert document[which][metric]["mean"] == pytest.approx(np.mean(values))
+            assert document[which][metric]["sd"] == pytest.approx(np.std(values))
+
+
+def test_a_diagnosis_of_one_site_alone_trains_and_counts(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=2, only=3)
+    write_mosaic(study, "S1", seed=1)
+    name = run(study, "fedavg", OPEN)["run"]
+    document = evaluate(study, name)
+    own = {row["site"]: row["own"] for row in document["sites"]}
+    assert all(0 <= row["macro_accuracy"] <= 1 for row in document["sites"])
+    assert own["S0"]["tumor_types"]["brain"]["n"] == 2  # GBM of slides 8 and 11
+    assert own["S1"]["tumor_types"]["brain"]["n"] == 2
+    write_mosaic(study, "S0", seed=0, only=1)
+    name = run(study, "fedavg", OPEN)["run"]
+    document = evaluate(study, name)
+    assert document["sites"][0]["own"]["auroc"] is None
+    assert document["internal"]["auroc"]["mean"] is None
+    assert document["external"]["accuracy"]["mean"] is not None
+    page = report(study, name).read_text()
+    assert "Of one site alone: " in page
+    assert re.search(r"LGG at <span[^>]*>S1</span>", page)
+
+
+def test_real_sites_are_evaluated_at_home_alone(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    name = run(study, "regular", "train.rounds=1")["run"]
+    for file in (study.root / "sites").glob("*.toml"):
+        file.write_text(file.read_text().replace("real = false", "real = true"))
+    document = evaluate(study, name)
+    assert document["merged"] is None and document["external"] is None
+    assert document["internal"]["accuracy"]["mean"] is not None
+    for row in document["sites"]:
+        assert row["external"] is None
+        assert row["n"] == row["own"]["n"] == 4
+    assert "their slides" in report(study, name).read_text()
+
+
+def test_the_report_speaks_of_slides(done):
+    study, name, _ = done
+    page = report(study, name).read_text()
+    for words in ("of 12 slides", "Slides by site, split and label", "External", "By tumour type", "brain"):
+        assert words in page, words
+    for words in ("Sample patches", 'id="slides"', "of 12 patches", "data:image"):
+        assert words not in page, words
+
+
+# predict
+
+
+@pytest.mark.parametrize("private", ["deepset_attention", "deepset_max"])
+def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path, private):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    run_name = run(study, "regular", OPEN, f"model.private={private}", "train.rounds=6")["run"]
+    evaluate(study, run_name)
+    (study.root / "slides").mkdir()
+    white = np.full((512, 512, 3), 240, np.uint8)
+    phantom.write_pyramid(study.root / "slides" / "S0_slide_9.tif", white, 1.0)
+    document = predict(study, run_name, site="S0", slides=[study.root / "slides" / "S0_slide_9.tif"])
+    (row,) = document["slides"]
+    with (study.root / run_name / "sites/S0/predictions.csv").open() as file:
+        (line,) = [one for one in csv.DictReader(file) if one["slide"] == "S0_slide_9"]
+    for c in CLASSES:
+        assert row["probabilities"][c] == pytest.approx(float(line[f"p_{c}"]), abs=1e-5)
+    assert row["class"] == max(CLASSES, key=row["probabilities"].get)
+    assert row["tumor_type"] == "lung"
+    assert Image.open(study.root / row["heatmap"]).format == "PNG"
+    kept = json.loads((study.root / row["json"]).read_text())
+    assert kept["probabilities"] == row["probabilities"] and kept["encoder"] == "densenet121 abc"
+    with (study.root / row["csv"]).open() as file:
+        patches = list(csv.DictReader(file))
+    with FeatureStore(study.mosaic("S0")) as store:
+        assert len(patches) == row["patches"] == len(store.bag(9).features)
+    assert {patch["size_l0"] for patch in patches} == {"64"}
+    if private == "deepset_attention":
+        assert sum(float(patch["attention"]) for patch in patches) == pytest.approx(1, abs=1e-5)
+    else:
+        assert "attention" not in patches[0]
+
+
+def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_path, wsi_fl):
+    study, name, _ = done
+    arguments = ["predict", name, "--site", "S1", "--json", "--out", tmp_path]
+    told = wsi_fl(
+        *arguments, "--slide", "S1_slide_0", "--tumor-type", "brain", "--slide", "X", cwd=study.root
+    )
+    document = json.loads(told.stdout)
+    assert told.returncode == 0
+    (row,) = document["slides"]
+    assert row["tumor_type"] == "brain" and row["class"] in TYPES["brain"]
+    assert row["probabilities"]["LUAD"] == 0
+    assert row["heatmap"] is None
+    (failed,) = document["failed"]
+    assert "not among the mosaics of S1; run `wsi-fl mosaic --site S1`" in failed["reason"]
+    refused(
+        lambda: predict(study, name, site="S1", slides=[tmp_path / "x.tif"], tumor_type="liver"),
+        "unknown tumour type 'liver'; known: ",
+        "lung, brain",
+        error=UsageError,
+    )
+    copy = Study(shutil.copytree(study.root, tmp_path / "copy"))
+    write_mosaic(copy, "S1", encoder="kimianet fff")
+    slide = [tmp_path / "S1_slide_0"]
+    refused(
+        lambda: predict(copy, name, site="S1", slides=slide), "are of kimianet fff by now", "densenet121 abc"
+    )
+    shutil.rmtree(copy.root / "stores")
+    document = predict(copy, name, site="S1", slides=slide)
+    assert "not among the mosaics" in document["failed"][0]["reason"]
+
+
+def test_images_know_no_tumour_types(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    name = run(study, "regular", OPEN, "train.rounds=1")["run"]
+    slide = [tmp_path / "x.tif"]
+    refused(lambda: predict(study, name, site="S0", slides=slide, tumor_type="lung"), "runs on mosaics")

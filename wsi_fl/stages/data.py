@@ -1,0 +1,182 @@
+"""What a site's store holds for a run: patches, or the mosaics of whole slides, as `train.data` says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wsi_fl import config
+from wsi_fl.config import Pipeline
+from wsi_fl.learning.bags import allowed_classes, bag_examples
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
+from wsi_fl.models import Bags, Images, Shape
+from wsi_fl.runs import SiteFolder
+from wsi_fl.stages.slide_pixels import SlidePixels
+from wsi_fl.stores.features import FeatureMeta, FeatureStore
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
+
+Store = PatchStore | FeatureStore
+Table = PatchTable | BagTable
+
+
+def of_slides(pipeline: Pipeline) -> bool:
+    """Whether an example is a whole slide."""
+    return pipeline.train.data == "mosaics"
+
+
+def example_word(pipeline: Pipeline) -> str:
+    """What examples are called."""
+    return "slides" if of_slides(pipeline) else "patches"
+
+
+def store_path(study: Study, site: str, pipeline: Pipeline) -> Path:
+    return study.mosaic(site) if of_slides(pipeline) else study.store(site)
+
+
+def open_data(study: Study, site: str, pipeline: Pipeline) -> Store:
+    """The store that a pipeline trains on; says which command makes a missing one."""
+    return open_mosaic(study, site) if of_slides(pipeline) else open_store(study, site)
+
+
+def open_store(study: Study, site: str) -> PatchStore:
+    """The patch store of a site."""
+    return PatchStore(_there(study, site, study.store(site), "tile"), SlidePixels(study, site))
+
+
+def open_mosaic(study: Study, site: str) -> FeatureStore:
+    """The feature store of a site's mosaics."""
+    return FeatureStore(_there(study, site, study.mosaic(site), "mosaic"))
+
+
+def _there(study: Study, site: str, path: Path, command: str) -> Path:
+    if not path.exists():
+        raise WsiFlError(
+            f"{study.relative(path)}: no store of site {site} yet; run `wsi-fl {command} --site {site}`"
+        )
+    return path
+
+
+def store_digest(store: Store) -> str:
+    """SHA-256 over what a run used: patches or features, labels and splits. It stays with the site."""
+    table = store.table
+    known = table.tumor_type if isinstance(table, BagTable) else table.xy_l0
+    digest = hashlib.sha256()
+    for column in (known, table.label, table.slide, table.patient, table.split):
+        digest.update(np.ascontiguousarray(column).tobytes())
+    if isinstance(store, FeatureStore):
+        for k in range(len(store)):
+            bag = store.bag(k)
+            digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
+    return digest.hexdigest()
+
+
+def remember(folder: SiteFolder, store: Store) -> None:
+    """Notes in a run which store a site works on; of mosaics also what its models must know without it.
+
+    Raises:
+        UsageError: when it is not the store the run began with.
+    """
+    folder.remember_store(store_digest(store), _facts(store) if isinstance(store, FeatureStore) else None)
+
+
+def _facts(store: FeatureStore) -> dict[str, Any]:
+    meta = store.meta
+    return {
+        "classes": list(meta.classes),
+        "tumor_types": {kind: list(classes) for kind, classes in meta.tumor_types.items()},
+        "encoder": meta.encoder,
+        "n_features": store.n_features,
+        "spec": asdict(meta.spec),
+    }
+
+
+def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
+    """What the mosaics were like that a site's models learned from, and what these see."""
+    facts = folder.store_facts()
+    types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
+    spec = GridSpec(**facts["spec"])
+    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec)
+    return meta, Bags(facts["n_features"])
+
+
+def input_px(pipeline: Pipeline, store: PatchStore) -> int:
+    return pipeline.train.input_px or store.meta.spec.size_px
+
+
+def shape_of(pipeline: Pipeline, store: Store) -> Shape:
+    """What models see of this store."""
+    if isinstance(store, FeatureStore):
+        return Bags(store.n_features)
+    return Images(store.channels, input_px(pipeline, store))
+
+
+def examples_of(
+    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
+) -> Examples:
+    """The patches of one split, reduced to input_px, in memory where they fit."""
+    rows = np.flatnonzero(store.table.split == split)
+    table = store.table.take(rows)
+    found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
+    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
+
+
+def bags_of(store: FeatureStore, split: str) -> Examples:
+    """The slides of one split, each with the classes that its tumour type may have.
+
+    Raises:
+        WsiFlError: when a slide's label is not among them.
+    """
+    rows = np.flatnonzero(store.table.split == split)
+    table = store.table.take(rows)
+    meta = store.meta
+    allowed = allowed_classes(table.tumor_type, meta.classes, meta.tumor_types)
+    for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
+        label, kind = meta.classes[table.label[row]], table.tumor_type[row]
+        raise WsiFlError(
+            f"{store.path}: slide {table.slide[row]} is labelled {label}, which {kind} does not have in [subtypes]; "
+            "correct one of them and run `wsi-fl mosaic` again"
+        )
+    n_bytes = int(store.sizes[rows].sum()) * store.n_features * np.float32().nbytes
+    return bag_examples(
+        lambda k: store.bag(int(rows[k])).features,
+        table,
+        allowed,
+        n_features=store.n_features,
+        in_memory=n_bytes <= IN_MEMORY_BYTES,
+    )
+
+
+def split_of(pipeline: Pipeline, store: Store, split: str) -> Examples:
+    """The examples of one split as the models see them."""
+    if isinstance(store, FeatureStore):
+        return bags_of(store, split)
+    return examples_of(store, split, input_px(pipeline, store))
+
+
+def held_out(study: Study, site: str, pipeline: Pipeline) -> Examples:
+    """The test examples of a site, read once by a process that trains many sites."""
+    path = store_path(study, site, pipeline)
+    open_data(study, site, pipeline).close()
+    return _held_out(study.root, site, path.stat().st_mtime_ns, pipeline.train.data, pipeline.train.input_px)
+
+
+@lru_cache(maxsize=512)
+def _held_out(root: Path, site: str, written_ns: int, data: str, input_px: int | None) -> Examples:
+    del written_ns  # a store made anew is another one
+    if data == "mosaics":
+        return bags_of(open_mosaic(Study(root), site), "test")
+    store = open_store(Study(root), site)
+    return examples_of(store, "test", input_px or store.meta.spec.size_px)
+
+
+def may_merge(sites: Sequence[config.Site]) -> bool:
+    """Whether one place may read what all sites hold for testing."""
+    return all(site.allows("patches") for site in sites)

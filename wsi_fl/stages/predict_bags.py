@@ -1,0 +1,243 @@
+"""`predict` of a run on mosaics: what a whole slide is, and which of its patches that rests on."""
+
+from __future__ import annotations
+
+import csv
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wsi_fl import config
+from wsi_fl.config import Pipeline
+from wsi_fl.files import atomic, write_bytes, write_json
+from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
+from wsi_fl.learning.local import probabilities
+from wsi_fl.models.deepset import DeepSet
+from wsi_fl.report.heatmap import Caption, draw_heatmap
+from wsi_fl.runs import RunFolder
+from wsi_fl.slides.grid import size_in_l0
+from wsi_fl.slides.heat import Heat, patch_boxes
+from wsi_fl.slides.reader import Slide
+from wsi_fl.stages.console import Watcher
+from wsi_fl.stages.data import open_mosaic, remembered_mosaics
+from wsi_fl.stages.trained import private_model
+from wsi_fl.stages.workshop import device_of_rank
+from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
+from wsi_fl.study import Study
+from wsi_fl.types import SlideRecord, UsageError, WsiFlError
+
+_THUMBNAIL_PX = 1200
+_OTHERWISE = (150, 150, 150)
+_ATTENTION = (200, 0, 0)
+
+
+@dataclass(frozen=True)
+class BagPredictor:
+    """One site's private model, and the mosaics that are at hand.
+
+    Attributes:
+        meta: of the mosaics it learned from.
+        store: the site's mosaics, if they lie here.
+        tumor_type: of all slides that are predicted; None for what the store says of each.
+    """
+
+    run: RunFolder
+    site: config.Site
+    pipeline: Pipeline
+    meta: FeatureMeta
+    store: FeatureStore | None
+    model: torch.nn.Module
+    device: torch.device
+    tumor_type: str | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model says of one slide with m patches.
+
+    Attributes:
+        probabilities: float64[classes] of the slide, 0 for what its tumour type cannot be.
+        alone: float64[m, classes] of each patch by itself.
+        attention: float64[m], adding up to 1; None for models that do not weigh their patches.
+    """
+
+    probabilities: NDArray[np.float64]
+    alone: NDArray[np.float64]
+    attention: NDArray[np.float64] | None
+
+    @property
+    def kind(self) -> int:
+        return int(self.probabilities.argmax())
+
+    @property
+    def heat(self) -> NDArray[np.float64]:
+        """[m] what the heatmap shows: attention as a share of the highest, else the probability of the patch alone."""
+        if self.attention is None:
+            return self.alone[:, self.kind]
+        return self.attention / max(float(self.attention.max()), np.finfo(np.float64).tiny)
+
+
+def load_bag_predictor(
+    study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, tumor_type: str | None
+) -> BagPredictor:
+    """The trained model of a site, with its mosaics.
+
+    Raises:
+        UsageError: when the run knows no such tumour type, or the mosaics have another encoder by now.
+    """
+    meta, shape = remembered_mosaics(run.site(site.name))
+    known = meta.tumor_types
+    if tumor_type is not None and tumor_type not in known:
+        raise UsageError(f"unknown tumour type {tumor_type!r}; known: {', '.join(known) or 'none'}")
+    store = open_mosaic(study, site.name) if study.mosaic(site.name).exists() else None
+    if store is not None and store.meta.encoder != meta.encoder:
+        raise UsageError(
+            f"site {site.name}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from "
+            f"{meta.encoder}; run `wsi-fl mosaic` with that encoder, or train a new run"
+        )
+    device = device_of_rank()
+    model = private_model(run, pipeline, site, meta.classes, shape, device)
+    return BagPredictor(run, site, pipeline, meta, store, model, device, tumor_type)
+
+
+def bag_of(predictor: BagPredictor, record: SlideRecord) -> Bag:
+    """The mosaic of a slide: from the site's store."""
+    row = _row_of(predictor.store, record)
+    if predictor.store is None or row is None:
+        raise WsiFlError(
+            f"{record.slide}: not among the mosaics of {record.site}; run `wsi-fl mosaic --site {record.site}`"
+        )
+    return predictor.store.bag(row)
+
+
+def _row_of(store: FeatureStore | None, record: SlideRecord) -> int | None:
+    """Where the slide stands in the store; it may be given by file or by name."""
+    slides = np.empty(0, np.str_) if store is None else store.table.slide
+    for name in (record.path.name, record.slide):
+        if len(found := np.flatnonzero(slides == name)):
+            return int(found[0])
+    return None
+
+
+def predict_bag(
+    study: Study, predictor: BagPredictor, record: SlideRecord, folder: Path, watcher: Watcher
+) -> dict[str, Any]:
+    """All files of one slide, and its row of the document; no heatmap where the slide itself is not to be found."""
+    watcher.update(record.slide, 0, 1)
+    meta, bag = predictor.meta, bag_of(predictor, record)
+    kind = _tumor_type(predictor, record)
+    answer = answer_of(predictor, bag, kind)
+    name = meta.classes[answer.kind]
+    path = slide_file(study, predictor.site, record)
+    size_l0 = None
+    if path is not None:
+        with Slide(path, record.mpp_override, predictor.pipeline.slides.reader) as slide:
+            write_bytes(folder / "heatmap.png", _picture(predictor, record, slide, bag, answer))
+            size_l0 = size_in_l0(meta.spec, slide.mpp)
+    _write_patches(folder / "patches.csv", bag, answer, meta.classes, size_l0)
+    row = {
+        "slide": record.slide,
+        "patches": len(bag.features),
+        "tumor_type": kind,
+        "class": name,
+        "probability": float(answer.probabilities[answer.kind]),
+        "probabilities": dict(zip(meta.classes, answer.probabilities.tolist(), strict=True)),
+    }
+    origin = {"run": study.relative(predictor.run.path), "site": record.site, "encoder": meta.encoder}
+    write_json(folder / "score.json", origin | row | {"size_px": meta.spec.size_px, "mpp": meta.spec.mpp})
+    watcher.update(record.slide, 1, 1)
+    files = {"heatmap": "heatmap.png", "csv": "patches.csv", "json": "score.json"}
+    made = {key: study.relative(folder / file) for key, file in files.items()}
+    return row | made | ({"heatmap": None} if path is None else {})
+
+
+def _tumor_type(predictor: BagPredictor, record: SlideRecord) -> str | None:
+    """As asked for, else as the store has it; None where nothing is known."""
+    row = _row_of(predictor.store, record)
+    if predictor.tumor_type is not None or predictor.store is None or row is None:
+        return predictor.tumor_type
+    return str(predictor.store.table.tumor_type[row]) or None
+
+
+def answer_of(predictor: BagPredictor, bag: Bag, tumor_type: str | None) -> Answer:
+    """The model's answer for a bag, of the classes that a tumour type may have.
+
+    Raises:
+        WsiFlError: when the features are not the model's, or it gives no numbers.
+    """
+    meta = predictor.meta
+    allowed = allowed_classes(np.array([tumor_type or ""]), meta.classes, meta.tumor_types)[0]
+
+    def asked(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+        return probabilities(predictor.model, unlabelled_bags(bags, allowed), predictor.device)
+
+    with torch.inference_mode():
+        whole = asked([bag.features])[0]
+        alone = asked([patch[None] for patch in bag.features])
+        attention = None
+        if isinstance(predictor.model, DeepSet):
+            x = torch.from_numpy(packed([bag.features])).to(predictor.device)
+            weights = predictor.model.attention(x)
+            attention = None if weights is None else weights[0].double().cpu().numpy()
+    if not np.isfinite(whole).all() or not np.isfinite(alone).all():
+        raise WsiFlError("the model gives no numbers; it did not train well")
+    return Answer(whole, alone, attention)
+
+
+def slide_file(study: Study, site: config.Site, record: SlideRecord) -> Path | None:
+    """The slide's file: as given, else among the site's slides; None where it is in neither place."""
+    if record.path.exists():
+        return record.path
+    patterns = [site.slides] if isinstance(site.slides, str) else site.slides or []
+    root = Study(Path(glob.escape(str(study.root))))
+    for pattern in patterns:
+        for found in glob.iglob(str(root.resolve(pattern)), recursive=True):  # noqa: PTH207 may be absolute
+            if record.path.name in (Path(found).name, Path(found).stem):
+                return Path(found)
+    return None
+
+
+def _picture(predictor: BagPredictor, record: SlideRecord, slide: Slide, bag: Bag, answer: Answer) -> bytes:
+    """The heatmap over the slide's thumbnail."""
+    spec, classes = predictor.meta.spec, predictor.meta.classes
+    thumbnail, downsample = slide.thumbnail(_THUMBNAIL_PX)
+    boxes = patch_boxes(bag.xy_l0, spec, slide.mpp, slide.size_l0)
+    name = classes[answer.kind]
+    shown = name if answer.attention is None else "attention"
+    values = np.stack([1 - answer.heat, answer.heat], axis=1)
+    heat = Heat(boxes, ("other", shown), values, predictor.pipeline.predict.threshold)
+    legend = (
+        f"{name} probability, patch alone" if answer.attention is None else "attention, share of the highest"
+    )
+    others = sorted(zip(answer.probabilities.tolist(), classes, strict=True), reverse=True)[1:3]
+    others = [(p, other) for p, other in others if p > 0]
+    caption = Caption(
+        record.slide,
+        f"{predictor.run.name} · {predictor.site.name} · mosaic of {len(boxes)} patches of {spec.size_px} px "
+        f"at {spec.mpp:g} µm",
+        f"{name} {answer.probabilities[answer.kind]:.2f}",
+        "; ".join(f"{other} {p:.2f}" for p, other in others),
+        legend,
+    )
+    return draw_heatmap(thumbnail, downsample, slide.mpp, heat, [_OTHERWISE, _ATTENTION], caption)
+
+
+def _write_patches(
+    path: Path, bag: Bag, answer: Answer, classes: Sequence[str], size_l0: float | None
+) -> None:
+    """patches.csv: a row per patch of the mosaic; what the model would say of that patch alone."""
+    weighs = answer.attention is not None
+    with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        heading = ["x_l0", "y_l0", "size_l0", *(["attention"] if weighs else [])]
+        writer.writerow([*heading, *(f"p_{name}" for name in classes)])
+        side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
+        for k, (x, y) in enumerate(bag.xy_l0.tolist()):
+            weight = [] if answer.attention is None else [f"{answer.attention[k]:.6f}"]
+            writer.writerow([x, y, side, *weight, *(f"{p:.6f}" for p in answer.alone[k].tolist())])
