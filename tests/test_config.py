@@ -60,7 +60,7 @@ def test_mistake_in_a_pipeline_is_one_line(study, text, words):
         ("slide = 'x'", ("'slide'", "did you mean 'slides'")),
         ("slides = 5", ("slides = 5", "string")),
         ("slides = ['a', 5]", ("slides", "string")),
-        ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16' or 'generic'")),
+        ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16', 'tcga' or 'generic'")),
         ("slides = 'x'\nallow = ['models']", ("allow.0", "'model', 'buffer', 'generator' or 'patches'")),
         ("slides = 'x'\nmpp_override = 0", ("mpp_override = 0", "greater than 0")),
         ("slides = 'x'\nreal = 'false'", ("real", "boolean")),

@@ -93,17 +93,42 @@ def init(
         Path | None, typer.Option("--from", help="Archive of slides to write site files for.")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="camelyon17, camelyon16 or generic. Default: recognised.")
+        str | None, typer.Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
     ] = None,
     real: Annotated[
         bool, typer.Option("--real", help="The sites are real hospitals: nobody reads their patches.")
     ] = False,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(help="Shipped pipeline of the study. Default: tcga_subtypes for tcga, or camelyon17."),
+    ] = None,
+    group_by: Annotated[
+        str | None, typer.Option(help="TCGA: a site is an institution (default) or a source site, tss.")
+    ] = None,
+    clinical: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TCGA: diagnoses. Default: its clinical*.tsv.")
+    ] = None,
+    codes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any."
+        ),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column",
+            metavar="KEY=NAME",
+            help="TCGA: what patient, diagnosis, tumor_type or project is called in --clinical. Repeatable.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a study: pipelines/ and sites/ to edit."""
-    from wsi_fl.stages.init import init, print_init
+    from wsi_fl.stages.init import Tables, init, print_init
 
-    document = init(folder, archive=archive, layout=layout, real=real)
+    tables = Tables(group_by, clinical, codes, tuple(columns or ()))
+    document = init(folder, archive=archive, layout=layout, real=real, pipeline=pipeline, tables=tables)
     _out(document) if as_json else print_init(document)
 
 

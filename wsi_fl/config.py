@@ -7,6 +7,7 @@ values.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
@@ -16,7 +17,7 @@ from wsi_fl.types import UsageError
 
 S = TypeVar("S", bound="Section")
 
-Layout = Literal["camelyon17", "camelyon16", "generic"]
+Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
 Allowed = Literal["model", "buffer", "generator", "patches"]
 """What a site may let go without differential privacy; "patches" lets other sites' evaluation and joint training
@@ -167,6 +168,14 @@ class Site(Section):
     layout: Layout = "generic"
     labels: str | None = None
     split: str | None = None
+    columns: dict[Literal["patient", "diagnosis", "tumor_type", "project"], str] = {}
+    """What columns of a clinical table (`labels` of layout tcga) are called; default: the GDC's names."""
+    manifest: str | list[str] | None = None
+    """Of layout tcga: the GDC's manifests, which say what the archive should hold."""
+    verify: bool | None = None
+    """Whether slides are compared with the manifest's sizes and MD5; default: yes. Digests are remembered."""
+    slide_types: list[Literal["DX", "TS", "BS", "MS"]] | None = Field(None, min_length=1)
+    """Of layout tcga; default: diagnostic slides, ["DX"]. TS and BS are frozen sections."""
     mpp_override: float | None = Field(None, gt=0)
     private_model: str | None = None
     max_epsilon: float | None = Field(None, gt=0)
@@ -191,8 +200,18 @@ def dump_toml(model: Section, first_line: str = "") -> str:
     for section, content in values.items():
         if isinstance(content, dict) and content:
             lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-            lines += [f"{key} = {toml_value(value)}" for key, value in content.items()]
+            lines += [f"{toml_key(key)} = {toml_value(value)}" for key, value in content.items()]
     return "\n".join(lines) + "\n"
+
+
+def toml_key(key: str) -> str:
+    """A key, quoted where it has to be.
+
+    Example:
+        >>> toml_key("alpha"), toml_key("Head and Neck")
+        ('alpha', '"Head and Neck"')
+    """
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def toml_value(value: Any) -> str:
@@ -224,13 +243,13 @@ def validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
         raise UsageError(f"{label}: {_explain(model, first)}") from None
 
 
-_UNION_TAGS = ("str", "list[str]")
-"""What pydantic adds to a location to say which member of a union it tried."""
+_NOT_KEYS = ("str", "list[str]", "[key]")
+"""What pydantic adds to a location to say which member of a union it tried, or that a key itself is wrong."""
 
 
 def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     """The key, what is wrong with it, and what is allowed."""
-    location = [str(part) for part in error["loc"] if part not in _UNION_TAGS]
+    location = [str(part) for part in error["loc"] if part not in _NOT_KEYS]
     key = ".".join(location)
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])

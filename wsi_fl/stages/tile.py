@@ -11,7 +11,7 @@ import glob
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def tile(
     def prepare() -> None:
         pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
         chosen = study.sites(pipeline) if site is None else [study.site(site)]
-        sources = [(one, sources_of(study, one)) for one in chosen]
+        sources = [(one, watched(sources_of(study, one), watcher if job.first else None)) for one in chosen]
         for one, source in sources:
             records, aside = read_site(one.layout, source)
             listed.append(_Listed(study, one, pipeline, tuple(records), tuple(aside)))
@@ -92,7 +92,6 @@ def sources_of(study: Study, site: SiteConfig) -> Sources:
         raise UsageError(
             f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
         )
-    patterns = [site.slides] if isinstance(site.slides, str) else site.slides
     escaped = Study(Path(glob.escape(str(study.root))))  # the study's own folder may hold a [ or *
 
     def path(text: str | None) -> Path | None:
@@ -101,11 +100,29 @@ def sources_of(study: Study, site: SiteConfig) -> Sources:
     return Sources(
         site=site.name,
         label=f"sites/{site.name}.toml",
-        slides=tuple(str(escaped.resolve(pattern)) for pattern in patterns),
+        slides=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.slides)),
         annotations=path(site.annotations),
         labels=path(site.labels),
         split=path(site.split),
         mpp_override=site.mpp_override,
+        manifests=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.manifest)),
+        verify=site.verify is not False,
+        verified=study.store(site.name).parent / "verified.jsonl",
+        slide_types=tuple(site.slide_types or ("DX",)),
+        columns={str(key): name for key, name in site.columns.items()},
+    )
+
+
+def _patterns(patterns: str | list[str] | None) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else patterns or []
+
+
+def watched(sources: Sources, watcher: Watcher | None) -> Sources:
+    """Verifying an archive may take hours: these sources say how far it is."""
+    if watcher is None:
+        return sources
+    return replace(
+        sources, progress=lambda done, total: watcher.update(sources.site, done, total, "checking MD5")
     )
 
 

@@ -1,4 +1,4 @@
-"""How archives name their slides, patients, labels and annotations: Camelyon17, Camelyon16, and generic.
+"""How archives name their slides, patients, labels and annotations: Camelyon17, Camelyon16, TCGA, generic.
 
 `describe` looks at a whole archive and says which sites it holds; `read_site` lists the slides of one site as
 SlideRecords.
@@ -19,13 +19,14 @@ from wsi_fl.slides.layouts.camelyon import (
 )
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, tiffs
 from wsi_fl.slides.layouts.generic import describe_generic, read_generic
+from wsi_fl.slides.layouts.tcga import GROUPINGS, describe_tcga, read_tcga, slides_of
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
-__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "describe", "detect", "read_site"]
+__all__ = ["LAYOUTS", "ArchiveSite", "Sources", "describe", "detect", "list_site", "read_site"]
 
 
 def detect(archive: Path) -> str:
-    """The layout of an archive: "camelyon17", "camelyon16" or "generic".
+    """The layout of an archive: "camelyon17", "camelyon16", "tcga" or "generic".
 
     Raises:
         UsageError: when it is none of them, saying what was looked for.
@@ -39,15 +40,40 @@ def detect(archive: Path) -> str:
         return "camelyon17"
     if any(C16_SLIDE.match(name) for name in names):
         return "camelyon16"
+    if next(slides_of(archive.resolve()), None) is not None:
+        return "tcga"
     raise UsageError(
-        f"{archive}: no archive recognised; looked for slides.csv (generic), patient_PPP_node_N.tif (Camelyon17) "
-        "and normal_NNN.tif or tumor_NNN.tif (Camelyon16)"
+        f"{archive}: no archive recognised; looked for slides.csv (generic), patient_PPP_node_N.tif (Camelyon17), "
+        "normal_NNN.tif or tumor_NNN.tif (Camelyon16) and TCGA-TSS-PPPP-01Z-00-DX1.*.svs (TCGA)"
     )
 
 
-def describe(archive: Path, layout: str) -> list[ArchiveSite]:
-    """The sites of an archive, in order."""
-    found = _DESCRIBE[layout](archive.resolve())
+def describe(
+    archive: Path,
+    layout: str,
+    *,
+    group_by: str | None = None,
+    clinical: Path | None = None,
+    codes: Path | None = None,
+) -> list[ArchiveSite]:
+    """The sites of an archive, in order.
+
+    Args:
+        group_by: of TCGA, whether a site is an "institution" (default) or a source site, "tss".
+        clinical: of TCGA, the table of diagnoses where the archive does not hold it.
+        codes: of TCGA, the table of all source sites where the archive does not hold it.
+    """
+    for option, path in (("--clinical", clinical), ("--codes", codes)):
+        if path is not None and not path.is_file():
+            raise UsageError(f"{option}: no such file ({path})")
+    if group_by is not None and group_by not in GROUPINGS:
+        raise UsageError(f"unknown grouping {group_by!r}; known: {', '.join(GROUPINGS)}")
+    if layout == "tcga":
+        found = describe_tcga(archive.resolve(), group_by or GROUPINGS[0], codes, clinical)
+    elif group_by is not None or clinical is not None or codes is not None:
+        raise UsageError(f"--group-by, --clinical and --codes go with layout tcga; this archive is {layout}")
+    else:
+        found = _DESCRIBE[layout](archive.resolve())
     if not found:
         raise UsageError(f"{archive}: no slide of a {layout} archive in it")
     return found
@@ -59,15 +85,24 @@ def read_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[Se
     Raises:
         UsageError: when a file or folder the site file names is missing, or the site has no slide at all.
     """
+    records, aside = list_site(layout, sources)
+    if not records:
+        why = f"; the first: {aside[0].slide}: {aside[0].reason}" if aside else ""
+        raise UsageError(f"{sources.label}: none of its slides can be used{why}")
+    return records, aside
+
+
+def list_site(layout: str, sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+    """As `read_site`, but a site of which no slide can be used is no failure."""
+    if layout != "tcga" and (sources.manifests or sources.columns):
+        key = "manifest" if sources.manifests else "columns"
+        raise UsageError(f"{sources.label}: {key} is for layout tcga; this site's is {layout}")
     for key, path in (("labels", sources.labels), ("split", sources.split)):
         if path is not None and not path.is_file():
             raise UsageError(f"{sources.label}: {key}: no such file ({path})")
     if sources.annotations is not None and not sources.annotations.is_dir():
         raise UsageError(f"{sources.label}: annotations: no such folder ({sources.annotations})")
     records, aside = _READ[layout](sources)
-    if not records:
-        why = f"; the first: {aside[0].slide}: {aside[0].reason}" if aside else ""
-        raise UsageError(f"{sources.label}: none of its slides can be used{why}")
     _check_unique(records, sources)
     return records, aside
 
@@ -85,12 +120,14 @@ def _check_unique(records: list[SlideRecord], sources: Sources) -> None:
 _DESCRIBE: dict[str, Callable[[Path], list[ArchiveSite]]] = {
     "camelyon17": describe_camelyon17,
     "camelyon16": describe_camelyon16,
+    "tcga": describe_tcga,
     "generic": describe_generic,
 }
 
 _READ: dict[str, Callable[[Sources], tuple[list[SlideRecord], list[SetAside]]]] = {
     "camelyon17": read_camelyon17,
     "camelyon16": read_camelyon16,
+    "tcga": read_tcga,
     "generic": read_generic,
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import glob
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wsi_fl.types import SPLITS, SlideRecord, UsageError, WsiFlError
@@ -19,13 +19,20 @@ _PARTIAL = {"itc"}
 
 @dataclass(frozen=True)
 class ArchiveSite:
-    """One site found in an archive: what its site file will say."""
+    """One site found in an archive: what its site file will say.
+
+    Attributes:
+        manifests: glob patterns of lists of what the archive should hold.
+        unknown_codes: those of its slides of which nobody knows whose they are; the site is named by the code.
+    """
 
     name: str
     slides: tuple[str, ...]
     annotations: str | None
     labels: str | None
     n_slides: int
+    manifests: tuple[str, ...] = ()
+    unknown_codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,12 @@ class Sources:
     Attributes:
         label: how to name the site file in messages.
         slides: glob patterns.
+        manifests: glob patterns of lists of what there should be.
+        verify: whether slides are compared with the manifests' sizes and digests.
+        verified: where digests are remembered.
+        slide_types: kinds of slides that are taken, where an archive has several.
+        columns: how columns of `labels` are called where not as usual.
+        progress: told how many slides were verified, and of how many.
     """
 
     site: str
@@ -44,6 +57,12 @@ class Sources:
     labels: Path | None = None
     split: Path | None = None
     mpp_override: float | None = None
+    manifests: tuple[str, ...] = ()
+    verify: bool = True
+    verified: Path | None = None
+    slide_types: tuple[str, ...] = ("DX",)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    progress: Callable[[int, int], None] | None = None
 
 
 def label_of(text: str, where: str) -> tuple[bool, bool]:
@@ -55,10 +74,18 @@ def label_of(text: str, where: str) -> tuple[bool, bool]:
     raise UsageError(f"{where}: unknown label {text!r}; known: {known}")
 
 
-def rows_of(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:
+def delimiter_of(path: Path) -> str:
+    """Tab or comma: what separates the columns of a table."""
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    with path.open(encoding="utf-8-sig", errors="replace") as handle:
+        return "\t" if "\t" in handle.readline() else ","
+
+
+def rows_of(path: Path, needed: Iterable[str], delimiter: str = ",") -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as handle:
-            reader = csv.DictReader(handle)
+            reader = csv.DictReader(handle, delimiter=delimiter)
             missing = [name for name in needed if name not in (reader.fieldnames or [])]
             if missing:
                 raise UsageError(
@@ -76,7 +103,7 @@ def slide_files(sources: Sources) -> list[Path]:
         {
             Path(name)
             for pattern in sources.slides
-            for name in glob.glob(pattern)  # noqa: PTH207 absolute patterns
+            for name in glob.glob(pattern, recursive=True)  # noqa: PTH207 absolute patterns
             if Path(name).is_file()
         }
     )

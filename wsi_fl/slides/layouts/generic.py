@@ -77,7 +77,17 @@ def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: st
     if annotation is not None and not negative:
         supervision = "partial" if partial else "annotated"
     return SlideRecord(
-        path, path.stem, row["patient"], sources.site, supervision, not negative, annotation, split, mpp
+        path,
+        path.stem,
+        row["patient"],
+        sources.site,
+        supervision,
+        not negative,
+        annotation,
+        split,
+        mpp,
+        diagnosis=row.get("diagnosis", ""),
+        tumor_type=row.get("tumor_type", ""),
     )
 
 

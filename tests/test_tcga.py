@@ -1,0 +1,566 @@
+"""TCGA: barcodes, institutions, manifests, clinical tables, and the study that `init` makes of an archive."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import conftest
+import numpy as np
+import openslide
+import pytest
+from test_layouts import generic
+
+from wsi_fl.config import Pipeline, Site, dump_toml, validated
+from wsi_fl.slides import checksums
+from wsi_fl.slides.layouts import Sources, describe, detect, list_site, read_site
+from wsi_fl.slides.layouts.tcga import parse_barcode
+from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
+from wsi_fl.slides.phantom import write_pyramid
+from wsi_fl.stages.init import Tables, init
+from wsi_fl.stages.tile import sources_of, tile
+from wsi_fl.study import Study, load_pipeline, shipped
+from wsi_fl.types import UsageError, WsiFlError
+
+refused = partial(conftest.refused, error=WsiFlError)
+
+UUID = "0123abcd-0000-4000-8000-{:012d}"
+
+DUCTAL, LOBULAR = "Infiltrating duct carcinoma, NOS", "Lobular carcinoma, NOS"
+ADENO = 'Adenocarcinoma, "NOS"'
+
+CASES = {
+    "TCGA-BH-A001": ("TCGA-BRCA", "Breast", DUCTAL),
+    "TCGA-BH-A002": ("TCGA-BRCA", "Breast", LOBULAR),
+    "TCGA-34-2600": ("TCGA-LUSC", "Lung", "Squamous cell carcinoma, NOS"),
+    "TCGA-A8-A003": ("TCGA-BRCA", "Breast", DUCTAL),
+    "TCGA-05-4244": ("TCGA-LUAD", "Lung", ADENO.replace('"', "'")),
+    "TCGA-AO-A004": ("TCGA-BRCA", "Breast", DUCTAL),
+    "TCGA-13-0700": ("TCGA-OV", "Ovary / Fallopian tube", "Serous cystadenocarcinoma, NOS"),
+    "TCGA-NA-A5I1": ("TCGA-UCS", "Uterus", "Carcinosarcoma, NOS"),
+}
+
+HEADER = ("bcr_patient_barcode", "project", "tumor_type", "primary_diagnosis")
+
+
+def slide_name(patient: str, kind: str = "DX1", sample: str = "01Z-00", number: int = 1) -> str:
+    return f"{patient}-{sample}-{kind}.{UUID.format(number)}.svs"
+
+
+def write_clinical(path: Path, cases=None, header=HEADER, extra=()) -> Path:
+    rows = [(patient, *case) for patient, case in (cases or CASES).items()]
+    path.write_text("\n".join("\t".join(row) for row in [header, *rows, *extra]) + "\n")
+    return path
+
+
+def write_manifest(archive: Path, *more: tuple[str, str, str, str]) -> Path:
+    """Of all slides that are there, and more rows."""
+    rows = [
+        (path.parent.name, path.name, hashlib.md5(path.read_bytes()).hexdigest(), str(path.stat().st_size))
+        for path in sorted(archive.rglob("*.svs"))
+    ]
+    lines = ["id\tfilename\tmd5\tsize\tstate", *("\t".join((*row, "released")) for row in [*rows, *more])]
+    path = archive / "gdc_manifest.2024-01-01.txt"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def add(archive: Path, name: str, *, flat: bool = False, content: bytes | None = None) -> Path:
+    folder = archive if flat else archive / f"id-{len(list(archive.iterdir())):04d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(name.encode() if content is None else content)
+    return folder / name
+
+
+def tcga(archive: Path, patients=tuple(CASES)) -> Path:
+    """An archive of one diagnostic and one frozen slide per patient; its files are no images."""
+    archive.mkdir(parents=True)
+    for number, patient in enumerate(patients):
+        add(archive, slide_name(patient, number=number))
+        add(archive, slide_name(patient, "TS1", "01A-01", number))
+    (archive / "id-0000" / "logs").mkdir()
+    (archive / "id-0000" / "logs" / "TCGA-BH-A001.svs.parcel").touch()
+    write_clinical(archive / "clinical.tsv")
+    return archive
+
+
+def sources(archive: Path, site: str = "tcga-pittsburgh", **more) -> Sources:
+    found = next(one for one in describe(archive, "tcga") if one.name == site)
+    labels = Path(found.labels or "")
+    return Sources(site, f"sites/{site}.toml", found.slides, None, labels, manifests=found.manifests, **more)
+
+
+def reasons(aside) -> dict[str, str]:
+    return {one.slide[:12]: one.reason for one in aside}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        (slide_name("TCGA-05-4244"), ("05", "4244", "01", "DX", "1", UUID.format(1))),
+        (slide_name("TCGA-NA-A5I1", "TSA", "01A-03"), ("NA", "A5I1", "01", "TS", "A", UUID.format(1))),
+        ("TCGA-02-0001-11A-01-BS12.tiff", ("02", "0001", "11", "BS", "12", None)),
+        ("TCGA-BH-A0B3-01Z-00-DX1", ("BH", "A0B3", "01", "DX", "1", None)),
+    ],
+)
+def test_barcodes_are_read_as_strings(name, fields):
+    barcode = parse_barcode(name)
+    assert barcode is not None and tuple(barcode) == fields
+    assert barcode.patient == name[:12]
+
+
+@pytest.mark.parametrize(
+    "name", ["TCGA-BH-A0B3.svs", "TCGA-BH-A0B3-01A-11R-A056-07.svs", "tcga-bh-a0b3-01z-00-dx1.svs", "x.svs"]
+)
+def test_what_is_no_slide_has_no_barcode(name):
+    assert parse_barcode(name) is None
+
+
+def test_the_four_institutions_have_all_their_codes():
+    known = institutions()
+    spellings: dict[str, set[str]] = {}
+    for code, institution in known.items():
+        spellings.setdefault(institution, set()).add(code)
+    assert {name: len(codes) for name, codes in spellings.items() if "Kettering" not in name} == {
+        "University of Pittsburgh": 23,
+        "Indivumed": 8,
+        "Asterand": 20,
+        "MSKCC": 13,
+    }
+    assert sum(len(codes) for name, codes in spellings.items() if "Kettering" in name) == 10
+    codes = {
+        site: {c for c, name in known.items() if site_of(name) == site}
+        for site in set(map(site_of, known.values()))
+    }
+    assert {site: len(found) for site, found in codes.items()} == {
+        "tcga-pittsburgh": 23,
+        "tcga-indivumed": 8,
+        "tcga-asterand": 20,
+        "tcga-mskcc": 23,
+    }
+    for site, code in (("pittsburgh", "BH"), ("indivumed", "A8"), ("asterand", "E9"), ("mskcc", "AO")):
+        assert code in codes[f"tcga-{site}"]
+
+
+@pytest.mark.parametrize(
+    ("names", "site"),
+    [
+        (("MSKCC", " Memorial  Sloan Kettering", "Memorial Sloan-Kettering Cancer Center"), "tcga-mskcc"),
+        (("MD Anderson", "University of Texas MD Anderson Cancer Center"), "tcga-md-anderson"),
+        (("Duke", "Duke University"), "tcga-duke"),
+        (("St. Joseph's Hospital (AZ)", "St. Joseph's Hospital Arizona"), "tcga-st-josephs-arizona"),
+        (("St Joseph's Medical Center (MD)", "St. Joseph's Medical Center-(MD)"), "tcga-st-josephs-maryland"),
+        (("International Genomics Conosrtium",), "tcga-international-genomics-consortium"),
+        (("Mayo Clinic - Rochester", "Mayo"), "tcga-mayo"),
+        (("Mayo Clinic Arizona",), "tcga-mayo-clinic-arizona"),
+        (("University of São Paulo",), "tcga-university-of-sao-paulo"),
+    ],
+)
+def test_spellings_of_an_institution_are_one_site(names, site):
+    assert {site_of(name) for name in names} == {site}
+
+
+def test_an_archive_is_recognised_and_grouped(tmp_path):
+    archive = tcga(tmp_path / "T [1]")
+    add(archive, slide_name("TCGA-BH-A002", "DX2", number=50), flat=True)
+    assert detect(archive) == "tcga"
+    found = describe(archive, "tcga")
+    assert [(site.name, site.n_slides) for site in found] == [
+        ("tcga-indivumed", 2),
+        ("tcga-mskcc", 2),
+        ("tcga-na", 1),
+        ("tcga-pittsburgh", 4),
+    ]
+    assert [Path(pattern).name for pattern in found[3].slides] == ["TCGA-34-*.svs", "TCGA-BH-*.svs"]
+    assert [site.unknown_codes for site in found] == [(), (), ("NA",), ()]
+    for site in found:
+        records, aside = read_site("tcga", sources(archive, site.name))
+        assert len(records) == site.n_slides and aside == []
+    by_code = describe(archive, "tcga", group_by="tss")
+    assert [site.name for site in by_code] == [
+        f"tcga-{code}" for code in ("05", "13", "34", "a8", "ao", "bh", "na")
+    ]
+
+
+def test_a_table_of_source_sites_names_the_others(tmp_path):
+    archive = tcga(tmp_path / "t")
+    codes = tmp_path / "codes.csv"
+    codes.write_text('"TSS Code","Source Site","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n')
+    assert "tcga-duke" in [site.name for site in describe(archive, "tcga", codes=codes)]
+    (archive / "tissueSourceSite.tsv").write_text("TSS Code\tSource Site\nNA\tDuke University\n")
+    assert "tcga-duke" in [site.name for site in describe(archive, "tcga")]
+
+
+def test_slides_are_labelled_with_their_patients_diagnosis(tmp_path):
+    records, aside = read_site("tcga", sources(tcga(tmp_path / "t"), mpp_override=0.25))
+    assert aside == []
+    assert [(r.patient, r.diagnosis, r.tumor_type) for r in records] == [
+        ("TCGA-34-2600", "Squamous cell carcinoma, NOS", "Lung"),
+        ("TCGA-BH-A001", DUCTAL, "Breast"),
+        ("TCGA-BH-A002", LOBULAR, "Breast"),
+    ]
+    for record in records:
+        assert (record.supervision, record.positive, record.mpp_override) == ("weak", True, 0.25)
+        assert record.slide == record.path.stem and "-DX1." in record.slide
+
+
+def test_other_kinds_of_slides_are_taken_when_asked(tmp_path):
+    archive = tcga(tmp_path / "t")
+    add(archive, slide_name("TCGA-BH-A001", "BS1", "11A-01", 60))
+    records, aside = read_site("tcga", sources(archive, slide_types=("TS", "BS")))
+    assert len(records) == 3 and all("-TS1." in record.slide for record in records)
+    assert [one.reason for one in aside] == ["not a slide of a tumour (sample type 11)"]
+    refused(lambda: read_site("tcga", sources(archive, slide_types=("MS",))), "none of its 7 slides", "MS")
+
+
+def test_slides_without_a_diagnosis_are_set_aside(tmp_path):
+    archive = tcga(tmp_path / "t")
+    cases = {k: v for k, v in CASES.items() if k != "TCGA-BH-A001"}
+    cases["TCGA-34-2600"] = ("TCGA-LUSC", "Lung", "'--")
+    write_clinical(archive / "clinical.tsv", cases)
+    add(archive, "TCGA-BH-strange.svs")
+    records, aside = read_site("tcga", sources(archive))
+    assert [record.patient for record in records] == ["TCGA-BH-A002"]
+    assert [one.reason for one in aside] == [
+        "patient TCGA-34-2600 has no diagnosis in clinical.tsv",
+        "patient TCGA-BH-A001 is not in clinical.tsv",
+        "not named by a TCGA barcode",
+    ]
+    write_clinical(archive / "clinical.tsv", {"TCGA-XX-0000": ("p", "t", "d")})
+    refused(lambda: read_site("tcga", sources(archive)), "none of its slides", "is not in clinical.tsv")
+
+
+def test_columns_may_be_called_otherwise(tmp_path):
+    archive = tcga(tmp_path / "t")
+    write_clinical(archive / "clinical.tsv", header=("who", "project", "organ", "what"))
+    refused(
+        lambda: read_site("tcga", sources(archive)),
+        "clinical.tsv",
+        "'bcr_patient_barcode'",
+        "--column patient=",
+    )
+    columns = {"patient": "who", "diagnosis": "what", "tumor_type": "organ"}
+    records, _ = read_site("tcga", sources(archive, columns=columns))
+    assert [record.tumor_type for record in records] == ["Lung", "Breast", "Breast"]
+    columns.pop("tumor_type")  # then the project has to do
+    records, _ = read_site("tcga", sources(archive, columns=columns))
+    assert [record.tumor_type for record in records] == ["TCGA-LUSC", "TCGA-BRCA", "TCGA-BRCA"]
+    refused(
+        lambda: read_site("tcga", sources(archive, columns={"diagnosis": "nothing"})),
+        "column 'nothing' is missing",
+    )
+
+
+def test_the_gdcs_own_column_names_and_repeated_rows_are_understood(tmp_path):
+    archive = tcga(tmp_path / "t")
+    header = ("case_submitter_id", "project_id", "age", "primary_diagnosis")
+    write_clinical(
+        archive / "clinical.tsv", header=header, extra=[("TCGA-BH-A001", "TCGA-BRCA", "70", "'--")]
+    )
+    records, aside = read_site("tcga", sources(archive))
+    assert aside == [] and records[1].diagnosis == DUCTAL and records[1].tumor_type == "TCGA-BRCA"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (("TCGA-BRCA", "Breast", LOBULAR), (DUCTAL, LOBULAR)),
+        (("TCGA-BRCA", "Ovary", DUCTAL), ("'Breast' and 'Ovary'",)),
+    ],
+)
+def test_rows_that_contradict_each_other_are_refused(tmp_path, row, words):
+    archive = tcga(tmp_path / "t")
+    write_clinical(archive / "clinical.tsv", extra=[("TCGA-BH-A001", *row)])
+    refused(lambda: read_site("tcga", sources(archive)), "clinical.tsv", "TCGA-BH-A001", "contradict", *words)
+    assert len(read_site("tcga", sources(archive, "tcga-indivumed"))[0]) == 2
+    refused(lambda: init(tmp_path / "s", archive=archive), "TCGA-BH-A001")
+    assert not (tmp_path / "s").exists()
+
+
+def test_slides_that_are_not_what_the_manifest_says_are_set_aside(tmp_path):
+    archive = tcga(tmp_path / "t")
+    more = {
+        key: add(archive, slide_name("TCGA-BH-A001", f"DX{n}", number=n)) for n, key in enumerate("abcd", 2)
+    }
+    absent = slide_name("TCGA-BH-A009", number=9)
+    frozen, foreign = slide_name("TCGA-BH-A010", "TS1", "01A-01"), slide_name("TCGA-A8-A011")
+    write_manifest(archive, *(("x", name, "0" * 32, "5") for name in (absent, frozen, foreign)))
+    more["a"].write_bytes(more["a"].read_bytes()[::-1])  # same size
+    more["b"].write_bytes(b"short")
+    manifest = archive / "gdc_manifest.2024-01-01.txt"
+    text = manifest.read_text().replace(hashlib.md5(more["c"].read_bytes()).hexdigest(), "")
+    size = more["d"].stat().st_size
+    line = f"{more['d'].name}\t{hashlib.md5(more['d'].read_bytes()).hexdigest()}\t"
+    manifest.write_text(text.replace(f"{line}{size}", line))
+    records, aside = read_site("tcga", sources(archive))
+    assert len(records) == 3
+    found = {one.slide: one.reason for one in aside}
+    assert list(found) == sorted(found)
+    assert found.pop(Path(absent).stem) == "in the manifest but not in the archive"
+    assert "MD5 is" in found[more["a"].stem] and "damaged" in found[more["a"].stem]
+    assert found[more["b"].stem].startswith("has 5 bytes, but the manifest says")
+    assert "no MD5" in found[more["c"].stem] and "no size" in found[more["d"].stem]
+    assert len(found) == 4 and all("\n" not in reason for reason in found.values())
+    records, aside = read_site("tcga", sources(archive, verify=False))
+    assert len(records) == 7 and reasons(aside) == {"TCGA-BH-A009": "in the manifest but not in the archive"}
+
+
+def test_manifest_of_a_site_file_must_be_there_and_be_one(tmp_path):
+    archive = tcga(tmp_path / "t")
+    good = vars(sources(archive))
+
+    def read(**change):
+        return lambda: read_site("tcga", Sources(**{**good, **change}))
+
+    refused(read(manifests=(f"{archive}/none*.txt",)), "sites/tcga-pittsburgh.toml: manifest: no such file")
+    (archive / "manifest.txt").write_text("file\n")
+    refused(read(manifests=(f"{archive}/manifest.txt",)), "manifest.txt", "column 'id' is missing")
+    refused(read(labels=None), "labels is missing")
+    refused(
+        lambda: list_site("generic", Sources(**{**good, "manifests": ("x",)})), "manifest is for layout tcga"
+    )
+
+
+def test_digests_are_remembered_until_a_file_changes(tmp_path, monkeypatch):
+    archive = tcga(tmp_path / "t")
+    write_manifest(archive)
+    read: list[Path] = []
+    hashed = checksums._md5
+    monkeypatch.setattr(checksums, "_md5", lambda path: read.append(path) or hashed(path))
+    told: list[tuple[int, int]] = []
+    remembering = sources(
+        archive,
+        verified=tmp_path / "stores" / "v.jsonl",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    first = read_site("tcga", remembering)
+    assert len(read) == 3 and told == [(1, 3), (2, 3), (3, 3)]
+    assert read_site("tcga", remembering) == first and len(read) == 3
+    slide = first[0][1].path
+    os.utime(slide, (1, 1))
+    assert read_site("tcga", remembering) == first and read[3:] == [slide]
+    slide.write_bytes(slide.read_bytes()[::-1])
+    _, aside = read_site("tcga", remembering)
+    assert [one.slide for one in aside] == [slide.stem] and "damaged" in aside[0].reason
+    with (tmp_path / "stores" / "v.jsonl").open("a") as file:
+        file.write('{"path": "cut sho')
+    assert len(read_site("tcga", remembering)[0]) == 2
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    archive = tcga(tmp_path / "t")
+    write_manifest(archive)
+    monkeypatch.setattr(checksums, "_md5", lambda path: None)
+    refused(lambda: read_site("tcga", sources(archive)), "none of its slides", "cannot be read")
+    assert checksums.digests([tmp_path / "none"], None) == {tmp_path / "none": None}
+
+
+def test_study_of_an_archive_agrees_on_its_subtypes(tmp_path):
+    archive = tcga(tmp_path / "t")
+    write_manifest(archive)
+    add(archive, slide_name("TCGA-E9-A0XX"))  # no clinical row
+    document = init(tmp_path / "study", archive=archive)
+    assert document["layout"] == "tcga" and document["pipelines"] == ["tcga_subtypes"]
+    assert [row["site"] for row in document["sites"]] == [
+        f"tcga-{name}" for name in ("indivumed", "mskcc", "na", "pittsburgh")
+    ]
+    assert any(
+        "tcga-asterand is left out" in note and "not in clinical.tsv" in note for note in document["notes"]
+    )
+    assert any("source sites: NA;" in note for note in document["notes"])
+    study = Study(tmp_path / "study")
+    pipeline = study.pipeline(study.pipeline_name(None))
+    assert (
+        pipeline.subtypes
+        == document["subtypes"]
+        == {
+            "Breast": [DUCTAL, LOBULAR],
+            "Lung": ["Adenocarcinoma, 'NOS'", "Squamous cell carcinoma, NOS"],
+            "Ovary / Fallopian tube": ["Serous cystadenocarcinoma, NOS"],
+            "Uterus": ["Carcinosarcoma, NOS"],
+        }
+    )
+    text = (study.root / "pipelines" / "tcga_subtypes.toml").read_text()
+    assert text.startswith((shipped("pipelines") / "tcga_subtypes.toml").read_text())
+    assert '"Ovary / Fallopian tube" = ["Serous' in text and "\nBreast = [" in text
+    site = study.site("tcga-pittsburgh")
+    assert (site.real, site.layout, site.verify, site.slide_types) == (False, "tcga", True, ["DX"])
+    assert site.manifest == str(archive / "gdc_manifest.2024-01-01.txt")
+    records, aside = read_site("tcga", sources_of(study, site))
+    assert len(records) == 3 and aside == []
+    assert (study.root / "stores" / "tcga-pittsburgh" / "verified.jsonl").is_file()
+
+
+def test_options_of_an_archive_and_their_mistakes(tmp_path):
+    archive = tcga(tmp_path / "t")
+    clinical = write_clinical(tmp_path / "cases.tsv", header=("who", "project", "tumor_type", "what"))
+    columns = ("patient=who", "diagnosis = what")
+    study = Study(tmp_path / "study")
+    init(study.root, archive=archive, tables=Tables("tss", clinical, None, columns))
+    site = study.site("tcga-bh")
+    assert site.labels == str(clinical) and site.columns == {"patient": "who", "diagnosis": "what"}
+    assert len(read_site("tcga", sources_of(study, site))[0]) == 2
+    assert "\n[columns]\n" in (study.root / "sites" / "tcga-bh.toml").read_text()
+
+    def start(**tables):
+        return lambda: init(tmp_path / "other", archive=archive, tables=Tables(**tables))
+
+    refused(start(group_by="country"), "unknown grouping 'country'", "institution, tss")
+    refused(start(clinical=tmp_path / "none"), "--clinical: no such file")
+    refused(start(codes=tmp_path / "none"), "--codes: no such file")
+    refused(start(columns=("diagnosis",)), "--column 'diagnosis'", "KEY=NAME")
+    refused(
+        start(columns=("diagnose=x",)),
+        "--column",
+        "diagnose",
+        "'patient', 'diagnosis', 'tumor_type' or 'project'",
+    )
+    refused(lambda: init(tmp_path / "other", tables=Tables("tss")), "--from")
+    refused(lambda: init(tmp_path / "other", archive=archive, pipeline="x.toml"), "unknown pipeline 'x.toml'")
+    refused(
+        lambda: init(tmp_path / "other", archive=archive, pipeline="camelyon71"),
+        "unknown pipeline",
+        "tcga_subtypes",
+    )
+    plain = generic(tmp_path / "g", "slide,patient,site,label\na,p1,north,tumor\n")
+    refused(
+        lambda: init(tmp_path / "other", archive=plain, tables=Tables("tss")),
+        "--group-by",
+        "layout tcga",
+        "generic",
+    )
+    write_clinical(archive / "clinical.2.tsv")
+    refused(start(), "has clinical.2.tsv and clinical.tsv", "--clinical")
+    for name in ("clinical.2.tsv", "clinical.tsv"):
+        (archive / name).unlink()
+    refused(start(), "no clinical*.tsv", "--clinical FILE")
+    assert not (tmp_path / "other").exists()
+
+
+def test_generic_archives_may_have_diagnoses(tmp_path):
+    archive = generic(
+        tmp_path / "g",
+        "slide,patient,site,label,diagnosis,tumor_type\n"
+        "a,p1,north,tumor,Ductal,Breast\nb,p2,south,tumor,Lobular,Breast\nc,p3,south,tumor,,\n",
+    )
+    document = init(tmp_path / "study", archive=archive, pipeline="tcga_subtypes")
+    assert document["subtypes"] == {"Breast": ["Ductal", "Lobular"]}
+    study = Study(tmp_path / "study")
+    records, _ = read_site("generic", sources_of(study, study.site("south")))
+    assert [(r.diagnosis, r.tumor_type) for r in records] == [("Lobular", "Breast"), ("", "")]
+    assert "subtypes" not in init(tmp_path / "plain", archive=archive)
+    bare = generic(tmp_path / "h", "slide,patient,site,label\na,p1,north,tumor\n")
+    refused(
+        lambda: init(tmp_path / "bare", archive=bare, pipeline="tcga_subtypes"),
+        "none of its slides has a diagnosis",
+    )
+
+
+def test_keys_of_a_table_are_quoted_where_they_must_be(tmp_path):
+    pipeline = validated(Pipeline, {"subtypes": {'Head & "Neck"': ["a\nb"], "": ["c"], "Lung": ["d"]}}, "p")
+    (tmp_path / "config.toml").write_text(dump_toml(pipeline))
+    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    site = validated(Site, {"name": "a", "columns": {"patient": "the patient"}, "verify": False}, "a")
+    assert '\n[columns]\npatient = "the patient"\n' in dump_toml(site)
+
+
+@pytest.mark.parametrize("name", ["pittsburgh", "indivumed", "asterand", "mskcc"])
+def test_shipped_site_has_the_codes_of_its_institution(name):
+    site = Study(shipped("sites").parent).site(f"tcga-{name}")
+    codes = [Path(pattern).name[5:7] for pattern in site.slides or []]
+    assert codes == sorted(c for c, one in institutions().items() if site_of(one) == site.name)
+
+
+def test_the_shipped_study_is_the_patents():
+    pipeline = load_pipeline(shipped("pipelines") / "tcga_subtypes.toml")
+    train, privacy = pipeline.train, pipeline.privacy
+    assert (train.data, train.rounds, train.batch_size, train.lr) == ("mosaics", 50, 16, 1e-3)
+    assert (privacy.sigma, privacy.clip, privacy.enabled) == (1.4, 0.7, True)
+    assert (pipeline.model.private, pipeline.model.proxy) == ("deepset", "deepset")
+    assert pipeline.mosaic == Pipeline().mosaic
+
+
+def paint(path: Path, seed: int) -> None:
+    """A slide with a patch of tissue on white glass, named as TCGA does."""
+    rng = np.random.default_rng(seed)
+    pixels = np.full((512, 512, 3), 244, np.uint8)
+    pixels[64:448, 64:448] = np.array([180, 110, 160]) + rng.integers(-25, 25, (384, 384, 3))
+    path.parent.mkdir(parents=True)
+    write_pyramid(path, pixels, 1.0)
+
+
+def test_command_makes_a_study_whose_slides_can_be_read(tmp_path, wsi_fl):
+    archive = tmp_path / "TCGA"
+    for number, patient in enumerate(("TCGA-BH-A001", "TCGA-34-2600", "TCGA-A8-A003", "TCGA-13-0700")):
+        paint(archive / f"id-{number}" / slide_name(patient, number=number), number)
+    write_manifest(archive, ("id-9", slide_name("TCGA-BH-A009"), "0" * 32, "5"))
+    clinical = write_clinical(tmp_path / "cases.tsv", header=(*HEADER[:3], "what"))
+    options = [
+        "--layout",
+        "tcga",
+        "--group-by",
+        "institution",
+        "--clinical",
+        clinical,
+        "--column",
+        "diagnosis=what",
+    ]
+    done = wsi_fl("init", "study", "--from", archive, *options, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["sites"] == [
+        {"site": "tcga-indivumed", "slides": 1},
+        {"site": "tcga-mskcc", "slides": 1},
+        {"site": "tcga-pittsburgh", "slides": 2},
+    ]
+    assert document["subtypes"]["Breast"] == [DUCTAL]
+    study = Study(tmp_path / "study")
+    records, aside = read_site("tcga", sources_of(study, study.site("tcga-pittsburgh")))
+    assert reasons(aside) == {"TCGA-BH-A009": "in the manifest but not in the archive"}
+    for record in records:
+        with openslide.OpenSlide(record.path) as slide:
+            assert slide.dimensions == (512, 512)
+    made = tile(
+        study, site="tcga-pittsburgh", overrides=["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
+    )
+    assert made["sites"][0]["patches"] > 0 and made["sites"][0]["failed"][0]["reason"].startswith(
+        "in the manifest"
+    )
+    people = wsi_fl("init", "again", "--from", archive, *options, cwd=tmp_path)
+    assert people.returncode == 0 and "wsi-fl mosaic --all" in people.stderr
+    wrong = wsi_fl(
+        "init", "wrong", "--from", archive, *options[:-2], "--column", "diagnosis=no", cwd=tmp_path
+    )
+    assert wrong.returncode == 2 and "'no' is missing" in wrong.stderr
+    assert len(wrong.stderr.strip().split("\n")) == 1 and not (tmp_path / "wrong").exists()
+
+
+def test_mistake_in_a_site_file_of_tcga_is_one_line(tmp_path):
+    for values, words in (
+        ({"slide_types": ["DZ"]}, ("slide_types.0", "'DX', 'TS', 'BS' or 'MS'")),
+        ({"slide_types": []}, ("slide_types", "at least 1")),
+        ({"columns": {"diagnose": "x"}}, ("columns.diagnose", "'diagnosis'")),
+        ({"verify": "no"}, ("verify", "boolean")),
+        ({"manifest": 5}, ("manifest = 5", "string")),
+    ):
+        with pytest.raises(UsageError) as caught:
+            validated(Site, {"name": "a", **values}, "sites/a.toml")
+        for word in words:
+            assert word in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+
+
+def test_of_several_processes_one_reads_and_the_others_wait(tmp_path, monkeypatch):
+    archive = tcga(tmp_path / "t")
+    slides = [add(archive, slide_name("TCGA-BH-A001", "DX2", number=n)) for n in range(4)]
+    read: list[Path] = []
+    hashed = checksums._md5
+    monkeypatch.setattr(checksums, "_md5", lambda path: read.append(path) or time.sleep(0.05) or hashed(path))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: checksums.digests(slides, tmp_path / "v.jsonl"), range(3)))
+    assert sorted(read) == sorted(slides) and found[0] == found[1] == found[2]
+    assert found[0][slides[0]] == hashlib.md5(slides[0].read_bytes()).hexdigest()

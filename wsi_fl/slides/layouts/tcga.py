@@ -1,0 +1,198 @@
+"""TCGA as the GDC's client leaves it: `<id>/<barcode>.<UUID>.svs`, a manifest, a clinical table.
+
+The second field of a barcode is a tissue source site; sites are the institutions behind them (`tcga_codes`).
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from wsi_fl.slides.layouts.clinical import Clinical
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, slide_files, with_splits
+from wsi_fl.slides.layouts.gdc import damaged, manifest_of
+from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
+from wsi_fl.types import SetAside, SlideRecord, UsageError
+
+SUFFIXES = (".svs", ".tif", ".tiff")
+
+GROUPINGS = ("institution", "tss")
+
+DIAGNOSTIC = ("DX",)
+"""Slides of embedded tissue, from which diagnoses are made; TS and BS are frozen sections beside the samples."""
+
+_BARCODE = re.compile(
+    r"TCGA-(?P<tss>[A-Z0-9]{2})-(?P<participant>[A-Z0-9]{4})-(?P<sample>\d{2})[A-Z]"
+    r"-\d{2}-(?P<kind>DX|TS|BS|MS)(?P<number>[A-Z0-9]+)(?:\.(?P<uuid>[^.]+))?"
+)
+
+_NORMAL = range(10, 20)
+"""Sample types that are healthy tissue or blood."""
+
+
+class Barcode(NamedTuple):
+    """The fields of a slide's barcode; all are strings (`05`, `NA`)."""
+
+    tss: str
+    participant: str
+    sample: str
+    kind: str
+    number: str
+    uuid: str | None
+
+    @property
+    def patient(self) -> str:
+        return f"TCGA-{self.tss}-{self.participant}"
+
+
+def parse_barcode(name: str) -> Barcode | None:
+    """The barcode that a slide's file is named by, or None.
+
+    Example:
+        >>> parse_barcode("TCGA-05-4244-01Z-00-DX1.d4ff32cd-38cf-40ea-8213-45c2b100ac01.svs")[:5]
+        ('05', '4244', '01', 'DX', '1')
+    """
+    path = Path(name)
+    match = _BARCODE.fullmatch(path.stem if path.suffix.lower() in SUFFIXES else path.name)
+    return Barcode(**match.groupdict()) if match else None
+
+
+def slides_of(archive: Path) -> Iterator[tuple[Path, Barcode]]:
+    """The slides below a folder that are named by barcodes, in order."""
+    pattern = f"{glob.escape(str(archive))}/**/TCGA-*"
+    for name in sorted(glob.glob(pattern, recursive=True)):  # noqa: PTH207 as the site's own pattern will
+        path = Path(name)
+        barcode = parse_barcode(path.name) if path.suffix.lower() in SUFFIXES else None
+        if barcode is not None and path.is_file():
+            yield path, barcode
+
+
+@dataclass
+class _Group:
+    patterns: set[str] = field(default_factory=set)
+    unknown_codes: set[str] = field(default_factory=set)
+    n_slides: int = 0
+
+
+def describe_tcga(
+    archive: Path, group_by: str = "institution", codes: Path | None = None, clinical: Path | None = None
+) -> list[ArchiveSite]:
+    """The institutions of an archive, or with "tss" its source sites; a site's slides are those of its codes.
+
+    Args:
+        codes: table of all source sites; default: the archive's own tissueSourceSite.tsv, if any.
+        clinical: default: the archive's own clinical*.tsv.
+    """
+    known = institutions(codes or _one_of(archive, "tissueSourceSite*.[tc]sv", "--codes"))
+    groups = _grouped(archive, known if group_by == "institution" else None)
+    table = clinical or (_one_of(archive, "clinical*.tsv", "--clinical") if groups else None)
+    if groups and table is None:
+        raise UsageError(
+            f"{archive}: no clinical*.tsv in it; name the table of diagnoses with --clinical FILE"
+        )
+    manifests = tuple(
+        glob.escape(str(path))
+        for path in sorted(archive.glob("*.txt"))
+        if "manifest" in path.name.lower() and path.is_file()
+    )
+    return [
+        ArchiveSite(
+            name,
+            tuple(sorted(group.patterns)),
+            None,
+            str(table.resolve()) if table else None,
+            group.n_slides,
+            manifests,
+            tuple(sorted(group.unknown_codes)),
+        )
+        for name, group in sorted(groups.items())
+    ]
+
+
+def _grouped(archive: Path, known: dict[str, str] | None) -> dict[str, _Group]:
+    """Diagnostic slides by site: by the institutions that are known, or with None by code."""
+    groups: dict[str, _Group] = {}
+    for path, barcode in slides_of(archive):
+        if barcode.kind not in DIAGNOSTIC:
+            continue
+        institution = (known or {}).get(barcode.tss)
+        name = site_of(institution) if institution else f"tcga-{barcode.tss.lower()}"
+        group = groups.setdefault(name, _Group())
+        group.patterns.add(f"{glob.escape(str(archive))}/**/TCGA-{barcode.tss}-*{path.suffix}")
+        group.n_slides += 1
+        if known is not None and institution is None:
+            group.unknown_codes.add(barcode.tss)
+    return groups
+
+
+def _one_of(archive: Path, pattern: str, option: str) -> Path | None:
+    """The archive's only file of this name, at its top or else one folder further down."""
+    for depth in ("", "*/"):
+        found = sorted(path for path in archive.glob(depth + pattern) if path.is_file())
+        if len(found) > 1:
+            names = " and ".join(path.relative_to(archive).as_posix() for path in found[:2])
+            raise UsageError(f"{archive}: has {names}; choose with {option} FILE")
+        if found:
+            return found[0]
+    return None
+
+
+def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
+    if sources.labels is None:
+        raise UsageError(f"{sources.label}: labels is missing; point it at the clinical table")
+    clinical = Clinical(sources.labels, sources.columns)
+    expected = manifest_of(sources)
+    records: list[SlideRecord] = []
+    aside: list[SetAside] = []
+    files = sorted(slide_files(sources), key=lambda path: path.name)
+    for path in files:
+        barcode = parse_barcode(path.name)
+        if barcode is None:
+            aside.append(SetAside(path.stem, "not named by a TCGA barcode"))
+        elif barcode.kind in sources.slide_types:
+            found = _record(path, barcode, clinical, sources)
+            if isinstance(found, SlideRecord):
+                records.append(found)
+            else:
+                aside.append(found)
+    aside += _absent(expected.keys() - {path.name for path in files}, sources)
+    if not records and not aside:
+        kinds = ", ".join(sources.slide_types)
+        raise UsageError(f"{sources.label}: none of its {len(files)} slides is of slide_types {kinds}")
+    bad = damaged(records, expected, sources) if sources.verify else []
+    names = {one.slide for one in bad}
+    records = [record for record in records if record.slide not in names]
+    return with_splits(records, sources), sorted([*aside, *bad], key=lambda one: one.slide)
+
+
+def _absent(names: Collection[str], sources: Sources) -> list[SetAside]:
+    """Slides of the manifest that are not there, as far as they would have been taken."""
+    barcodes = {name: parse_barcode(name) for name in names}
+    return [
+        SetAside(Path(name).stem, "in the manifest but not in the archive")
+        for name, barcode in barcodes.items()
+        if barcode is not None and barcode.kind in sources.slide_types
+    ]
+
+
+def _record(path: Path, barcode: Barcode, clinical: Clinical, sources: Sources) -> SlideRecord | SetAside:
+    if int(barcode.sample) in _NORMAL:
+        return SetAside(path.stem, f"not a slide of a tumour (sample type {barcode.sample})")
+    if reason := clinical.reason(barcode.patient):
+        return SetAside(path.stem, reason)
+    diagnosis, tumor_type = clinical.labels(barcode.patient)
+    return SlideRecord(
+        path,
+        path.stem,
+        barcode.patient,
+        sources.site,
+        "weak",
+        True,
+        mpp_override=sources.mpp_override,
+        diagnosis=diagnosis,
+        tumor_type=tumor_type,
+    )
