@@ -51,7 +51,7 @@ def test_a_patch_without_tissue_counts_as_neutral():
 
 def test_restaining_to_another_stain_gives_that_stain(patches):
     own = stain_of(tissue_moments(patches).mean(0))
-    other = Stain(tuple(np.array(own.mean) + (-4, 5, 4)), tuple(np.array(own.sd) * (1.0, 1.2, 1.1)))
+    other = Stain(tuple(np.add(own.mean, (-4, 5, 4))), tuple(np.array(own.sd) * (1.0, 1.2, 1.1)))
     shown = stain_of(tissue_moments(restained(patches, own, other)).mean(0))
     before = np.abs(np.array(own.mean) - other.mean).sum()
     assert np.abs(np.array(shown.mean) - other.mean).sum() < 0.3 * before

@@ -18,7 +18,7 @@ def noisy_mean(
     noise: torch.Generator,
     units: NDArray[np.str_] | None = None,
 ) -> tuple[NDArray[np.float64], Mechanism, int]:
-    """The mean float64[k] of rows clipped to norm `clip` with noise of σ·clip on their sum; its cost; the number of units.
+    """The mean float64[k] of rows clipped to norm `clip` with noise of σ·clip on their sum; its cost; how many units.
 
     Adding or removing a unit changes the sum of clipped rows by at most `clip` in L2, and the number that divides it is
     public, so the sum plus N(0, (σ·clip)²) is one application of the Gaussian mechanism without sampling.
