@@ -358,11 +358,16 @@ def report(run: Run, as_json: Json = False) -> None:
 @app.command()
 def privacy(
     n: Annotated[int, typer.Option(help="Training rows (or patients) of the site.")],
-    batch_size: Annotated[int, typer.Option(help="Expected batch size B.")] = 32,
-    epochs: Annotated[float, typer.Option(help="Passes over the data: rounds × epochs per round.")] = 30,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
+    ] = None,
+    epochs: Annotated[
+        float, typer.Option("--epochs", "--rounds", help="Passes over the data: rounds × epochs per round.")
+    ] = 30,
     sigma: Annotated[float | None, typer.Option(help="Noise multiplier.")] = None,
     target_epsilon: Annotated[
-        float | None, typer.Option(help="Find the least σ that stays within this ε.")
+        float | None, typer.Option(help="Find batch size and σ that spend this ε best.")
     ] = None,
     delta: Annotated[float, typer.Option(help="δ.")] = 1e-5,
     as_json: Json = False,
