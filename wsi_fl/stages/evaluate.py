@@ -26,9 +26,9 @@ from wsi_fl.learning.metrics import (
 )
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.trained import inputs_of, method_of, private_model
 from wsi_fl.stages.workshop import (
-    device_of_rank,
     examples_of,
     input_px,
     may_merge,

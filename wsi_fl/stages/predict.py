@@ -30,10 +30,11 @@ from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Silent, Watcher, say
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.tile import spec_of
 from wsi_fl.stages.tile_plans import one_line
 from wsi_fl.stages.trained import Inputs, inputs_of, private_model
-from wsi_fl.stages.workshop import device_of_rank, open_store, store_digest
+from wsi_fl.stages.workshop import open_store, store_digest
 from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, DiskFull, SetAside, SlideRecord, UsageError, WsiFlError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -28,6 +27,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.slide_pixels import SlidePixels
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
@@ -151,17 +151,6 @@ def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
 
 def input_px(pipeline: Pipeline, store: PatchStore) -> int:
     return pipeline.train.input_px or store.meta.spec.size_px
-
-
-def device_of_rank() -> torch.device:
-    """cuda:(local rank) where there are GPUs, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
-    device = torch.device("cuda", local % torch.cuda.device_count())
-    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
-    return device
 
 
 def build_model(
