@@ -164,7 +164,7 @@ def mean_colour(
 def choose(
     colour: NDArray[np.float64], xy: NDArray[np.int64], clusters: int, fraction: float, seed: int
 ) -> Mosaic:
-    """The mosaic of n ≥ 1 candidates with these mean colours [n, 3] and places [n, 2], however many threads there are."""
+    """The mosaic of n ≥ 1 candidates with these mean colours [n, 3] and places [n, 2], whatever the threads."""
     with _ONE_AT_A_TIME, threadpool_limits(1):  # sums over threads depend on their order
         cluster = colour_clusters(colour, clusters, seed)
         rows: list[int] = []

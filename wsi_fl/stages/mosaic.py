@@ -1,7 +1,7 @@
 """`mosaic`: slides straight to features; no pixels are stored.
 
-Of every slide a few patches are chosen (Yottixel's mosaic), read and encoded; a shard per slide, then one feature store per
-site. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most the slide in hand.
+Of every slide a few patches are chosen (Yottixel's mosaic), read and encoded; a shard per slide, then one feature
+store per site. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most the slide in hand.
 """
 
 from __future__ import annotations
@@ -120,9 +120,15 @@ def _make_site(listed: _Listed, encoder: Encoder, job: Job, watcher: Watcher) ->
         return {}
     notes = [{"slide": one.slide, "note": one.note} for one in done if one.whole and one.note]
     n_slides = len(records) + len(listed.aside) + len(listed.labelled.aside)
-    seconds = time.perf_counter() - began
     return row_of(
-        listed.study, name, tables[0], classes_of(listed.pipeline.subtypes), failed, notes, n_slides, seconds
+        listed.study,
+        name,
+        tables[0],
+        classes=classes_of(listed.pipeline.subtypes),
+        failed=failed,
+        notes=notes,
+        n_slides=n_slides,
+        seconds=time.perf_counter() - began,
     )
 
 

@@ -17,6 +17,7 @@ def row_of(
     study: Study,
     site: str,
     table: BagTable,
+    *,
     classes: Sequence[str],
     failed: Sequence[SetAside],
     notes: Sequence[Mapping[str, str]],

@@ -15,7 +15,7 @@ from wsi_fl.types import WsiFlError
 def write_clam(store: FeatureStore, folder: Path) -> list[Path]:
     """Writes `h5_files/<slide>.h5` for every bag, then `<site>.csv` (case_id, slide_id, label); returns their paths.
 
-    `features` is float32[m, d], `coords` int64[m, 2] in level-0 pixels with the attributes that TRIDENT's readers ask for.
+    `features` is float32[m, d], `coords` int64[m, 2] in level-0 pixels with the attributes that TRIDENT's readers want.
     CLAM's own `.pt` files are pickles and are not written; its loaders read `h5_files` too.
     """
     if store.mpp_l0 is None:
