@@ -73,7 +73,7 @@ def _colour(cluster: int) -> tuple[int, int, int]:
 
 
 def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
-    """The thumbnail with the candidates and the kept patches, and its µm per pixel."""
+    """The thumbnail with the candidates tinted and the kept patches framed as they are, and its µm per pixel."""
     height, width = plan.thumbnail.shape[:2]
     zoom = _LONG_SIDE_PX / max(width, height)
     image = Image.fromarray(plan.thumbnail).resize(
@@ -83,8 +83,10 @@ def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
     side = plan.spec.size_px * plan.spec.mpp / plan.mpp * scale
     layer = Image.new("RGBA", image.size)
     draw = ImageDraw.Draw(layer)
-    for corner, cluster in zip(plan.xy_l0 * scale, plan.mosaic.cluster.tolist(), strict=True):
-        x, y = (float(v) for v in corner)
+    others = np.setdiff1d(np.arange(len(plan.xy_l0)), plan.mosaic.rows)
+    for row in others.tolist():
+        x, y = (float(v) for v in plan.xy_l0[row] * scale)
+        cluster = int(plan.mosaic.cluster[row])
         draw.rectangle((x, y, x + side - 1, y + side - 1), fill=(*_colour(cluster), _FILL_ALPHA))
     image.paste(layer, mask=layer)
     _frame_kept(ImageDraw.Draw(image), plan, scale, side)

@@ -1,7 +1,8 @@
 """`mosaic`: slides straight to features; no pixels are stored.
 
 Of every slide a few patches are chosen (Yottixel's mosaic), read and encoded; a shard per slide, then one feature
-store per site. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most the slide in hand.
+store per site. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most the
+slide in hand.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from wsi_fl.stores.features import Bag
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, fingerprint, read_mosaic, write_mosaic
 from wsi_fl.types import DiskFull, GridSpec, SlideRecord, WsiFlError
 
-_AHEAD = 2
-"""Slides looked at while another is encoded."""
+_LOOKERS = 4
+"""Slides looked at while another is encoded: each needs some hundred megabytes for its tissue mask."""
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,14 @@ def picture_path(folder: Path, slide: str) -> Path:
 
 def write_mosaics(records: Sequence[SlideRecord], work: Work) -> Iterator[Done]:
     """Writes the shards of these slides; the next are looked at, and the last one drawn, while one is encoded."""
-    with ThreadPoolExecutor(1) as looking, ThreadPoolExecutor(1) as writing:
+    n_ahead = min(work.threads, _LOOKERS)
+    with ThreadPoolExecutor(n_ahead) as looking, ThreadPoolExecutor(1) as writing:
         ahead: deque[tuple[SlideRecord, Future[_Looked]]] = deque()
         before: tuple[SlideRecord, Future[None]] | None = None
         waiting = iter(records)
         try:
             while True:
-                for record in islice(waiting, _AHEAD - len(ahead)):
+                for record in islice(waiting, n_ahead + 1 - len(ahead)):
                     ahead.append((record, looking.submit(_look, record, work)))
                 if not ahead:
                     break
