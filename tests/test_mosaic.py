@@ -24,6 +24,7 @@ from wsi_fl.slides import phantom
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.mosaic import MosaicParams, candidates, choose, mean_colour, plan_mosaic
 from wsi_fl.slides.reader import Slide
+from wsi_fl.stages import launch
 from wsi_fl.stages import mosaic as stage
 from wsi_fl.stages.export import export
 from wsi_fl.stages.init import init
@@ -57,6 +58,15 @@ def weights(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def calm(archive, weights, tmp_path_factory):
+    """A study whose mosaics were made without a disturbance, and what was said of them."""
+    root = tmp_path_factory.mktemp("calm") / "study"
+    init(root, archive=archive)
+    (row,) = mosaic(Study(root), site="C1", overrides=settings(weights))["sites"]
+    return Study(root), row
+
+
 @pytest.fixture
 def study(archive, tmp_path):
     init(tmp_path / "study", archive=archive)
@@ -76,7 +86,9 @@ def a_slide(archive, number=1):
 def plain_features(name, path, patches):
     """What anybody gets from timm."""
     model = timm.create_model(name, num_classes=0).eval()
-    state = {key: value.float() for key, value in load_file(path).items() if not key.startswith("classifier.")}
+    state = {
+        key: value.float() for key, value in load_file(path).items() if not key.startswith("classifier.")
+    }
     model.load_state_dict(state, strict=True)
     config = timm.data.resolve_model_data_config(model)
     mean, std = (torch.tensor(config[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
@@ -84,8 +96,8 @@ def plain_features(name, path, patches):
         return model((torch.from_numpy(patches).permute(0, 3, 1, 2) / 255 - mean) / std).numpy()
 
 
-def test_the_store_holds_what_timm_makes_of_the_slides_patches(study, archive, weights):
-    (row,) = mosaic(study, site="C1", overrides=settings(weights))["sites"]
+def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, weights):
+    study, row = calm
     assert row["failed"] == [] and row["bags"] == row["slides"] == 4 == row["train"] + row["test"]
     assert sum(row["classes"].values()) == 4 and set(row["classes"]) == set(CLASSES)
     with FeatureStore(study.root / row["store"]) as store:
@@ -120,11 +132,16 @@ def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
     colour = centres[group] + rng.normal(0, 2, (len(group), 3))
     xy = np.stack([np.arange(len(group)) % 20, np.arange(len(group)) // 20], 1) * 1000
     found = choose(colour, xy, clusters=3, fraction=0.05, seed=0)
-    assert [found.cluster[group == k].tolist() == [c] * int((group == k).sum()) for k, c in ((0, 1), (1, 0), (2, 2))]
+    assert [
+        found.cluster[group == k].tolist() == [c] * int((group == k).sum())
+        for k, c in ((0, 1), (1, 0), (2, 2))
+    ]
     assert len(np.unique(found.rows)) == len(found.rows) == 6 + 3 + 1
     assert np.bincount(found.cluster[found.rows]).tolist() == [3, 6, 1]
     assert found.weight.sum() == pytest.approx(1)
-    far = [np.linalg.norm(xy[found.rows[:, None]] - xy[None], axis=-1)[:, group == k].min(0).max() for k in (0,)]
+    far = [
+        np.linalg.norm(xy[found.rows[:, None]] - xy[None], axis=-1)[:, group == k].min(0).max() for k in (0,)
+    ]
     assert far[0] < 10_000
 
 
@@ -139,7 +156,10 @@ def test_fewer_patches_than_clusters_are_still_a_mosaic(n):
 
 def test_a_slide_without_full_patches_gives_its_best_few_and_says_so():
     rows, note = candidates(np.array([0.1, 0.55, 0, 0.6, 0.2], np.float32), 0.7, 9)
-    assert rows.tolist() == [1, 3] and note == "no patch holds 70% tissue; the best 2 stand for the slide (55% to 60%)"
+    assert (
+        rows.tolist() == [1, 3]
+        and note == "no patch holds 70% tissue; the best 2 stand for the slide (55% to 60%)"
+    )
     assert candidates(np.array([0.9, 0.2], np.float32), 0.7, 9)[0].tolist() == [0]
     with pytest.raises(WsiFlError, match="no patch"):
         candidates(np.zeros(3, np.float32), 0.7, 9)
@@ -164,10 +184,7 @@ def test_mosaics_do_not_depend_on_threads_or_the_run(archive, monkeypatch):
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, archive, tmp_path, weights, after):
-    init(tmp_path / "calm", archive=archive)
-    calm = Study(tmp_path / "calm")
-    mosaic(calm, site="C1", overrides=settings(weights))
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, weights, after):
     command = [sys.executable, "-m", "wsi_fl", "mosaic", "--site", "C1"]
     command += [part for value in settings(weights) for part in ("--set", value)]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -179,13 +196,14 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, arch
         time.sleep(0.002)
     process.wait()
     mosaic(study, site="C1", overrides=settings(weights))
-    for path in sorted((calm.root / "stores/C1").rglob("*.h5")):
-        assert (study.root / path.relative_to(calm.root)).read_bytes() == path.read_bytes()
+    whole, _ = calm
+    for path in sorted((whole.root / "stores/C1").rglob("*.h5")):
+        assert (study.root / path.relative_to(whole.root)).read_bytes() == path.read_bytes()
     assert not list((study.root / "stores").rglob("*.partial*"))
 
 
-def test_a_second_run_makes_nothing_and_changes_are_noticed(study, weights, tmp_path, capsys):
-    mosaic(study, site="C1", overrides=settings(weights))
+def test_a_second_run_makes_nothing_and_changes_are_noticed(study, calm, weights, tmp_path, capsys):
+    shutil.copytree(calm[0].root / "stores", study.root / "stores")
     shards = sorted((study.root / "stores/C1/mosaics").glob("*.h5"))
     before = {path: path.stat().st_mtime_ns for path in shards}
     mosaic(study, site="C1", overrides=settings(weights))
@@ -232,6 +250,30 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     assert [place[:2] for place in shard.unread] == [xy] and list(xy) not in shard.bag.xy_l0.tolist()
 
 
+def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights):
+    whole, alone = calm
+    sets = [part for value in settings(weights) for part in ("--set", value)]
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none"]
+    command += [sys.executable, "-m", "wsi_fl", "mosaic", "--all", *sets, "--json"]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        command,
+        cwd=study.root,
+        env=os.environ | allowed,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["sites"]
+    assert {**row, "seconds": 0} == {**alone, "seconds": 0}
+    with FeatureStore(study.mosaic("C1")) as one, FeatureStore(whole.mosaic("C1")) as other:
+        for k in range(len(one)):
+            np.testing.assert_allclose(one.bag(k).features, other.bag(k).features, atol=1e-5)
+            assert np.array_equal(one.bag(k).xy_l0, other.bag(k).xy_l0)
+
+
 def test_two_at_a_time_on_one_site_are_refused(study, weights):
     with locked(study.mosaic("C1").parent, "C1"), pytest.raises(WsiFlError, match="another wsi-fl"):
         mosaic(study, site="C1", overrides=settings(weights))
@@ -255,7 +297,8 @@ def diagnosed(records):
     from dataclasses import replace
 
     return [
-        replace(one, diagnosis=name) for one, name in zip(records, ("KIRC", "KIRP", "LUAD", "SKCM"), strict=True)
+        replace(one, diagnosis=name)
+        for one, name in zip(records, ("KIRC", "KIRP", "LUAD", "SKCM"), strict=True)
     ]
 
 
@@ -316,7 +359,10 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         for key, value in state.items()
     }
     patch = np.random.default_rng(0).integers(0, 256, (1, 64, 64, 3)).astype(np.uint8)
-    for given, pooled in (({f"module.{k}": v for k, v in state.items()}, torch.relu), (kimianet, lambda one: one)):
+    for given, pooled in (
+        ({f"module.{k}": v for k, v in state.items()}, torch.relu),
+        (kimianet, lambda one: one),
+    ):
         path = tmp_path / "weights.safetensors"
         save_file(given, path)
         encoder = Encoder("densenet121", path)
@@ -335,7 +381,10 @@ def test_one_size_encoders_resize_and_others_take_patches_as_they_are(tmp_path, 
     smaller = Encoder("test_efficientnet", weights, input_px=64)
     flat = np.full((1, 128, 128, 3), 90, np.uint8)
     np.testing.assert_allclose(smaller(flat), smaller(flat[:, :64, :64]), atol=1e-4)
-    assert "at 64 px" in smaller.label and smaller.label.split()[-1] == Encoder("test_efficientnet", weights).label[-23:]
+    assert (
+        "at 64 px" in smaller.label
+        and smaller.label.split()[-1] == Encoder("test_efficientnet", weights).label[-23:]
+    )
 
 
 def test_what_is_made_ahead_comes_in_order_raises_and_stops():
@@ -362,8 +411,8 @@ def test_what_is_made_ahead_comes_in_order_raises_and_stops():
         next(made)
 
 
-def test_export_reads_back_as_clam_and_trident_do(study, weights, wsi_fl):
-    mosaic(study, site="C1", overrides=settings(weights))
+def test_export_reads_back_as_clam_and_trident_do(calm):
+    study, _ = calm
     document = export(study, site="C1", form="clam")
     with (study.root / document["table"]).open() as handle:
         rows = list(csv.DictReader(handle))
@@ -378,8 +427,9 @@ def test_export_reads_back_as_clam_and_trident_do(study, weights, wsi_fl):
     refused(lambda: export(study, site="C1", form="xyz"), "use clam", error=UsageError)
 
 
-def test_the_command_tells_bad_usage_and_prints_one_document(study, weights, wsi_fl):
+def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, weights, wsi_fl):
     assert wsi_fl("mosaic", cwd=study.root).returncode == 2
+    shutil.copytree(calm[0].root / "stores", study.root / "stores")
     sets = [part for value in settings(weights) for part in ("--set", value)]
     done = wsi_fl("mosaic", "--all", *sets, "--json", cwd=study.root)
     assert done.returncode == 0, done.stderr
@@ -390,7 +440,9 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, weights, wsi
 def test_feature_store_written_by_version_1_opens_forever():
     """Written once by `fixture_v1` below, and never to be rewritten."""
     with FeatureStore(FIXTURES / "features-v1.h5") as store:
-        assert store.meta == FeatureMeta("T1", ("KIRC", "KIRP"), {"kidney": ("KIRC", "KIRP")}, "tiny sha256:00ff", SPEC)
+        assert store.meta == FeatureMeta(
+            "T1", ("KIRC", "KIRP"), {"kidney": ("KIRC", "KIRP")}, "tiny sha256:00ff", SPEC
+        )
         assert store.n_features == 8 and store.table.slide.tolist() == ["north", "süd 2"]
         assert store.table.split.tolist() == ["train", "test"] and store.table.label.tolist() == [0, 1]
         first = store.bag(0)
@@ -415,9 +467,14 @@ def fixture_v1(folder):
         )
         for n, weight in ((3, [0.5, 0.25, 0.25]), (2, [0.25, 0.75]))
     ]
-    text = [np.array(pair, np.str_) for pair in (("kidney", "kidney"), ("north", "süd 2"), ("p1", "p2"), ("train", "test"))]
+    text = [
+        np.array(pair, np.str_)
+        for pair in (("kidney", "kidney"), ("north", "süd 2"), ("p1", "p2"), ("train", "test"))
+    ]
     meta = FeatureMeta("T1", ("KIRC", "KIRP"), {"kidney": ("KIRC", "KIRP")}, "tiny sha256:00ff", SPEC)
-    write_features(folder / "features-v1.h5", meta, BagTable(np.array([0, 1]), *text), bags, np.array([0.5, 0.25]))
+    write_features(
+        folder / "features-v1.h5", meta, BagTable(np.array([0, 1]), *text), bags, np.array([0.5, 0.25])
+    )
     shard = MosaicShard(
         "north", "ab12", "ff", meta.encoder, SPEC, 0.5, 30, "a note", bags[0], ((5, 6, "cut short"),)
     )

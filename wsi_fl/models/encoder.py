@@ -17,7 +17,7 @@ from timm.data import resolve_model_data_config
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights, refuse_pickle_name
+from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights, refuse_file_name
 from wsi_fl.types import UsageError, WsiFlError
 
 T = TypeVar("T")
@@ -196,7 +196,7 @@ def made_ahead(items: Iterable[T], n: int) -> Generator[T, None, None]:
 
 def _architecture(name: str) -> nn.Module:
     """Without classifier; its random weights are to be replaced."""
-    refuse_pickle_name(name)
+    refuse_file_name(name)
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
     except Exception as error:  # each architecture has its own way to refuse

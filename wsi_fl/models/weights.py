@@ -154,7 +154,8 @@ def _others(names: list[str]) -> str:
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def refuse_pickle_name(name: str) -> None:
+def refuse_file_name(name: str) -> None:
     """An encoder is a name; a path belongs into `mosaic.weights`."""
-    if "/" in name or name.endswith((".safetensors", *_PICKLES)):
+    path = "/" in name and not name.startswith("hf-hub:")
+    if path or name.endswith((".safetensors", *_PICKLES)):
         raise UsageError(f"mosaic.encoder = {name!r} is a timm model's name; a file goes into mosaic.weights")
