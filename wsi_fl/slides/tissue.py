@@ -10,6 +10,7 @@ from skimage.filters import gaussian, threshold_otsu
 from skimage.measure import label
 from skimage.morphology import isotropic_closing, isotropic_dilation
 
+from wsi_fl.slides.areas import area_mean
 from wsi_fl.types import WsiFlError
 
 _MIN_AREA_PX = 4
@@ -89,7 +90,7 @@ def tissue_fraction(
 ) -> NDArray[np.float32]:
     """Share float32[n] of each square's area that is tissue; outside the slide counts as none.
 
-    Exact also where squares cut thumbnail pixels: the integral image is bilinear within a pixel.
+    Exact also where squares cut thumbnail pixels.
 
     Args:
         mask: bool[h, w], one element per thumbnail pixel.
@@ -97,26 +98,8 @@ def tissue_fraction(
         size_l0: side of the squares in level-0 pixels.
         downsample: level-0 pixels per thumbnail pixel.
     """
-    height, width = mask.shape
-    integral = np.zeros((height + 1, width + 1))
-    np.cumsum(np.cumsum(mask, axis=0, dtype=np.float64), axis=1, out=integral[1:, 1:])
-
-    def below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Tissue area above and left of each point."""
-        x, y = np.clip(x, 0, width), np.clip(y, 0, height)
-        column = np.minimum(x.astype(np.int64), width - 1)
-        row = np.minimum(y.astype(np.int64), height - 1)
-        u, v = x - column, y - row
-        upper = integral[row, column] * (1 - u) + integral[row, column + 1] * u
-        lower = integral[row + 1, column] * (1 - u) + integral[row + 1, column + 1] * u
-        area: NDArray[np.float64] = upper * (1 - v) + lower * v
-        return area
-
-    side = size_l0 / downsample
-    left, top = (xy_l0[:, k] / downsample for k in (0, 1))
-    right, bottom = left + side, top + side
-    area = below(right, bottom) - below(left, bottom) - below(right, top) + below(left, top)
-    return np.clip(area / side**2, 0, 1).astype(np.float32)
+    share = area_mean(mask, xy_l0 / downsample, size_l0 / downsample)
+    return np.clip(share, 0, 1).astype(np.float32)
 
 
 def _threshold(saturation: NDArray[np.float32], params: TissueParams) -> float:

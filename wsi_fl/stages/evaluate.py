@@ -43,8 +43,8 @@ from wsi_fl.stages.data import (
     split_of,
     store_path,
 )
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.trained import method_of, private_model
-from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import BagTable, WsiFlError
 

@@ -26,8 +26,8 @@ from wsi_fl.slides.heat import Heat, patch_boxes
 from wsi_fl.slides.reader import Slide
 from wsi_fl.stages.console import Watcher
 from wsi_fl.stages.data import open_mosaic, remembered_mosaics
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.trained import private_model
-from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
 from wsi_fl.study import Study
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError

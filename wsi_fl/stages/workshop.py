@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,6 +34,7 @@ from wsi_fl.stages.data import (
     shape_of,
     split_of,
 )
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
@@ -112,17 +112,6 @@ def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
         pipeline.privacy.sigma,
         pipeline.privacy.clip,
     )
-
-
-def device_of_rank() -> torch.device:
-    """cuda:(local rank) where there are GPUs, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
-    device = torch.device("cuda", local % torch.cuda.device_count())
-    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
-    return device
 
 
 def build_model(
