@@ -30,7 +30,9 @@ from wsi_fl.stages.export import export
 from wsi_fl.stages.init import init
 from wsi_fl.stages.mosaic import mosaic
 from wsi_fl.stages.mosaic_labels import labelled
+from wsi_fl.stages.predict import predict
 from wsi_fl.stages.tile_shards import locked
+from wsi_fl.stages.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.mosaics import MosaicShard, read_mosaic
 from wsi_fl.study import Study
@@ -113,6 +115,29 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, we
             assert bag.weight.sum() == pytest.approx(1, abs=1e-5)
             with Image.open(study.root / f"stores/C1/mosaics/{name}.png") as picture:
                 assert min(picture.size) > 400
+
+
+def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, weights, tmp_path):
+    study = Study(shutil.copytree(calm[0].root, tmp_path / "study"))
+    overrides = [*settings(weights), "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
+    overrides += ["model.private=deepset", "privacy.enabled=false"]
+    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    with FeatureStore(study.mosaic("C1")) as store:
+        name = str(store.table.slide[0])
+    (known,) = predict(study, run, site="C1", slides=[Path(name)])["slides"]
+    stranger = tmp_path / "stranger.tif"
+    shutil.copy(next(archive.rglob(f"{name}.tif")), stranger)
+    (new,) = predict(study, run, site="C1", slides=[stranger])["slides"]
+    assert new["patches"] == known["patches"]
+    assert new["probabilities"] == pytest.approx(known["probabilities"], abs=1e-6)
+    assert (study.root / new["heatmap"]).exists()
+    other = tmp_path / "other.safetensors"
+    save_file({key: value * 1.5 for key, value in load_file(weights).items()}, other)
+    shutil.copy(other, weights_copy := tmp_path / "weights.safetensors")
+    config = study.root / run / "config.toml"
+    config.write_text(config.read_text().replace(str(weights), str(weights_copy)))
+    (failed,) = predict(study, run, site="C1", slides=[stranger])["failed"]
+    assert "learned from features of test_efficientnet sha256:" in failed["reason"]
 
 
 @pytest.mark.skipif(not LITE0.exists(), reason="the published weights are not here")

@@ -59,7 +59,7 @@ def mosaic(
         for one, source in sources:
             records, aside = read_site(one.layout, source)
             listed.append(_Listed(study, one, pipeline, tuple(aside), labelled(records, pipeline.subtypes)))
-        encoder.append(encoder_of(study, pipeline, job))
+        encoder.append(encoder_of(study, pipeline, job.threads))
 
     job.together(prepare)
     told = watcher if watcher and job.first else Silent()
@@ -67,11 +67,11 @@ def mosaic(
     return {"sites": rows} if job.first else {}
 
 
-def encoder_of(study: Study, pipeline: Pipeline, job: Job) -> Encoder:
+def encoder_of(study: Study, pipeline: Pipeline, threads: int) -> Encoder:
     """The pipeline's encoder on this rank's device and share of cores."""
     import torch
 
-    torch.set_num_threads(min(torch.get_num_threads(), job.threads))
+    torch.set_num_threads(min(torch.get_num_threads(), threads))
     settings = pipeline.mosaic
     weights = study.resolve(settings.weights) if settings.weights else None
     how = {"input_px": settings.input_px, "batch_size": settings.batch_size}
@@ -137,15 +137,20 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
     return GridSpec(pipeline.mosaic.size_px, pipeline.mosaic.mpp, pipeline.mosaic.size_px)
 
 
+def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> Work:
+    """How mosaics are made, as the pipeline says."""
+    settings = pipeline.mosaic
+    params = MosaicParams(settings.min_tissue, settings.clusters, settings.fraction, settings.seed)
+    folder = study.mosaic(site).parent
+    return Work(folder, spec_of(pipeline), params, pipeline.slides.reader, threads, encoder)
+
+
 def _make_slides(
     listed: _Listed, records: Sequence[SlideRecord], encoder: Encoder, job: Job, watcher: Watcher
 ) -> list[Done]:
     """What became of every slide, in order."""
-    settings, name = listed.pipeline.mosaic, listed.site.name
-    params = MosaicParams(settings.min_tissue, settings.clusters, settings.fraction, settings.seed)
-    folder = listed.study.mosaic(name).parent
-    reader = listed.pipeline.slides.reader
-    work = Work(folder, spec_of(listed.pipeline), params, reader, job.threads, encoder)
+    name = listed.site.name
+    work = work_of(listed.study, listed.pipeline, name, encoder, job.threads)
     numbers = job.mine(range(len(records)))
 
     def make() -> list[dict[str, Any]]:

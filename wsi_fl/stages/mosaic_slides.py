@@ -146,10 +146,26 @@ def _encoded(
         return Done(record.slide, reason=_reason(error))
 
 
-def _read_and_encoded(
-    found: _Looked, plan: MosaicPlan, work: Work, writing: ThreadPoolExecutor
-) -> Future[None]:
-    """Reads and encodes the patches of a plan; the shard is on its way."""
+def bag_of_slide(record: SlideRecord, work: Work) -> Bag:
+    """The mosaic of one slide, kept nowhere.
+
+    Raises:
+        WsiFlError: when the slide gives none.
+    """
+    return _bag(plan_mosaic(record, work.spec, work.params, reader=work.reader), work).bag
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was made of a plan's patches: features, small copies (row, uint8[h, w, 3]), and why some are missing."""
+
+    bag: Bag
+    small: list[tuple[int, NDArray[np.uint8]]]
+    unread: dict[int, str]
+
+
+def _bag(plan: MosaicPlan, work: Work) -> _Read:
+    """Reads and encodes the patches of a plan."""
     unread: dict[int, str] = {}
     small: list[tuple[int, NDArray[np.uint8]]] = []
 
@@ -165,7 +181,15 @@ def _read_and_encoded(
         raise WsiFlError(unread[min(unread)])
     kept = np.setdiff1d(np.arange(len(plan.kept_l0)), list(unread))
     bag = Bag(features, plan.kept_l0[kept], plan.kept_cluster[kept], plan.mosaic.weight[kept])
-    lost = tuple((*plan.kept_l0[row].tolist(), unread[row]) for row in sorted(unread))
+    return _Read(bag, small, unread)
+
+
+def _read_and_encoded(
+    found: _Looked, plan: MosaicPlan, work: Work, writing: ThreadPoolExecutor
+) -> Future[None]:
+    """The patches of a plan as a shard that is on its way."""
+    read = _bag(plan, work)
+    lost = tuple((*plan.kept_l0[row].tolist(), read.unread[row]) for row in sorted(read.unread))
     shard = MosaicShard(
         slide=plan.record.slide,
         quickhash=found.quickhash,
@@ -175,10 +199,10 @@ def _read_and_encoded(
         mpp_l0=plan.mpp,
         n_candidates=len(plan.xy_l0),
         note=plan.note,
-        bag=bag,
+        bag=read.bag,
         unread=lost,
     )
-    return writing.submit(_write, plan, shard, small, work.folder)
+    return writing.submit(_write, plan, shard, read.small, work.folder)
 
 
 def _write(
