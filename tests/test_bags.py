@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pathlib
 import re
 import shutil
 
@@ -532,7 +533,7 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
         lambda: predict(copy, name, site="S1", slides=slide), "are of kimianet fff by now", "densenet121 abc"
     )
     shutil.rmtree(copy.root / "stores")
-    document = predict(copy, name, site="S1", slides=[Path("S1_slide_0")])
+    document = predict(copy, name, site="S1", slides=[pathlib.Path("S1_slide_0")])
     assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
 
 
