@@ -86,8 +86,8 @@ class Train(Section):
     alpha: float = Field(0.3, ge=0, le=1)
     beta: float = Field(0.3, ge=0, le=1)
     listen: Literal["always", "competence"] = "always"
-    """Whether the private model learns from its proxy by α always, or by the part of α that the proxy deserves, measured
-    before every round."""
+    """Whether the private model learns from its proxy by α always, or by the part of α that the proxy deserves,
+    measured before every round."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the training patients that a site with a proxy holds out to choose what predicts, where its store
     has no validation split."""

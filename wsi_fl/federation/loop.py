@@ -83,7 +83,8 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
-        if (choice := chosen(site, method)) is not None:
+        last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
+        if (choice := chosen(site, method, partial(report, last))) is not None:
             site.folder.remember_choice(choice)
 
 
@@ -301,7 +302,8 @@ def _train_round(
         len(site.train), batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson
     )
     n_steps = schedule.epochs_per_round * -(-len(site.train) // batch_size)
-    weights, site.listened = heeded(site, method, schedule)
+    alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": n_steps})
+    weights, site.listened = heeded(site, method, schedule, alive)
     drawn = batches(site.train, rows, augment=schedule.make_augment(seed), device=site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(seed)

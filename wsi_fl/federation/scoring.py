@@ -22,7 +22,7 @@ def evaluated(site: Site, method: Method, schedule: Schedule, alive: Callable[[]
     if "proxy" in site.learners:
         answer = schedule.answer
         if answer == "auto":
-            answer = (chosen(site, method) or {"with": "private"})["with"]
+            answer = (chosen(site, method, alive) or {"with": "private"})["with"]
         line["with"] = answer
     sets = list(site.tests.items())
     for name, examples in sets:
@@ -36,17 +36,19 @@ def evaluated(site: Site, method: Method, schedule: Schedule, alive: Callable[[]
     return line
 
 
-def chosen(site: Site, method: Method) -> dict[str, Any] | None:
+def chosen(site: Site, method: Method, alive: Callable[[], None]) -> dict[str, Any] | None:
     """What does best on the site's validation split, as its run remembers it; None where nothing can be chosen."""
     examples = site.validation
     if "proxy" not in site.learners or examples is None:
         return None
-    said = {role: _said(site, method, role, examples) for role in ("private", "proxy")}
+    said = {role: _said(site, method, role, examples, alive) for role in ("private", "proxy")}
     reached = {answer: macro_accuracy(answered(said, answer), examples.label) for answer in ANSWERS}
     return {"with": best_answer(said, examples.label), "n": len(examples), "macro_accuracy": reached}
 
 
-def heeded(site: Site, method: Method, schedule: Schedule) -> tuple[Weights, dict[str, Any]]:
+def heeded(
+    site: Site, method: Method, schedule: Schedule, alive: Callable[[], None]
+) -> tuple[Weights, dict[str, Any]]:
     """(α and β of the coming round, what to log of them).
 
     By competence, α is the part that the proxy deserves as it stands before the round. The proxy is judged by the
@@ -60,29 +62,28 @@ def heeded(site: Site, method: Method, schedule: Schedule) -> tuple[Weights, dic
     protected = site.mechanism is not None and site.mechanism.sigma > 0
     parts = [examples for examples in (validation, site.train if protected else None) if examples is not None]
     judged = joined(parts)
-    teacher = _said(site, method, "proxy", judged)
+    teacher = _said(site, method, "proxy", judged, alive)
     duel = None
     if validation is not None:
-        pupil = _said(site, method, "private", validation)
+        pupil = _said(site, method, "private", validation, alive)
         duel = teacher[: len(validation)], pupil, validation.label
     found = measured(
         teacher, judged.label, allowed=judged.allowed, training_labels=site.train.label, duel=duel
     )
     alpha = weights.alpha * found.share
-    competence = {"score": found.score, "chance": found.chance, "known": found.known, "lacking": found.lacking}
+    competence = {
+        "score": found.score,
+        "chance": found.chance,
+        "known": found.known,
+        "lacking": found.lacking,
+    }
     return replace(weights, alpha=alpha), {"alpha": alpha, "competence": competence}
 
 
 def _said(
-    site: Site,
-    method: Method,
-    role: str,
-    examples: Examples,
-    alive: Callable[[], None] | None = None,
+    site: Site, method: Method, role: str, examples: Examples, alive: Callable[[], None]
 ) -> Probabilities:
     """Probabilities of a site's model, "private" being what its method predicts with."""
     if role == "private":
-        return probabilities(
-            lambda x: method.predict(site.learners, x), examples, site.device, alive=alive
-        )
+        return probabilities(lambda x: method.predict(site.learners, x), examples, site.device, alive=alive)
     return probabilities(site.learners[role].logits, examples, site.device, alive=alive)

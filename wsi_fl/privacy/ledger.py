@@ -112,7 +112,7 @@ class PrivacyLedger:
         self._catch_up()
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
-        """What was applied, in this run with what it includes or in all; a round redone before its release counts once."""
+        """What was applied, in this run with what it includes or in all; a round redone before its release is one."""
         return _applied(self._scope(lifetime))
 
     def n_rounds(self) -> int:
