@@ -83,9 +83,10 @@ def spending_of(
         return Spending(
             train.batch_size, plan(n, train.batch_size, train.epochs_per_round, privacy.sigma, privacy.clip)
         )
-    limits = [(privacy.target_epsilon, spent)]
-    if site.max_epsilon is not None:
-        limits.append((site.max_epsilon, past if site.real else spent))
+    budget = site.max_epsilon or privacy.target_epsilon
+    limits = [(min(privacy.target_epsilon, budget), spent)]
+    if site.real and site.max_epsilon is not None:
+        limits.append((site.max_epsilon, past))
     try:
         return _within(limits, n, pipeline, site.delta or privacy.delta)
     except UsageError as error:
