@@ -1,4 +1,4 @@
-"""`predict`: what a site's private model says of new slides: pictures, tables, scores.
+"""`predict`: what a site's models say of new slides: pictures, tables, scores.
 
 Only the run, the slides given and, where it is there, the site's own store are opened.
 """
@@ -19,7 +19,7 @@ from wsi_fl.stages.data import of_slides
 from wsi_fl.stages.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.tile_plans import one_line
-from wsi_fl.stages.trained import trained_site
+from wsi_fl.stages.trained import answers_with, trained_site
 from wsi_fl.study import Study
 from wsi_fl.types import DiskFull, SetAside, SlideRecord, UsageError, WsiFlError
 
@@ -67,6 +67,7 @@ def predict(
     return {
         "run": study.relative(run.path),
         "site": site,
+        "with": answers_with(run, pipeline, site),
         "slides": rows,
         "failed": [{"slide": one.slide, "reason": one.reason} for one in failed],
         "seconds": time.perf_counter() - began,
@@ -107,7 +108,8 @@ def print_predictions(document: dict[str, Any]) -> None:
         headings = (
             ("patches", "class", "probability") if of_bags else ("patches", "max", "top k", "over threshold")
         )
-        table = Table(title=f"private model of {document['site']}", title_justify="left")
+        whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
+        table = Table(title=f"{whose} of {document['site']}", title_justify="left")
         for heading in ("slide", *headings):
             table.add_column(heading, justify="left" if heading == "slide" else "right", no_wrap=True)
         for row in document["slides"]:
