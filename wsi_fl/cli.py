@@ -71,6 +71,15 @@ def _out(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
+def _one_or_all(command: str, site: str | None, every: bool) -> None:
+    if (site is None) == (not every):
+        raise UsageError(
+            f"{command} needs one of --site NAME and --all"
+            if site is None
+            else "--site and --all exclude each other"
+        )
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the study.")] = Path("wsi-fl-demo"),
@@ -149,12 +158,7 @@ def tile(
     as_json: Json = False,
 ) -> None:
     """Cut a site's slides into labelled patches: its patch store."""
-    if (site is None) == (not every):
-        raise UsageError(
-            "tile needs one of --site NAME and --all"
-            if site is None
-            else "--site and --all exclude each other"
-        )
+    _one_or_all("tile", site, every)
     study = _study()
     from wsi_fl.stages.console import Bars
     from wsi_fl.stages.tile import tile
@@ -175,12 +179,7 @@ def mosaic(
     as_json: Json = False,
 ) -> None:
     """Turn a site's slides into mosaics of a few patches each, stored as deep features."""
-    if (site is None) == (not every):
-        raise UsageError(
-            "mosaic needs one of --site NAME and --all"
-            if site is None
-            else "--site and --all exclude each other"
-        )
+    _one_or_all("mosaic", site, every)
     study = _study()
     from wsi_fl.stages.console import Bars
     from wsi_fl.stages.mosaic import mosaic
@@ -190,6 +189,56 @@ def mosaic(
         document = mosaic(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
     if document:  # ranks other than the first have nothing to say
         _out(document) if as_json else print_mosaic(document)
+
+
+@app.command()
+def features(
+    site: Annotated[str | None, typer.Option(help="The site whose patches to take.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Deep features of every patch of a patch store; with stain.exchange also in the other sites' stains."""
+    _one_or_all("features", site, every)
+    study = _study()
+    from wsi_fl.stages.console import Bars
+    from wsi_fl.stages.features import features, print_features
+
+    with Bars("features") as bars:
+        document = features(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+    if document:  # ranks other than the first have nothing to say
+        _out(document) if as_json else print_features(document)
+
+
+@app.command()
+def stain(
+    site: Annotated[str | None, typer.Option(help="The site whose training patches to measure.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure and release once more, at the same cost again.")
+    ] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Release the colour of a site's stain, six numbers under differential privacy, once."""
+    _one_or_all("stain", site, every)
+    study = _study()
+    from wsi_fl.stages.console import Bars
+    from wsi_fl.stages.stain import print_stains, stain
+
+    with Bars("stain") as bars:
+        document = stain(
+            study,
+            site=site,
+            pipeline_name=pipeline,
+            overrides=overrides or [],
+            again=again,
+            watcher=bars,
+        )
+    if document:  # ranks other than the first have nothing to say
+        _out(document) if as_json else print_stains(document)
 
 
 @app.command()

@@ -78,6 +78,25 @@ class Mosaic(Section):
     seed: int = 0
 
 
+class Features(Section):
+    """Deep features of every patch of a patch store; what is left out is as in [mosaic]."""
+
+    encoder: str | None = None
+    weights: str | None = None
+    input_px: int | None = Field(None, ge=32)
+    batch_size: int | None = Field(None, ge=1)
+
+
+class Stain(Section):
+    """The stain of a laboratory as six numbers, measured on the training rows and released with noise."""
+
+    method: Literal["reinhard"] = "reinhard"
+    sigma: float = Field(8.0, gt=0)
+    clip: float = Field(1.5, gt=0)
+    exchange: bool = False
+    """Whether training shows each patch in its own or, as likely, another site's released stain."""
+
+
 class Train(Section):
     rounds: int = Field(30, ge=1)
     eval_every: int = Field(1, ge=1)
@@ -96,8 +115,8 @@ class Train(Section):
     augment: str = "flips"
     input_px: int | None = Field(None, ge=8)
     """Patches are reduced to this size for training; default: as stored."""
-    data: Literal["patches", "mosaics"] = "patches"
-    """Whether an example is a patch or a slide, the bag of its mosaic's features."""
+    data: Literal["patches", "features", "mosaics"] = "patches"
+    """Whether an example is a patch, a patch's features, or a slide, the bag of its mosaic's features."""
     seed: int = 0
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters under them are exchanged."""
@@ -167,6 +186,8 @@ class Pipeline(Section):
     subtypes: dict[str, list[str]] = {}
     """Tumour type → the diagnoses it may have, for studies of whole slides; a class is a diagnosis."""
     mosaic: Mosaic = Mosaic()
+    features: Features = Features()
+    stain: Stain = Stain()
     train: Train = Train()
     model: Model = Model()
     topology: Topology = Topology()
@@ -174,6 +195,14 @@ class Pipeline(Section):
     privacy: Privacy = Privacy()
     evaluate: Evaluate = Evaluate()
     predict: Predict = Predict()
+
+    @property
+    def encoding(self) -> Mosaic:
+        """[features] over [mosaic], whose weights and size belong to its own encoder."""
+        own = self.features.model_dump(exclude_none=True)
+        if "encoder" in own and own["encoder"] != self.mosaic.encoder:
+            own = {"weights": None, "input_px": None} | own
+        return self.mosaic.model_copy(update=own)
 
 
 class Site(Section):

@@ -51,6 +51,14 @@ class Study:
         """The feature store of a site's mosaics."""
         return self.root / "stores" / site / "mosaic.h5"
 
+    def features(self, site: str) -> Path:
+        """The features of a site's patches."""
+        return self.root / "stores" / site / "features.h5"
+
+    def stain(self, site: str) -> Path:
+        """A site's released stain, its own or a copy of another's."""
+        return self.root / "stains" / f"{site}.json"
+
     def ledger(self, site: str) -> Path:
         return self.root / "ledgers" / f"{site}.jsonl"
 

@@ -304,7 +304,8 @@ def _train_round(
     n_steps = schedule.epochs_per_round * -(-len(site.train) // batch_size)
     alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": n_steps})
     weights, site.listened = heeded(site, method, schedule, alive)
-    drawn = batches(site.train, rows, augment=schedule.make_augment(seed), device=site.device)
+    augment = schedule.make_augment(seed)
+    drawn = batches(site.train, rows, augment=augment, device=site.device, stain_seed=seed)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(seed)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import Queue
 from threading import Event, Thread
 from typing import Any
@@ -20,7 +21,14 @@ Augment = Callable[[Tensor], Tensor]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
 Inputs = NDArray[Any]
-"""Pixels uint8[b, h, w, channels] of images, or bags float32[b, m, d + 1] as `bags.packed` makes them."""
+"""Pixels uint8[b, h, w, channels] of images, bags float32[b, m, d + 1] as `bags.packed` makes them, or the features
+float32[b, d] of patches."""
+
+Show = Callable[[NDArray[np.int64], NDArray[np.int64]], Inputs]
+"""(rows int64[b], stains int64[b]) → what models see of each row in that stain; stain 0 is its own."""
+
+Restain = Callable[[NDArray[np.int64], Inputs], Inputs]
+"""(rows int64[b], what models see of them) → the same in another stain."""
 
 IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
@@ -35,6 +43,8 @@ class Examples:
         label: int64[n].
         slide, patient: str[n].
         allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
+        show: the rows in other laboratories' stains too, for training; None where there is no other.
+        n_stains: how many stains `show` knows.
     """
 
     read: Callable[[NDArray[np.int64]], Inputs]
@@ -42,16 +52,18 @@ class Examples:
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
     allowed: NDArray[np.bool_] | None = None
+    show: Show | None = None
+    n_stains: int = 1
 
     def __len__(self) -> int:
         return len(self.label)
 
 
-def unlabelled(pixels: NDArray[np.uint8]) -> Examples:
-    """Images uint8[n, h, w, channels] of which nothing is known, as examples to predict."""
-    n = len(pixels)
+def unlabelled(inputs: Inputs) -> Examples:
+    """Images uint8[n, h, w, channels] or features float32[n, d] of which nothing is known, as examples to predict."""
+    n = len(inputs)
     unknown = np.full(n, "")
-    return Examples(lambda rows: pixels[rows], np.zeros(n, np.int64), unknown, unknown)
+    return Examples(lambda rows: inputs[rows], np.zeros(n, np.int64), unknown, unknown)
 
 
 def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
@@ -62,7 +74,28 @@ def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
         examples.slide[rows],
         examples.patient[rows],
         None if examples.allowed is None else examples.allowed[rows],
+        partial(_shown_of, show, rows) if (show := examples.show) is not None else None,
+        examples.n_stains,
     )
+
+
+def _shown_of(
+    show: Show, rows: NDArray[np.int64], chosen: NDArray[np.int64], which: NDArray[np.int64]
+) -> Inputs:
+    return show(rows[chosen], which)
+
+
+def in_stains(examples: Examples, others: Sequence[Restain]) -> Examples:
+    """The same examples, which training may see in other stains as well."""
+
+    def show(rows: NDArray[np.int64], which: NDArray[np.int64]) -> Inputs:
+        seen = np.array(examples.read(rows))
+        for k, restain in enumerate(others, 1):
+            if (chosen := which == k).any():
+                seen[chosen] = restain(rows[chosen], seen[chosen])
+        return seen
+
+    return replace(examples, show=show, n_stains=len(others) + 1)
 
 
 def resized(examples: Examples, size_px: int) -> Examples:
@@ -86,7 +119,7 @@ def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int
     first = examples.read(np.zeros(1, np.int64))
     if first.nbytes * len(examples) > limit_bytes:
         return examples
-    pixels = np.empty((len(examples), *first.shape[1:]), np.uint8)
+    pixels = np.empty((len(examples), *first.shape[1:]), first.dtype)
     for start in range(0, len(examples), chunk):
         rows = np.arange(start, min(start + chunk, len(examples)))
         pixels[rows] = examples.read(rows)
@@ -99,9 +132,9 @@ def joined(parts: list[Examples]) -> Examples:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
 
-    def read(rows: NDArray[np.int64]) -> Inputs:
+    def gathered(rows: NDArray[np.int64], part_of: Callable[[int, NDArray[np.bool_]], Inputs]) -> Inputs:
         owner = np.searchsorted(starts, rows, side="right") - 1
-        found = {k: parts[k].read(rows[owner == k] - starts[k]) for k in np.unique(owner)}
+        found = {int(k): part_of(int(k), owner == k) for k in np.unique(owner)}
         if not found:
             return parts[0].read(rows)
         shape = np.max([some.shape[1:] for some in found.values()], axis=0)
@@ -110,12 +143,22 @@ def joined(parts: list[Examples]) -> Examples:
             out[owner == k, : some.shape[1]] = some
         return out
 
+    def read(rows: NDArray[np.int64]) -> Inputs:
+        return gathered(rows, lambda k, mine: parts[k].read(rows[mine] - starts[k]))
+
+    shows = [part.show for part in parts if part.show is not None]
+
+    def show(rows: NDArray[np.int64], which: NDArray[np.int64]) -> Inputs:
+        return gathered(rows, lambda k, mine: shows[k](rows[mine] - starts[k], which[mine]))
+
     return Examples(
         read,
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
         np.concatenate([part.patient for part in parts]),
         _all_allowed([part.allowed for part in parts if part.allowed is not None]),
+        show if len(shows) == len(parts) else None,
+        min(part.n_stains for part in parts),
     )
 
 
@@ -139,7 +182,7 @@ def normalised(unit: Tensor) -> Tensor:
 
 
 def tensor_of(inputs: Inputs) -> Tensor:
-    """What models take: images float32[b, c, h, w] in [−1, 1], or bags as they are."""
+    """What models take: images float32[b, c, h, w] in [−1, 1], or features as they are."""
     return normalised(to_unit(inputs)) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
@@ -167,12 +210,18 @@ def batches(
     *,
     augment: Augment | None,
     device: torch.device,
+    stain_seed: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, normalised and augmented, or bags, and labels int64[b]) on `device`; b may be 0."""
+    """(images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
+
+    Args:
+        stain_seed: of the stain in which each example is shown, where it can be in several; None for its own.
+    """
+    read = examples.read if stain_seed is None else _in_random_stains(examples, stain_seed)
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
-            images = tensor_of(examples.read(chosen))
+            images = tensor_of(read(chosen))
             if augment is not None and len(images):
                 images = torch.stack([augment(image) for image in images])
             labels = torch.from_numpy(examples.label[chosen])
@@ -183,6 +232,15 @@ def batches(
     loaded = _prefetched(load()) if device.type == "cuda" else load()
     for images, labels in loaded:
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def _in_random_stains(examples: Examples, seed: int) -> Callable[[NDArray[np.int64]], Inputs]:
+    """Each row in one of the stains, all alike likely."""
+    show = examples.show
+    if show is None:
+        return examples.read
+    generator = np.random.default_rng(seed)
+    return lambda rows: show(rows, generator.integers(examples.n_stains, size=len(rows)))
 
 
 def _prefetched(items: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,8 +1,9 @@
-"""One file per architecture; two tables of builders, of images and of bags, and `build` the door to both.
+"""One file per architecture; three tables of builders, of images, bags and vectors, and `build` the door to all.
 
 What a builder returns maps a batch of its kind of input to logits float32[b, n_classes]: images
-float32[b, channels, size_px, size_px], or bags float32[b, m, n_features + 1] (see `deepset`). None uses BatchNorm,
-whose batch statistics tie the examples of a batch together and void differential privacy.
+float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `deepset`), or vectors
+float32[b, n_features]. None uses BatchNorm, whose batch statistics tie the examples of a batch together and void
+differential privacy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.deepset import deepset, deepset_attention, deepset_max
+from wsi_fl.models.heads import linear_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
 from wsi_fl.models.vgg import vgg11
@@ -44,14 +46,24 @@ class Bags:
         return f"bags of {self.n_features} features per patch"
 
 
-Shape = Images | Bags
+@dataclass(frozen=True)
+class Vectors:
+    """The features of one patch as input."""
+
+    n_features: int
+
+    def __str__(self) -> str:
+        return f"vectors of {self.n_features} features"
+
+
+Shape = Images | Bags | Vectors
 """What a model sees."""
 
 Builder = Callable[[int, int, int], nn.Module]
 """(n_classes, in_channels, size_px) → a model of images."""
 
-BagBuilder = Callable[[int, int], nn.Module]
-"""(n_classes, n_features) → a model of bags."""
+FeatureBuilder = Callable[[int, int], nn.Module]
+"""(n_classes, n_features) → a model of bags, or of vectors."""
 
 
 def _resnet18(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
@@ -72,18 +84,26 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
-BAG_BUILDERS: dict[str, BagBuilder] = {
+BAG_BUILDERS: dict[str, FeatureBuilder] = {
     "deepset": deepset,
     "deepset_max": deepset_max,
     "deepset_attention": deepset_attention,
 }
+
+VECTOR_BUILDERS: dict[str, FeatureBuilder] = {"linear_head": linear_head, "mlp_head": mlp_head}
+
+_SEEN = {
+    "bags": ("bags of features", "mosaics", BAG_BUILDERS),
+    "vectors": ("the features of a patch", "features", VECTOR_BUILDERS),
+}
+"""What models of features see, in words; the `train.data` that gives it; and who sees it."""
 
 
 def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
     """A freshly initialised model, the same for the same seed whatever ran before.
 
     Args:
-        name: a key of BUILDERS or BAG_BUILDERS, or `timm:NAME` for any timm architecture of images (BatchNorm
+        name: a key of the builders of this kind of input, or `timm:NAME` for any timm architecture of images (BatchNorm
             becomes GroupNorm).
 
     Raises:
@@ -96,21 +116,27 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if isinstance(shape, Bags):
-            if name not in BAG_BUILDERS:
-                raise UsageError(
-                    f"model {name!r} does not see bags; those that do: {', '.join(BAG_BUILDERS)}"
-                )
-            return BAG_BUILDERS[name](n_classes, shape.n_features)
+        if not isinstance(shape, Images):
+            return _of_features(name, n_classes, shape)
         if name.startswith("timm:"):
             from wsi_fl.models.timm import timm_model
 
             return timm_model(name.removeprefix("timm:"), n_classes, shape.channels)
-        if name in BAG_BUILDERS:
-            raise UsageError(f"model {name!r} sees bags of features, not images; set train.data = 'mosaics'")
+        for sees, data, builders in _SEEN.values():
+            if name in builders:
+                raise UsageError(f"model {name!r} sees {sees}, not images; set train.data = {data!r}")
         if name not in BUILDERS:
             raise UsageError(f"unknown model {name!r}; known: {', '.join(BUILDERS)}, timm:NAME")
         return BUILDERS[name](n_classes, shape.channels, shape.size_px)
+
+
+def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
+    kind = "bags" if isinstance(shape, Bags) else "vectors"
+    sees, _, builders = _SEEN[kind]
+    if name not in builders:
+        sees = kind if kind == "bags" else sees
+        raise UsageError(f"model {name!r} does not see {sees}; those that do: {', '.join(builders)}")
+    return builders[name](n_classes, shape.n_features)
 
 
 def schema(model: nn.Module) -> str:

@@ -48,6 +48,7 @@ class Encoder:
         input_px: patches are resized to it; None takes them as they are, or where the architecture has but one
             size (vision transformers), that.
         batch_size: most patches of a forward pass.
+        section: of the configuration that said so, for errors.
 
     Raises:
         WsiFlError: when the weights cannot be had or do not fit.
@@ -62,16 +63,17 @@ class Encoder:
         input_px: int | None = None,
         batch_size: int = 32,
         device: torch.device | None = None,
+        section: str = "mosaic",
     ) -> None:
-        self.name, self.batch_size = name, batch_size
+        self.name, self.batch_size, self._section = name, batch_size, section
         self.device = device or torch.device("cpu")
-        model = _architecture(name)
+        model = _architecture(name, section)
         path = weights or published_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
         if fit(model, read_weights(path), str(path)):
-            _without_last_relu(model)
+            _without_last_relu(model, section)
         digest = digest_of(model)[:_DIGITS]
         data = resolve_model_data_config(model)
-        self.input_px = _input_px(model, data, input_px)
+        self.input_px = _input_px(model, data, input_px, section)
         self.label = f"{name}{f' at {self.input_px} px' if self.input_px else ''} sha256:{digest}"
         self._mode = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"
         self._mean, self._std = (
@@ -95,9 +97,13 @@ class Encoder:
                 features: NDArray[np.float32] = pooled.float().cpu().numpy()
         except torch.OutOfMemoryError:
             size = f"{len(patches)} patches of {patches.shape[1]} px"
-            raise EncoderError(f"{self.device}: no memory for {size}; lower mosaic.batch_size") from None
+            raise EncoderError(
+                f"{self.device}: no memory for {size}; lower {self._section}.batch_size"
+            ) from None
         if not np.isfinite(features).all():
-            raise EncoderError(f"{self.label}: gives features that are no numbers; check mosaic.weights")
+            raise EncoderError(
+                f"{self.label}: gives features that are no numbers; check {self._section}.weights"
+            )
         return features
 
     def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -194,7 +200,7 @@ def made_ahead(items: Iterable[T], n: int) -> Generator[T, None, None]:
         thread.join()
 
 
-def _architecture(name: str) -> nn.Module:
+def _architecture(name: str, section: str) -> nn.Module:
     """Without classifier; its random weights are to be replaced."""
     refuse_file_name(name)
     try:
@@ -203,27 +209,27 @@ def _architecture(name: str) -> nn.Module:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"mosaic.encoder = {name!r}: timm makes no such model ({reason}){hint}") from None
+        raise UsageError(f"{section}.encoder = {name!r}: timm makes no such model ({reason}){hint}") from None
     return model
 
 
-def _without_last_relu(model: nn.Module) -> None:
+def _without_last_relu(model: nn.Module, section: str) -> None:
     """KimiaNet pools the last normalisation as it is; torchvision and timm put a ReLU between."""
     last = getattr(getattr(model, "features", None), "norm5", None)
     if last is None or not hasattr(last, "act"):
         raise WsiFlError(
-            "weights with KimiaNet's names fit DenseNets alone; set mosaic.encoder = 'densenet121'"
+            f"weights with KimiaNet's names fit DenseNets alone; set {section}.encoder = 'densenet121'"
         )
     last.act = nn.Identity()
 
 
-def _input_px(model: nn.Module, data: dict[str, Any], wanted: int | None) -> int | None:
+def _input_px(model: nn.Module, data: dict[str, Any], wanted: int | None, section: str) -> int | None:
     """What patches are resized to; None leaves them as they are."""
     if not getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
         return wanted
     only = int(data["input_size"][-1])
     if wanted not in {None, only}:
         raise UsageError(
-            f"mosaic.input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out"
+            f"{section}.input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out"
         )
     return only

@@ -127,6 +127,10 @@ class PrivacyLedger:
         value = epsilon(spent, self.terms.delta)
         return value if spent and not bare and isfinite(value) else None
 
+    def released(self) -> list[str]:
+        """What this run released, as content and digest, oldest first."""
+        return [str(entry["released"]) for entry in self._own() if entry.get("released")]
+
     def last_round(self) -> int:
         """The last round of this run that was recorded; 0 before the first."""
         return max((int(entry["round"]) for entry in self._own()), default=0)

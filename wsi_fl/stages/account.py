@@ -14,6 +14,7 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.privacy.planner import planned as best_plan
 from wsi_fl.runs import SiteFolder
+from wsi_fl.study import Study
 from wsi_fl.types import UsageError
 
 
@@ -41,6 +42,15 @@ def terms_of(site: config.Site, pipeline: Pipeline, guarantee: Guarantee) -> Ter
         unit=pipeline.privacy.unit,
         insecure=pipeline.privacy.insecure_seed is not None,
     )
+
+
+def require_ledger(study: Study, site: config.Site) -> None:
+    """Refuses a real site whose account is gone though it has taken part in some run."""
+    took_part = any(study.runs.glob(f"*/sites/{site.name}/state/*.safetensors"))
+    if site.real and not study.ledger(site.name).exists() and took_part:
+        raise UsageError(
+            f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
+        )
 
 
 @dataclass(frozen=True)

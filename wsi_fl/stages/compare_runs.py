@@ -15,7 +15,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.data import example_word, may_merge, of_slides, open_data, store_digest, store_path
+from wsi_fl.stages.data import example_word, may_merge, of_images, open_data, store_digest, store_path
 from wsi_fl.stages.report import inputs_of
 from wsi_fl.stages.train import train
 from wsi_fl.study import Study, load_pipeline
@@ -23,7 +23,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
 _NO_EFFECT = (
-    *("sites", "slides.", "tile.", "store.", "mosaic.", "subtypes.", "comm.", "evaluate."),
+    *("sites", "slides.", "tile.", "store.", "mosaic.", "features.", "subtypes.", "comm.", "evaluate."),
     *("predict.threshold", "predict.top_k"),
 )
 """Settings that change nothing about what is learned from a given store, or answered."""
@@ -70,8 +70,10 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     flat = _flat(pipeline)
     row, private = METHODS[method], pipeline.privacy.enabled
     without = [*_NO_EFFECT]
-    if of_slides(pipeline):
+    if not of_images(pipeline):
         without += ["train.augment", "train.input_px"]
+    if not pipeline.stain.exchange:
+        without.append("stain.")
     if not private:
         without += ["privacy.", "train.after_budget"]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own

@@ -1,9 +1,9 @@
-"""What a site's store holds for a run: patches, or the mosaics of whole slides, as `train.data` says."""
+"""What a site's store holds for a run, as `train.data` says: patches, their features, or mosaics of whole slides."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -15,15 +15,19 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.learning.bags import allowed_classes, bag_examples
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
-from wsi_fl.models import Bags, Images, Shape
+from wsi_fl.models import Bags, Images, Shape, Vectors
 from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.slide_pixels import SlidePixels
 from wsi_fl.stores.features import FeatureMeta, FeatureStore
+from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
-Store = PatchStore | FeatureStore
+_HASHED = 4096
+"""Rows of features hashed at a time."""
+
+Store = PatchStore | FeatureStore | PatchFeatures
 Table = PatchTable | BagTable
 
 
@@ -32,18 +36,29 @@ def of_slides(pipeline: Pipeline) -> bool:
     return pipeline.train.data == "mosaics"
 
 
+def of_images(pipeline: Pipeline) -> bool:
+    """Whether models see pixels."""
+    return pipeline.train.data == "patches"
+
+
 def example_word(pipeline: Pipeline) -> str:
     """What examples are called."""
     return "slides" if of_slides(pipeline) else "patches"
 
 
 def store_path(study: Study, site: str, pipeline: Pipeline) -> Path:
-    return study.mosaic(site) if of_slides(pipeline) else study.store(site)
+    places = {"patches": study.store, "features": study.features, "mosaics": study.mosaic}
+    return places[pipeline.train.data](site)
 
 
 def open_data(study: Study, site: str, pipeline: Pipeline) -> Store:
     """The store that a pipeline trains on; says which command makes a missing one."""
-    return open_mosaic(study, site) if of_slides(pipeline) else open_store(study, site)
+    doors: dict[str, Callable[[Study, str], Store]] = {
+        "patches": open_store,
+        "features": open_features,
+        "mosaics": open_mosaic,
+    }
+    return doors[pipeline.train.data](study, site)
 
 
 def open_store(study: Study, site: str) -> PatchStore:
@@ -54,6 +69,11 @@ def open_store(study: Study, site: str) -> PatchStore:
 def open_mosaic(study: Study, site: str) -> FeatureStore:
     """The feature store of a site's mosaics."""
     return FeatureStore(_there(study, site, study.mosaic(site), "mosaic"))
+
+
+def open_features(study: Study, site: str) -> PatchFeatures:
+    """The features of a site's patches."""
+    return PatchFeatures(_there(study, site, study.features(site), "features"))
 
 
 def _there(study: Study, site: str, path: Path, command: str) -> Path:
@@ -75,19 +95,26 @@ def store_digest(store: Store) -> str:
         for k in range(len(store)):
             bag = store.bag(k)
             digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
+    if isinstance(store, PatchFeatures):
+        digest.update(store.encoder.encode())
+        for first in range(0, len(store), _HASHED):
+            digest.update(store.read(np.arange(first, min(first + _HASHED, len(store)))).tobytes())
     return digest.hexdigest()
 
 
 def remember(folder: SiteFolder, store: Store) -> None:
-    """Notes in a run which store a site works on; of mosaics also what its models must know without it.
+    """Notes in a run which store a site works on; of features also what its models must know without it.
 
     Raises:
         UsageError: when it is not the store the run began with.
     """
-    folder.remember_store(store_digest(store), _facts(store) if isinstance(store, FeatureStore) else None)
+    folder.remember_store(store_digest(store), None if isinstance(store, PatchStore) else _facts(store))
 
 
-def _facts(store: FeatureStore) -> dict[str, Any]:
+def _facts(store: FeatureStore | PatchFeatures) -> dict[str, Any]:
+    if isinstance(store, PatchFeatures):
+        classes, encoder, spec = list(store.meta.classes), store.encoder, asdict(store.meta.spec)
+        return {"classes": classes, "encoder": encoder, "n_features": store.n_features, "spec": spec}
     meta = store.meta
     return {
         "classes": list(meta.classes),
@@ -115,6 +142,8 @@ def shape_of(pipeline: Pipeline, store: Store) -> Shape:
     """What models see of this store."""
     if isinstance(store, FeatureStore):
         return Bags(store.n_features)
+    if isinstance(store, PatchFeatures):
+        return Vectors(store.n_features)
     return Images(store.channels, input_px(pipeline, store))
 
 
@@ -154,10 +183,20 @@ def bags_of(store: FeatureStore, split: str) -> Examples:
     )
 
 
+def vectors_of(store: PatchFeatures, split: str, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
+    """The features of the patches of one split, in memory where they fit."""
+    rows = np.flatnonzero(store.table.split == split)
+    table = store.table.take(rows)
+    found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
+    return in_memory(found, in_memory_bytes, chunk=_HASHED)
+
+
 def split_of(pipeline: Pipeline, store: Store, split: str) -> Examples:
     """The examples of one split as the models see them."""
     if isinstance(store, FeatureStore):
         return bags_of(store, split)
+    if isinstance(store, PatchFeatures):
+        return vectors_of(store, split)
     return examples_of(store, split, input_px(pipeline, store))
 
 
@@ -173,6 +212,8 @@ def _held_out(root: Path, site: str, written_ns: int, data: str, input_px: int |
     del written_ns  # a store made anew is another one
     if data == "mosaics":
         return bags_of(open_mosaic(Study(root), site), "test")
+    if data == "features":
+        return vectors_of(open_features(Study(root), site), "test")
     store = open_store(Study(root), site)
     return examples_of(store, "test", input_px or store.meta.spec.size_px)
 

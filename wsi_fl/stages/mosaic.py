@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.config import Pipeline
+from wsi_fl.config import Mosaic, Pipeline
 from wsi_fl.config import Site as SiteConfig
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.slides.layouts import read_site
@@ -59,7 +59,7 @@ def mosaic(
         for one, source in sources:
             records, aside = read_site(one.layout, source)
             listed.append(_Listed(study, one, pipeline, tuple(aside), labelled(records, pipeline.subtypes)))
-        encoder.append(encoder_of(study, pipeline, job.threads))
+        encoder.append(encoder_of(study, pipeline.mosaic, job.threads))
 
     job.together(prepare)
     told = watcher if watcher and job.first else Silent()
@@ -67,14 +67,17 @@ def mosaic(
     return {"sites": rows} if job.first else {}
 
 
-def encoder_of(study: Study, pipeline: Pipeline, threads: int) -> Encoder:
-    """The pipeline's encoder on this rank's device and share of cores."""
+def encoder_of(study: Study, settings: Mosaic, threads: int, section: str = "mosaic") -> Encoder:
+    """The encoder of these settings on this rank's device and share of cores.
+
+    Args:
+        section: of the configuration that they are from.
+    """
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), threads))
-    settings = pipeline.mosaic
     weights = study.resolve(settings.weights) if settings.weights else None
-    how = {"input_px": settings.input_px, "batch_size": settings.batch_size}
+    how = {"input_px": settings.input_px, "batch_size": settings.batch_size, "section": section}
     return Encoder(settings.encoder, weights, **how, device=device_of_rank())  # type: ignore[arg-type]
 
 

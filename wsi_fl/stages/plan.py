@@ -21,6 +21,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.account import planned, spent_words
 from wsi_fl.stages.console import say
 from wsi_fl.stages.data import example_word, of_slides, open_data, store_path
+from wsi_fl.stages.stains import stains_of
 from wsi_fl.stages.workshop import (
     assemble,
     brought,
@@ -62,6 +63,10 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
         raise UsageError(
             f"sites/{real[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
         )
+    if pipeline.stain.exchange:
+        if of_slides(pipeline):
+            raise UsageError("stain.exchange is for patches and their features; mosaics keep their stain")
+        stains_of(study, pipeline)
     for site in sites:
         if stores and (site.allows("patches") or not store_path(study, site.name, pipeline).exists()):
             open_data(study, site.name, pipeline).close()
@@ -159,7 +164,11 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
     noise = entropy_generator(site.device)
     schedule = schedule_of(study, pipeline)
     drawn = batches(
-        site.train, iter([rows] * (_TIMED_STEPS + 1)), augment=schedule.make_augment(0), device=site.device
+        site.train,
+        iter([rows] * (_TIMED_STEPS + 1)),
+        augment=schedule.make_augment(0),
+        device=site.device,
+        stain_seed=0,
     )
     began = 0.0
     for number, batch in enumerate(drawn):

@@ -67,7 +67,7 @@ class BagPredictor:
             WsiFlError: when the encoder has other weights by now.
         """
         threads = len(os.sched_getaffinity(0))
-        encoder = encoder_of(self.study, self.pipeline, threads)
+        encoder = encoder_of(self.study, self.pipeline.mosaic, threads)
         if encoder.label != self.meta.encoder:
             raise WsiFlError(
                 f"{self.run.name} learned from features of {self.meta.encoder}, but mosaic.encoder and mosaic.weights "

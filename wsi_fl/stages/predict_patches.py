@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import atomic, write_bytes, write_json
-from wsi_fl.learning.examples import resized, unlabelled
+from wsi_fl.learning.examples import Examples, resized, unlabelled
+from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.report.heatmap import Caption, draw_heatmap
 from wsi_fl.runs import RunFolder
 from wsi_fl.slides.geojson import Color, write_geojson
@@ -24,12 +25,13 @@ from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.data import open_store, store_digest
+from wsi_fl.stages.data import of_images, open_store, store_digest
 from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.mosaic import encoder_of
 from wsi_fl.stages.tile import spec_of
 from wsi_fl.stages.trained import Answering, Inputs, answering, inputs_of
 from wsi_fl.study import Study
-from wsi_fl.types import CLASSES, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
@@ -49,22 +51,54 @@ _MORE_COLORS: tuple[Color, ...] = (
 
 @dataclass(frozen=True)
 class Predictor:
-    """What answers for one site, and how slides are cut for it."""
+    """What answers for one site, and how slides are cut for it.
+
+    Attributes:
+        encoder: of runs on features; None where models see pixels.
+    """
 
     run: RunFolder
     site: config.Site
     pipeline: Pipeline
     inputs: Inputs
     models: Answering
+    encoder: Encoder | None = None
+
+    def seen(self, images: NDArray[np.uint8]) -> Examples:
+        """Images uint8[b, h, w, 3] as the models see them."""
+        return unlabelled(images if self.encoder is None else encode([images], self.encoder))
 
 
 def load_predictor(
     study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, watcher: Watcher
 ) -> Predictor:
     """The trained models of a site, and how slides are cut for them."""
+    if not of_images(pipeline):
+        encoder, inputs = _encoding(study, run, pipeline, site.name)
+        models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
+        return Predictor(run, site, pipeline, inputs, models, encoder)
     inputs = _inputs(study, run, pipeline, site.name, watcher)
     models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
     return Predictor(run, site, pipeline, inputs, models)
+
+
+def _encoding(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> tuple[Encoder, Inputs]:
+    """The encoder of a run on features, and what it saw.
+
+    Raises:
+        WsiFlError: when the encoder has other weights by now.
+    """
+    facts = run.site(site).store_facts()
+    spec = GridSpec(**facts["spec"])
+    if spec.mpp <= 0:
+        raise UsageError(f"site {site}: its features are of images, not slides; predict reads slides")
+    encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
+    if encoder.label != facts["encoder"]:
+        raise WsiFlError(
+            f"{run.name} learned from features of {facts['encoder']}, but features.encoder and features.weights "
+            f"now are {encoder.label}; put the weights of then back"
+        )
+    return encoder, Inputs(tuple(facts["classes"]), 3, spec, spec.size_px, facts["n_features"])
 
 
 def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
@@ -149,7 +183,7 @@ def heat_of(predictor: Predictor, plan: SlidePlan, watcher: Watcher) -> tuple[He
     done = 0
     with torch.inference_mode():
         for images in _batches(plan, inputs.input_px, size, predictor.pipeline.slides.reader, aside):
-            p = predictor.models.probabilities(unlabelled(images), size)
+            p = predictor.models.probabilities(predictor.seen(images), size)
             predicted[done : done + len(p)] = p
             done += len(p)
             watcher.update(plan.record.slide, done, n)

@@ -244,16 +244,16 @@ def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
 
 @contextmanager
 def locked(folder: Path, site: str) -> Iterator[None]:
-    """One `tile` or `mosaic` at a time per site; what a killed one left behind is removed."""
+    """One `tile`, `mosaic`, `features` or `stain` at a time per site; what a killed one left behind is removed."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise WsiFlError(
-                f"site {site}: another wsi-fl tile or mosaic is writing {folder}; wait for it"
+                f"site {site}: another wsi-fl command is writing {folder}; wait for it"
             ) from None
-        for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics"))):
+        for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
             remove_leftovers(place)
         yield
 

@@ -14,7 +14,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.validation import answered, roles
-from wsi_fl.models import Images, Shape, build
+from wsi_fl.models import Images, Shape, Vectors, build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.data import input_px
 from wsi_fl.stages.workshop import architecture
@@ -25,16 +25,21 @@ from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
 @dataclass(frozen=True)
 class Inputs:
-    """What models of patches see: those of `spec` reduced to input_px, and the classes they tell apart."""
+    """What models of patches see: those of `spec` reduced to input_px, and the classes they tell apart.
+
+    Attributes:
+        n_features: d where they see a patch's features and not the patch; None elsewhere.
+    """
 
     classes: tuple[str, ...]
     channels: int
     spec: GridSpec
     input_px: int
+    n_features: int | None = None
 
     @property
     def shape(self) -> Shape:
-        return Images(self.channels, self.input_px)
+        return Images(self.channels, self.input_px) if self.n_features is None else Vectors(self.n_features)
 
 
 def inputs_of(pipeline: Pipeline, store: PatchStore) -> Inputs:

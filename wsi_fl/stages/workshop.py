@@ -29,6 +29,7 @@ from wsi_fl.stages.account import (
     affordable_rounds,
     agreed_spending,
     guarantee_of,
+    require_ledger,
     terms_of,
     weights_of,
 )
@@ -37,13 +38,15 @@ from wsi_fl.stages.data import (
     example_word,
     held_out,
     may_merge,
-    of_slides,
+    of_images,
     open_data,
     shape_of,
     split_of,
 )
 from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.stains import RUN, check_own, exchanged, stain_ledger, stains_of
 from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -81,7 +84,7 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
         seed=train.seed,
         weights=weights_of(pipeline),
         self_weight=pipeline.topology.self_weight,
-        make_augment=_not_augmented if of_slides(pipeline) else partial(augmentation, train.augment),
+        make_augment=partial(augmentation, train.augment) if of_images(pipeline) else _not_augmented,
         graph=graph_of(study, pipeline),
         answer=pipeline.predict.with_,
         by_competence=train.listen == "competence",
@@ -92,7 +95,7 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
 
 
 def _not_augmented(seed: int) -> Augment | None:
-    """A bag's features have no symmetries of their own."""
+    """Features have no symmetries of their own."""
     del seed
     return None
 
@@ -156,19 +159,22 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     store = open_data(study, site.name, pipeline)
     device = device_of_rank()
     pool = [other.name for other in sites] if method.pooled else [site.name]
-    train = joined([split_of(pipeline, open_data(study, name, pipeline), "train") for name in pool])
+    train = joined([_training(study, pipeline, name) for name in pool])
     train, validation = _validated(method, pipeline, store, train)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {example_word(pipeline)}")
     tests = {"own": held_out(study, site.name, pipeline)}
     if len(sites) > 1 and may_merge(sites):
         tests["merged"] = joined([held_out(study, other.name, pipeline) for other in sites])
-    if site.real and not study.ledger(site.name).exists() and _took_part(study, site.name):
-        raise UsageError(
-            f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
-        )
+    require_ledger(study, site)
     terms = terms_of(site, pipeline, guarantee_of(method, pipeline))
-    ledger = PrivacyLedger(study.ledger(site.name), site=site.name, run=_identity(run), terms=terms)
+    ledger = PrivacyLedger(
+        study.ledger(site.name),
+        site=site.name,
+        run=_identity(run),
+        terms=terms,
+        includes=_included(study, site, pipeline),
+    )
     folder = run.site(site.name)
     spending = agreed_spending(folder, site, pipeline, len(train), ledger)
     make = make_learners(site, pipeline, store, index, device, spending)
@@ -186,6 +192,25 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         validation=validation,
         returning=site.name in run.returning(),
     )
+
+
+def _training(study: Study, pipeline: Pipeline, name: str) -> Examples:
+    """A site's training examples, with `stain.exchange` in all stains."""
+    store = open_data(study, name, pipeline)
+    train = split_of(pipeline, store, "train")
+    if not pipeline.stain.exchange or isinstance(store, FeatureStore):
+        return train
+    return exchanged(study, pipeline, store, train)
+
+
+def _included(study: Study, site: config.Site, pipeline: Pipeline) -> tuple[str, ...]:
+    """What else the site's ε of a run counts: with `stain.exchange` the release of its stain."""
+    if not pipeline.stain.exchange:
+        return ()
+    path = study.relative(study.stain(site.name))
+    released = stains_of(study, pipeline)[site.name]
+    check_own(stain_ledger(study, site, pipeline), released, path)
+    return (RUN,) if pipeline.privacy.enabled else ()
 
 
 def _validated(
@@ -206,11 +231,6 @@ def _validated(
             "train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None
-
-
-def _took_part(study: Study, site: str) -> bool:
-    """Whether some run has trained this site."""
-    return any(study.runs.glob(f"*/sites/{site}/state/*.safetensors"))
 
 
 def _identity(run: RunFolder) -> str:
@@ -254,13 +274,23 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
             train.optimizer_after_exchange,
             pipeline.privacy.mode if pipeline.privacy.enabled else "no privacy",
         ],
+        "stains": _stain_digests(study, pipeline),
         "versions": versions(),
         "affordable": affordable_rounds(site, train.rounds),
     }
 
 
+def _stain_digests(study: Study, pipeline: Pipeline) -> dict[str, str]:
+    """The beginning of each stain in use."""
+    if not pipeline.stain.exchange:
+        return {}
+    return {name: released.digest[:8] for name, released in stains_of(study, pipeline).items()}
+
+
 def _inputs(store: Store, pipeline: Pipeline) -> dict[str, Any]:
-    """What only patches have, or only mosaics."""
+    """What only patches have, only their features, or only mosaics."""
+    if isinstance(store, PatchFeatures):
+        return {"n_features": store.n_features, "encoder": store.encoder}
     if isinstance(store, FeatureStore):
         kinds = {kind: list(classes) for kind, classes in store.meta.tumor_types.items()}
         return {"n_features": store.n_features, "encoder": store.meta.encoder, "tumor_types": kinds}

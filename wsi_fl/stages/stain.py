@@ -1,0 +1,198 @@
+"""`stain`: the colour of a site's training tissue, measured, given noise and released once.
+
+The order: ledger line, a copy of the released numbers beside the store, a second line that they may leave, then
+`stains/<site>.json`. After a crash before the copy nothing has left, and the next release takes the place of the
+lost one; after it the same numbers are written again. So no crash makes a site release two noisy versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import config
+from wsi_fl.config import Pipeline
+from wsi_fl.files import read_json, write_bytes, write_json
+from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.ledger import PrivacyLedger, digest
+from wsi_fl.privacy.means import noisy_mean
+from wsi_fl.slides.stain import stain_of, tissue_moments
+from wsi_fl.slides.stain_picture import draw_stains
+from wsi_fl.stages.account import require_ledger
+from wsi_fl.stages.console import Silent, Watcher, say
+from wsi_fl.stages.data import open_store
+from wsi_fl.stages.stains import check_own, read_stain, stain_ledger
+from wsi_fl.stages.tile_job import Job
+from wsi_fl.stages.tile_shards import locked
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.types import UsageError, WsiFlError
+
+_READ = 32
+_CANDIDATES, _SHOWN = 60, 5
+SPACE = "CIELAB (D65)"
+
+
+def stain(
+    study: Study,
+    *,
+    site: str | None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    again: bool = False,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """The stain of one site, or with `site` None of every site of the pipeline; returns the `--json` document.
+
+    A site that has released one keeps it and spends nothing more. Started under mpiexec or srun, the ranks share the
+    sites, and all but the first return {}.
+
+    Args:
+        again: measure and release once more, which costs as much as the first time.
+    """
+    job = Job()
+    told = watcher if watcher and job.first else Silent()
+    chosen: list[_Site] = []
+
+    def prepare() -> None:
+        pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+        sites = study.sites(pipeline) if site is None else [study.site(site)]
+        chosen.extend(_Site(study, one, pipeline) for one in sites)
+        for one in job.mine(chosen):
+            one.open().close()
+
+    job.together(prepare)
+    found = job.together(lambda: [_of_site(one, again, told) for one in job.mine(chosen)])
+    job.together(lambda: _draw(job.mine(chosen)))
+    order = [one.site.name for one in chosen]
+    rows = sorted((row for part in found for row in part), key=lambda row: order.index(row["site"]))
+    return {"sites": rows} if job.first else {}
+
+
+@dataclass(frozen=True)
+class _Site:
+    study: Study
+    site: config.Site
+    pipeline: Pipeline
+
+    def open(self) -> PatchStore:
+        """Its patches, which must be in colour."""
+        store = open_store(self.study, self.site.name)
+        if store.slides and store.channels != 3:
+            store.close()
+            raise UsageError(f"site {self.site.name}: its store holds grey images, which have no stain")
+        return store
+
+
+def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
+    """One site of the `--json` document."""
+    study, name = one.study, one.site.name
+    path = study.stain(name)
+    copy = study.store(name).parent / "stain.json"
+    require_ledger(study, one.site)
+    ledger = stain_ledger(study, one.site, one.pipeline)
+    with locked(copy.parent, name):
+        kept = None if again else next((file for file in (copy, path) if file.exists()), None)
+        if kept is None:
+            document = _measured(one, ledger, watcher)
+            write_json(copy, document)
+        else:
+            document = read_json(kept)
+            check_own(ledger, read_stain(document, study.relative(kept)), study.relative(kept))
+        newest = document["digest"] in ledger.released()[-1]
+        if newest and ledger.last_round() > ledger.last_sent():
+            ledger.sending(ledger.last_round())
+        if not path.exists() or read_json(path) != document:
+            write_json(path, document)
+    return document | {"spent": kept is None, "file": study.relative(path)}
+
+
+def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, Any]:
+    """The file of a new release, which is on the ledger by now; one that was never sent is taken back by it."""
+    settings, unit = one.pipeline.stain, one.pipeline.privacy.unit
+    with one.open() as store:
+        rows = np.flatnonzero(store.table.split == "train")
+        if not len(rows):
+            raise WsiFlError(f"site {one.site.name}: its store has no training patches to take a stain from")
+        parts = []
+        for first, pixels in _batches(store, rows):
+            parts.append(tissue_moments(pixels))
+            watcher.update(one.site.name, first + len(pixels), len(rows), "measuring")
+        units = _units(unit, store.table.patient[rows])
+    mean, mechanism, n = noisy_mean(
+        np.concatenate(parts),
+        clip=settings.clip,
+        sigma=settings.sigma,
+        noise=entropy_generator(),
+        units=units,
+    )
+    vector = mean.astype(np.float32)
+    round_ = ledger.last_sent() + 1
+    ledger.release(round_, vector, schema="stain", mechanism=mechanism, content="stain")
+    seen = stain_of(vector.astype(np.float64))
+    return {
+        "site": one.site.name,
+        "method": settings.method,
+        "space": SPACE,
+        "mean": list(seen.mean),
+        "sd": list(seen.sd),
+        "moments": [float(value) for value in vector],
+        "sigma": settings.sigma,
+        "clip": settings.clip,
+        "n": n,
+        "unit": unit,
+        "epsilon": ledger.epsilon(),
+        "delta": ledger.terms.delta,
+        "digest": digest(vector),
+    }
+
+
+def _units(unit: str, patient: NDArray[np.str_]) -> NDArray[np.str_] | None:
+    """Whose record each row is; None where each is one of its own."""
+    return patient if unit == "patient" else None
+
+
+def _batches(store: PatchStore, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    for first in range(0, len(rows), _READ):
+        yield first, store.read(rows[first : first + _READ])
+
+
+def _draw(sites: Sequence[_Site]) -> None:
+    """stores/<site>/stain.png: patches as every laboratory whose stain is here would show them. It stays here."""
+    for one in sites:
+        write_bytes(one.study.store(one.site.name).parent / "stain.png", _picture(one))
+
+
+def _picture(one: _Site) -> bytes:
+    study, name = one.study, one.site.name
+    others = {}
+    for other in (site.name for site in study.sites(one.pipeline)):
+        if other != name and (path := study.stain(other)).exists():
+            others[other] = read_stain(read_json(path), study.relative(path)).stain
+    own = read_stain(read_json(study.stain(name)), name).stain
+    with one.open() as store:
+        rows = np.flatnonzero(store.table.split == "train")
+        spread = np.unique(np.linspace(0, len(rows) - 1, _CANDIDATES).round().astype(np.int64))
+        patches = [
+            pixels[k]
+            for _, pixels in _batches(store, rows[spread])
+            for k in np.flatnonzero(tissue_moments(pixels).any(1))
+        ]
+    step = max(1, len(patches) // _SHOWN)
+    return draw_stains(name, patches[::step][:_SHOWN], own, others)
+
+
+def print_stains(document: dict[str, Any]) -> None:
+    """A line per site."""
+    for row in document["sites"]:
+        seen = ", ".join(f"{m:.1f} ± {s:.1f}" for m, s in zip(row["mean"], row["sd"], strict=True))
+        cost = "released" if row["spent"] else "released before, nothing spent"
+        say(
+            f"  {row['site']}: L*, a*, b* = {seen} over {row['n']} {row['unit']}s; {cost}: "
+            f"ε = {row['epsilon']:.2f} at δ = {row['delta']:g} ({row['file']})"
+        )
+    say("stains may be copied to the other sites' stains/; next: wsi-fl train --set stain.exchange=true")

@@ -1,0 +1,134 @@
+"""The released stains of a study, `stains/<site>.json`, and training patches shown in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import config
+from wsi_fl.config import Pipeline
+from wsi_fl.files import read_json
+from wsi_fl.learning.examples import Examples, in_stains
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms, digest
+from wsi_fl.slides.stain import N_MOMENTS, Stain, restained, stain_of
+from wsi_fl.stages.account import terms_of
+from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.types import UsageError, WsiFlError
+
+RUN = "stain"
+"""What ledgers call the release."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """A stain as its site released it.
+
+    Attributes:
+        moments: float32[6], the very numbers that the digest is of.
+        digest: SHA-256, as in the site's ledger.
+    """
+
+    moments: NDArray[np.float32]
+    digest: str
+
+    @property
+    def stain(self) -> Stain:
+        return stain_of(self.moments.astype(np.float64))
+
+
+def read_stain(document: Any, label: str) -> Released:
+    """The stain of a file's content.
+
+    Raises:
+        WsiFlError: when it is damaged, or its numbers are not those of its digest.
+    """
+    try:
+        moments = np.array(document["moments"], np.float32)
+        known = str(document["digest"])
+        whole = moments.shape == (N_MOMENTS,) and bool(np.isfinite(moments).all())
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole or digest(moments) != known:
+        raise WsiFlError(f"{label}: not a released stain; copy the file from its site again")
+    return Released(moments, known)
+
+
+def stains_of(study: Study, pipeline: Pipeline, *more: str) -> dict[str, Released]:
+    """The released stain of every site of a pipeline, and of those named besides.
+
+    Raises:
+        WsiFlError: when one is missing; says which command to run where.
+    """
+    found = {}
+    for name in dict.fromkeys([*(site.name for site in study.sites(pipeline)), *more]):
+        path = study.stain(name)
+        if not path.exists():
+            raise WsiFlError(
+                f"{study.relative(path)}: no stain of site {name} yet; run `wsi-fl stain --site {name}` where its "
+                "store is, and copy the file here"
+            )
+        found[name] = read_stain(read_json(path), study.relative(path))
+    return found
+
+
+def stain_terms(site: config.Site, pipeline: Pipeline) -> Terms:
+    """The noise of a stain never comes from a fixed seed."""
+    plain = pipeline.privacy.model_copy(update={"insecure_seed": None})
+    return terms_of(site, pipeline.model_copy(update={"privacy": plain}), "guaranteed")
+
+
+def stain_ledger(study: Study, site: config.Site, pipeline: Pipeline) -> PrivacyLedger:
+    """The site's account of its stains."""
+    terms = stain_terms(site, pipeline)
+    return PrivacyLedger(study.ledger(site.name), site=site.name, run=RUN, terms=terms)
+
+
+def check_own(ledger: PrivacyLedger, released: Released, label: str) -> None:
+    """Refuses a stain of this site that did not leave through its ledger: strict mode rests on its noise."""
+    if not any(released.digest in said for said in ledger.released()):
+        raise WsiFlError(
+            f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}; restore both from the same "
+            "backup, or measure anew with --again"
+        )
+
+
+def exchanged(
+    study: Study, pipeline: Pipeline, store: PatchStore | PatchFeatures, train: Examples
+) -> Examples:
+    """The training examples of a site, each of which can be shown in the stain of every site of the pipeline.
+
+    Maps go from the site's own released stain to another's, so that what an example becomes depends on it and on
+    releases alone.
+
+    Raises:
+        UsageError, WsiFlError: when stains are missing, the images have none, or features were made for other stains.
+    """
+    stains, own = stains_of(study, pipeline), store.meta.site
+    others = [name for name in stains if name != own]
+    if isinstance(store, PatchFeatures):
+        if any(store.stains.get(name) != released.digest for name, released in stains.items()) and others:
+            raise UsageError(
+                f"site {own}: its features are not in the stains that stains/ holds; run "
+                f"`wsi-fl features --site {own} --set stain.exchange=true`"
+            )
+        return in_stains(train, [partial(_variant, store, name) for name in others])
+    if store.channels != 3:
+        raise UsageError(f"site {own}: its store holds grey images; leave out stain.exchange")
+    mine = stains[own].stain
+    return in_stains(train, [partial(_moved, mine, stains[name].stain) for name in others])
+
+
+def _variant(store: PatchFeatures, site: str, rows: NDArray[np.int64], features: Any) -> Any:
+    del features
+    return store.variant(site, rows)
+
+
+def _moved(own: Stain, other: Stain, rows: NDArray[np.int64], pixels: Any) -> Any:
+    del rows
+    return restained(pixels, own, other)
