@@ -1,0 +1,292 @@
+"""Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import make_study, refused
+from safetensors.torch import save_file
+from test_mosaic import plain_features
+from torch.nn import functional
+
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, Bags, Images, Vectors, build
+from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.slides import phantom
+from wsi_fl.slides.stain import restained
+from wsi_fl.stages import launch
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.features import features
+from wsi_fl.stages.init import init
+from wsi_fl.stages.predict import predict
+from wsi_fl.stages.report import report
+from wsi_fl.stages.stain import stain
+from wsi_fl.stages.stains import stains_of
+from wsi_fl.stages.tile import tile
+from wsi_fl.stages.train import train
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
+
+FIXTURE = Path(__file__).parent / "fixtures" / "patch-features-v1.h5"
+HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]
+
+
+@pytest.fixture(scope="session")
+def tiny_weights(tmp_path_factory):
+    """Random weights of a tiny architecture."""
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def settings(tiny_weights):
+    return ["features.encoder=test_efficientnet", f"features.weights={tiny_weights}"]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, settings):
+    """Three sites with stains and features of 32-px patches, in their own and the others' stains."""
+    study = make_study(tmp_path_factory.mktemp("features") / "study", n_sites=3, size_px=32)
+    stain(study, site=None)
+    features(study, site=None, overrides=[*settings, "stain.exchange=true"])
+    return study
+
+
+@pytest.fixture
+def study(made, tmp_path):
+    return Study(shutil.copytree(made.root, tmp_path / "study"))
+
+
+def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_weights):
+    with PatchFeatures(made.features("S0")) as store, PatchStore(made.store("S0")) as patches:
+        assert len(store) == len(patches) and store.n_features == 256
+        for name in ("xy_l0", "label", "slide", "patient", "split"):
+            assert np.array_equal(getattr(store.table, name), getattr(patches.table, name))
+        rows = np.arange(len(store))
+        expected = plain_features("test_efficientnet", tiny_weights, patches.read(rows))
+        np.testing.assert_allclose(store.read(rows), expected, atol=1e-4)
+        mixed = np.array([5, 0, 40, 5])
+        assert np.array_equal(store.read(mixed), store.read(rows)[mixed])
+        assert "test_efficientnet sha256:" in store.encoder
+
+
+def test_variants_are_features_of_restained_training_patches(made, tiny_weights):
+    stains = stains_of(made, made.pipeline("small"))
+    with PatchFeatures(made.features("S1")) as store, PatchStore(made.store("S1")) as patches:
+        train_rows = np.flatnonzero(patches.table.split == "train")
+        assert store.others == ["S0", "S2"]
+        for other in store.others:
+            moved = restained(patches.read(train_rows), stains["S1"].stain, stains[other].stain)
+            expected = plain_features("test_efficientnet", tiny_weights, moved)
+            found = store.variant(other, np.arange(len(train_rows)))
+            np.testing.assert_allclose(found, expected, atol=1e-4)
+            assert not np.allclose(found, store.read(train_rows), atol=1e-3)
+
+
+def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
+    before = study.features("S0").read_bytes()
+    sets = [*settings, "stain.exchange=true"]
+    assert [row["made"] for row in features(study, site=None, overrides=sets)["sites"]] == [0, 0, 0]
+    assert study.features("S0").read_bytes() == before
+    without = features(study, site="S0", overrides=settings)["sites"][0]
+    assert without["made"] == 3 and without["variants"] == []  # test slides have no variants
+    assert capsys.readouterr().err.count("made again") == 3
+
+
+@pytest.mark.parametrize("after", [0, 2])
+def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made, settings, after):
+    folder = study.features("S0").parent
+    shutil.rmtree(folder / "features")
+    study.features("S0").unlink()
+    sets = [part for one in [*settings, "stain.exchange=true"] for part in ("--set", one)]
+    command = [sys.executable, "-m", "wsi_fl", "features", "--site", "S0", *sets]
+    process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
+    while process.poll() is None:
+        if (folder / "features").exists() and len(list((folder / "features").glob("[!.]*.h5"))) >= after:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        time.sleep(0.002)
+    process.wait()
+    features(study, site="S0", overrides=[*settings, "stain.exchange=true"])
+    assert not list(folder.rglob("*.partial*"))
+    with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
+        rows = np.arange(len(one))
+        np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)  # threads may differ
+    again = study.features("S0").read_bytes()
+    features(study, site="S0", overrides=[*settings, "stain.exchange=true"])
+    assert study.features("S0").read_bytes() == again
+
+
+def test_ranks_share_the_slides(study, made, settings):
+    shutil.rmtree(study.features("S0").parent / "features")
+    study.features("S0").unlink()
+    sets = [part for one in [*settings, "stain.exchange=true"] for part in ("--set", one)]
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none"]
+    command += [sys.executable, "-m", "wsi_fl", "features", "--site", "S0", *sets]
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = subprocess.run(
+        command, cwd=study.root, env=os.environ | allowed, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
+        rows = np.arange(len(one))
+        np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VECTOR_BUILDERS)
+@pytest.mark.parametrize("mode", ENGINES)
+def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
+    model = build(name, n_classes=3, shape=Vectors(10), seed=0)
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(5, 10, generator=generator), torch.arange(5) % 3
+    c, told = torch.linspace(1.0, 0.25, 5), []
+
+    def weigh(norms):
+        told.append(norms)
+        return c
+
+    parameters = list(model.parameters())
+    each = [
+        torch.autograd.grad(functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1]), parameters)
+        for k in range(5)
+    ]
+    sums, _ = ENGINES[mode](model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
+    norms = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in each])
+    torch.testing.assert_close(told[0], norms, rtol=1e-4, atol=1e-6)
+    for k, total in enumerate(sums):
+        wanted = sum(float(c[row]) * each[row][k] for row in range(5))
+        torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_on_features(study, method):
+    overrides = [*HEADS, "stain.exchange=true", "train.val_fraction=0.3"]
+    summary = train(study, method=method, overrides=overrides, backend="local")
+    assert [row["rounds"] for row in summary["sites"]] == [2] * 3
+    found = evaluate(study, summary["run"])
+    assert found["examples"] == "patches" and found["merged"]["accuracy"]["mean"] is not None
+    assert found["sites"][0]["slides"]["n"] == 3
+    assert report(study, summary["run"]).exists()
+
+
+def test_features_learn_what_the_patches_show(study):
+    overrides = [*HEADS, "train.rounds=10", "privacy.enabled=false", "train.lr=0.02"]
+    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    assert evaluate(study, run)["internal"]["accuracy"]["mean"] > 0.9
+
+
+def test_models_of_other_inputs_are_refused_in_one_line(study):
+    refused(lambda: build("cnn1", n_classes=2, shape=Vectors(4), seed=0), "linear_head, mlp_head")
+    refused(lambda: build("linear_head", n_classes=2, shape=Bags(4), seed=0), "does not see bags")
+    refused(lambda: build("linear_head", n_classes=2, shape=Images(3, 8), seed=0), "train.data = 'features'")
+    assert not set(VECTOR_BUILDERS) & set(BUILDERS)
+    wrong = ["train.data=features"]
+    refused(lambda: train(study, method="regular", overrides=wrong, backend="local"), "linear_head")
+    study.features("S1").unlink()
+    refused(
+        lambda: train(study, method="regular", overrides=HEADS, backend="local"),
+        "run `wsi-fl features --site S1`",
+        error=WsiFlError,
+    )
+
+
+@pytest.mark.parametrize("pixels", ["native", "none"])
+def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, settings, tiny_weights, tmp_path):
+    archive = phantom.paint_archive(tmp_path / "archive", n_sites=1, patients_per_site=2, size_px=512)
+    init(tmp_path / "study", archive=archive)
+    study = Study(tmp_path / "study")
+    cut = [f"store.pixels={pixels}", "tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.1"]
+    tile(study, site="C1", overrides=cut)
+    (row,) = features(study, site="C1", overrides=settings)["sites"]
+    with PatchFeatures(study.root / row["store"]) as store, PatchStore(study.store("C1")) as patches:
+        assert len(store) == row["patches"] == len(patches) > 0
+    overrides = [*cut, *settings, *HEADS, "privacy.enabled=false"]
+    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
+    slide = sorted(archive.rglob("*.tif"))[0]
+    (known,) = predict(study, run, site="C1", slides=[slide])["slides"]
+    assert known["patches"] > 0 and 0 <= known["score"]["max"] <= 1
+    assert all((study.root / known[name]).exists() for name in ("heatmap", "geojson", "csv"))
+    other = tmp_path / "other.safetensors"
+    torch.manual_seed(1)
+    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), other)
+    config = study.root / run / "config.toml"
+    config.write_text(config.read_text().replace(str(tiny_weights), str(other)))
+    refused(
+        lambda: predict(study, run, site="C1", slides=[slide]), "learned from features of", error=WsiFlError
+    )
+
+
+def test_settings_left_out_are_those_of_the_mosaic(study):
+    mosaic = ["mosaic.encoder=densenet121", "mosaic.weights=a.safetensors", "mosaic.input_px=224"]
+    same = study.pipeline("small", mosaic).encoding
+    assert (same.encoder, same.weights, same.input_px) == ("densenet121", "a.safetensors", 224)
+    own = study.pipeline("small", [*mosaic, "features.encoder=resnet18"]).encoding
+    assert (own.encoder, own.weights, own.input_px, own.batch_size) == ("resnet18", None, None, 32)
+
+
+def test_version_1_opens_for_ever():
+    with PatchFeatures(FIXTURE) as store:
+        assert store.meta == StoreMeta("C1", CLASSES, GridSpec(8, 0.5, 8))
+        assert store.encoder == "tiny sha256:0" and store.others == ["C2"]
+        assert store.read(np.array([2, 0])).tolist() == [[4.0, 5.0], [0.0, 1.0]]
+        assert store.variant("C2", np.array([1])).tolist() == [[12.0, 13.0]]
+        assert store.table.split.tolist() == ["train", "train", "test"]
+
+
+def test_newer_versions_and_other_files_are_refused(tmp_path):
+    import h5py
+
+    path = shutil.copy(FIXTURE, tmp_path / "features.h5")
+    with h5py.File(path, "a") as file:
+        file.attrs["version"] = 2
+    with pytest.raises(WsiFlError, match="update wsi-fl"):
+        PatchFeatures(path)
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(WsiFlError, match="HDF5"):
+        PatchFeatures(path)
+    with pytest.raises(WsiFlError, match="no such store"):
+        PatchFeatures(tmp_path / "none.h5")
+
+
+def write_fixture(path: Path) -> None:
+    """What made tests/fixtures/patch-features-v1.h5."""
+    slides = np.array(["a", "a", "b"])
+    table = PatchTable(
+        np.arange(6).reshape(3, 2),
+        np.array([0, 1, 0]),
+        np.array([0, 1, np.nan], np.float32),
+        slides,
+        np.array(["p", "p", "q"]),
+        np.array(["train", "train", "test"]),
+    )
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    shards = [path.parent / f"{name}.h5" for name in ("a", "b")]
+    write_shard(shards[0], "x", values[:2], {"C2": values[:2] + 10})
+    write_shard(shards[1], "y", values[2:], {})
+    meta = FeaturesMeta(
+        StoreMeta("C1", CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0", {"C1": "1", "C2": "2"}
+    )
+    write_patch_features(path, meta, table, shards)
+
+
+def test_stale_variants_are_refused(study):
+    stain(study, site="S1", again=True)
+    exchange = [*HEADS, "stain.exchange=true"]
+    refused(
+        lambda: train(study, method="proxyfl", overrides=exchange, backend="local"),
+        "run `wsi-fl features --site S0 --set stain.exchange=true`",
+        error=UsageError,
+    )
