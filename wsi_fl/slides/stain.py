@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,11 +15,16 @@ _SCALE = np.array([40.0, 20.0, 20.0])
 _WHITE, _PALE = 92.0, 84.0
 """Lightness of what certainly is background, and of what certainly is tissue."""
 _LEAST_TISSUE, _LEAST_SD = 0.01, 1.0
+_MOST_RATIO = 2.0
 
 _MOST_PX = 64
 """Along each side of a patch; more would only take time."""
 
 N_MOMENTS = 6
+
+warnings.filterwarnings(
+    "ignore", "Conversion from CIE-LAB", UserWarning
+)  # colours that no screen has are clipped
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,12 @@ def stain_of(moments: NDArray[np.float64]) -> Stain:
 def restained(pixels: NDArray[np.uint8], own: Stain, other: Stain) -> NDArray[np.uint8]:
     """Patches uint8[..., 3] as a laboratory with the other stain would show them; background stays as it is.
 
-    Colours are moved so that `own`'s mean and standard deviation become `other`'s.
+    Colours are moved so that `own`'s mean and standard deviation become `other`'s; contrast is at most doubled or
+    halved, since noise may have made a released standard deviation far too small or large.
     """
     lab = rgb2lab(pixels)
-    moved = (lab - np.array(own.mean)) / np.array(own.sd) * np.array(other.sd) + np.array(other.mean)
+    ratio = np.clip(np.array(other.sd) / np.array(own.sd), 1 / _MOST_RATIO, _MOST_RATIO)
+    moved = (lab - np.array(own.mean)) * ratio + np.array(other.mean)
     tissue = np.clip((_WHITE - lab[..., :1]) / (_WHITE - _PALE), 0, 1)
     rgb = lab2rgb(lab + tissue * (moved - lab))
     shown: NDArray[np.uint8] = (np.clip(rgb, 0, 1) * 255).round().astype(np.uint8)

@@ -34,6 +34,8 @@ from wsi_fl.types import UsageError, WsiFlError
 
 _READ = 32
 _CANDIDATES, _SHOWN = 60, 5
+_MUCH_NOISE = 0.05
+"""Standard deviation of the noise in each scaled moment beyond which colours are visibly off."""
 SPACE = "CIELAB (D65)"
 
 
@@ -123,6 +125,7 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
             parts.append(tissue_moments(pixels))
             watcher.update(one.site.name, first + len(pixels), len(rows), "measuring")
         units = _units(unit, store.table.patient[rows])
+    _warn_of_noise(one, units if units is not None else rows, watcher)
     mean, mechanism, n = noisy_mean(
         np.concatenate(parts),
         clip=settings.clip,
@@ -149,6 +152,17 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
         "delta": ledger.terms.delta,
         "digest": digest(vector),
     }
+
+
+def _warn_of_noise(one: _Site, units: NDArray[Any], watcher: Watcher) -> None:
+    """Says when a site is so small that noise will be most of what it releases."""
+    settings, n = one.pipeline.stain, len(np.unique(units))
+    if settings.sigma * settings.clip / n > _MUCH_NOISE:
+        enough = max(1.0, _MUCH_NOISE * n / settings.clip)
+        watcher.say(
+            f"  {one.site.name}: {n} {one.pipeline.privacy.unit}s are few for stain.sigma = {settings.sigma:g}; its "
+            f"stain will be coarse (--again --set stain.sigma={enough:.1f} would spend more for a truer one)"
+        )
 
 
 def _units(unit: str, patient: NDArray[np.str_]) -> NDArray[np.str_] | None:
