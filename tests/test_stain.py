@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.means import noisy_mean
+from wsi_fl.slides.lab import lab_of, rgb_of
 from wsi_fl.slides.phantom import paint_slide, plan_slides
 from wsi_fl.slides.stain import N_MOMENTS, Stain, restained, stain_of, tissue_moments
 from wsi_fl.types import WsiFlError
@@ -60,6 +61,25 @@ def test_restaining_to_another_stain_gives_that_stain(patches):
 def test_restaining_to_the_own_stain_changes_next_to_nothing(patches):
     own = stain_of(tissue_moments(patches).mean(0))
     assert np.abs(restained(patches, own, own).astype(int) - patches).max() <= 1
+
+
+def test_tables_give_the_colours_of_scikit_image():
+    from skimage.color import lab2rgb, rgb2lab
+
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3)).astype(np.uint8)
+    lab = lab_of(pixels)
+    np.testing.assert_allclose(lab, rgb2lab(pixels), atol=0.1)
+    moved = (lab * np.float32([1.2, 0.8, 1.3]) + 4).astype(np.float32)
+    expected = (np.clip(lab2rgb(moved), 0, 1) * 255).round()
+    assert np.abs(rgb_of(moved) - expected).max() <= 1
+    assert np.array_equal(rgb_of(lab), pixels)
+
+
+def test_noise_in_a_spread_changes_contrast_at_most_twofold():
+    pixels = np.random.default_rng(0).integers(60, 180, (1, 32, 32, 3)).astype(np.uint8)
+    own, wild = Stain((50, 10, -10), (10, 5, 5)), Stain((50, 10, -10), (1, 400, 5))
+    most = Stain((50, 10, -10), (5, 10, 5))
+    assert np.array_equal(restained(pixels, own, wild), restained(pixels, own, most))
 
 
 def test_background_stays_white():

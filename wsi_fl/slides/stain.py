@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from skimage.color import lab2rgb, rgb2lab
+from skimage.color import rgb2lab
+
+from wsi_fl.slides.lab import lab_of, rgb_of
 
 _CENTRE = np.array([63.0, 19.0, -17.0])
 _SCALE = np.array([40.0, 20.0, 20.0])
@@ -21,10 +22,6 @@ _MOST_PX = 64
 """Along each side of a patch; more would only take time."""
 
 N_MOMENTS = 6
-
-warnings.filterwarnings(
-    "ignore", "Conversion from CIE-LAB", UserWarning
-)  # colours that no screen has are clipped
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,12 @@ def restained(pixels: NDArray[np.uint8], own: Stain, other: Stain) -> NDArray[np
     Colours are moved so that `own`'s mean and standard deviation become `other`'s; contrast is at most doubled or
     halved, since noise may have made a released standard deviation far too small or large.
     """
-    lab = rgb2lab(pixels)
+    lab = lab_of(pixels)
     ratio = np.clip(np.array(other.sd) / np.array(own.sd), 1 / _MOST_RATIO, _MOST_RATIO)
-    moved = (lab - np.array(own.mean)) * ratio + np.array(other.mean)
+    offset = np.array(other.mean) - np.array(own.mean) * ratio
+    moved = lab * ratio.astype(np.float32) + offset.astype(np.float32)
     tissue = np.clip((_WHITE - lab[..., :1]) / (_WHITE - _PALE), 0, 1)
-    rgb = lab2rgb(lab + tissue * (moved - lab))
-    shown: NDArray[np.uint8] = (np.clip(rgb, 0, 1) * 255).round().astype(np.uint8)
-    return shown
+    return rgb_of(lab + tissue * (moved - lab))
 
 
 def _three(values: NDArray[np.float64]) -> tuple[float, float, float]:
