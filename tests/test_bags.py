@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pathlib
 import re
 import shutil
 
@@ -518,7 +519,7 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
     assert row["probabilities"]["LUAD"] == 0
     assert row["heatmap"] is None
     (failed,) = document["failed"]
-    assert "not among the mosaics of S1; run `wsi-fl mosaic --site S1`" in failed["reason"]
+    assert "X: no such slide, and none of that name among S1's mosaics" in failed["reason"]
     refused(
         lambda: predict(study, name, site="S1", slides=[tmp_path / "x.tif"], tumor_type="liver"),
         "unknown tumour type 'liver'; known: ",
@@ -532,8 +533,8 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
         lambda: predict(copy, name, site="S1", slides=slide), "are of kimianet fff by now", "densenet121 abc"
     )
     shutil.rmtree(copy.root / "stores")
-    document = predict(copy, name, site="S1", slides=slide)
-    assert "not among the mosaics" in document["failed"][0]["reason"]
+    document = predict(copy, name, site="S1", slides=[pathlib.Path("S1_slide_0")])
+    assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
 
 
 def test_images_know_no_tumour_types(tmp_path):

@@ -167,6 +167,49 @@ def tile(
 
 
 @app.command()
+def mosaic(
+    site: Annotated[str | None, typer.Option(help="The site whose slides to take.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Turn a site's slides into mosaics of a few patches each, stored as deep features."""
+    if (site is None) == (not every):
+        raise UsageError(
+            "mosaic needs one of --site NAME and --all"
+            if site is None
+            else "--site and --all exclude each other"
+        )
+    study = _study()
+    from wsi_fl.stages.console import Bars
+    from wsi_fl.stages.mosaic import mosaic
+    from wsi_fl.stages.mosaic_table import print_mosaic
+
+    with Bars("mosaic") as bars:
+        document = mosaic(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+    if document:  # ranks other than the first have nothing to say
+        _out(document) if as_json else print_mosaic(document)
+
+
+@app.command()
+def export(
+    site: Annotated[str, typer.Option(help="The site whose mosaics to export.")],
+    form: Annotated[str, typer.Option("--format", help="clam: HDF5 files for CLAM and TRIDENT.")] = "clam",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: exports/FORMAT/SITE.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a site's mosaics in the format of another tool."""
+    study = _study()
+    from wsi_fl.stages.export import export, print_export
+
+    document = export(study, site=site, form=form, out=out)
+    _out(document) if as_json else print_export(document)
+
+
+@app.command()
 def pack(
     store: Annotated[Path, typer.Argument(help="A linked store, stores/<site>/patches.h5.")],
     out: Annotated[Path, typer.Argument(help="The self-contained file to write.")],

@@ -71,6 +71,8 @@ class Mosaic(Section):
     """Any timm model; its pooled output is the feature."""
     weights: str | None = None
     """A local safetensors file; default: the encoder's published weights by name."""
+    input_px: int | None = Field(None, ge=32)
+    """Patches are resized to it for the encoder; default: as read, or the only size the encoder takes."""
     batch_size: int = Field(32, ge=1)
     test_fraction: float = Field(0.2, ge=0, lt=1)
     seed: int = 0

@@ -44,8 +44,8 @@ from wsi_fl.stages.data import (
     split_of,
     store_path,
 )
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.trained import answering, answers_with, method_of, settings_of
-from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.study import Study
 from wsi_fl.types import BagTable, WsiFlError
 

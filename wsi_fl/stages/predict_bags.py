@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import glob
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,10 @@ from wsi_fl.slides.heat import Heat, patch_boxes
 from wsi_fl.slides.reader import Slide
 from wsi_fl.stages.console import Watcher
 from wsi_fl.stages.data import open_mosaic, remembered_mosaics
+from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.mosaic import encoder_of, work_of
+from wsi_fl.stages.mosaic_slides import Work, bag_of_slide
 from wsi_fl.stages.trained import Answering, answering
-from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
 from wsi_fl.study import Study
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError
@@ -46,6 +50,7 @@ class BagPredictor:
         tumor_type: of all slides that are predicted; None for what the store says of each.
     """
 
+    study: Study
     run: RunFolder
     site: config.Site
     pipeline: Pipeline
@@ -53,6 +58,22 @@ class BagPredictor:
     store: FeatureStore | None
     models: Answering
     tumor_type: str | None
+
+    @cached_property
+    def work(self) -> Work:
+        """How the run's mosaics were made.
+
+        Raises:
+            WsiFlError: when the encoder has other weights by now.
+        """
+        threads = len(os.sched_getaffinity(0))
+        encoder = encoder_of(self.study, self.pipeline, threads)
+        if encoder.label != self.meta.encoder:
+            raise WsiFlError(
+                f"{self.run.name} learned from features of {self.meta.encoder}, but mosaic.encoder and mosaic.weights "
+                f"now are {encoder.label}; put the weights of then back"
+            )
+        return work_of(self.study, self.pipeline, self.site.name, encoder, threads)
 
 
 @dataclass(frozen=True)
@@ -100,17 +121,22 @@ def load_bag_predictor(
             f"{meta.encoder}; run `wsi-fl mosaic` with that encoder, or train a new run"
         )
     models = answering(run, pipeline, site, meta.classes, shape, device_of_rank())
-    return BagPredictor(run, site, pipeline, meta, store, models, tumor_type)
+    return BagPredictor(study, run, site, pipeline, meta, store, models, tumor_type)
 
 
 def bag_of(predictor: BagPredictor, record: SlideRecord) -> Bag:
-    """The mosaic of a slide: from the site's store."""
+    """The mosaic of a slide: from the site's store, else made now with the run's parameters and encoder.
+
+    Raises:
+        WsiFlError: when there is no such slide, it gives no mosaic, or the encoder is another one.
+    """
     row = _row_of(predictor.store, record)
-    if predictor.store is None or row is None:
-        raise WsiFlError(
-            f"{record.slide}: not among the mosaics of {record.site}; run `wsi-fl mosaic --site {record.site}`"
-        )
-    return predictor.store.bag(row)
+    if predictor.store is not None and row is not None:
+        return predictor.store.bag(row)
+    path = slide_file(predictor.study, predictor.site, record)
+    if path is None:
+        raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
+    return bag_of_slide(replace(record, path=path), predictor.work)
 
 
 def _row_of(store: FeatureStore | None, record: SlideRecord) -> int | None:

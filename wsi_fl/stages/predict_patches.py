@@ -25,9 +25,9 @@ from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patch
 from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Watcher
 from wsi_fl.stages.data import open_store, store_digest
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.tile import spec_of
 from wsi_fl.stages.trained import Answering, Inputs, answering, inputs_of
-from wsi_fl.stages.workshop import device_of_rank
 from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, SlideRecord, UsageError, WsiFlError
 

@@ -139,6 +139,7 @@ def _tile_site(listed: _Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
         def lock() -> None:
             if job.first:
                 stack.enter_context(locked(folder, site.name))
+                (folder / "slides").mkdir(exist_ok=True)
                 stack.callback(plans.clear)
                 plans.clear()
 

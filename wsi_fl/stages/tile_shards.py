@@ -244,14 +244,16 @@ def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
 
 @contextmanager
 def locked(folder: Path, site: str) -> Iterator[None]:
-    """One `tile` at a time per store; what a killed one left behind is removed."""
-    (folder / "slides").mkdir(parents=True, exist_ok=True)
+    """One `tile` or `mosaic` at a time per site; what a killed one left behind is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise WsiFlError(f"site {site}: another wsi-fl tile is writing {folder}; wait for it") from None
-        for place in (folder, folder / "slides", folder / "overview"):
+            raise WsiFlError(
+                f"site {site}: another wsi-fl tile or mosaic is writing {folder}; wait for it"
+            ) from None
+        for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics"))):
             remove_leftovers(place)
         yield
 

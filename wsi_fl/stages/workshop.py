@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ from wsi_fl.stages.data import (
     shape_of,
     split_of,
 )
+from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
@@ -95,17 +95,6 @@ def _not_augmented(seed: int) -> Augment | None:
     """A bag's features have no symmetries of their own."""
     del seed
     return None
-
-
-def device_of_rank() -> torch.device:
-    """cuda:(local rank) where there are GPUs, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    names = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    local = next((int(os.environ[name]) for name in names if name in os.environ), 0)
-    device = torch.device("cuda", local % torch.cuda.device_count())
-    torch.cuda.set_device(device)  # for every call that names no device, other threads' too
-    return device
 
 
 def build_model(

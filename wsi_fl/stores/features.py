@@ -48,14 +48,28 @@ class Bag:
     Attributes:
         features: float32[m, d].
         xy_l0: int64[m, 2] top-left corners in level-0 pixels.
+        cluster: int64[m] colour group of each patch in a mosaic; None where there are no groups.
+        weight: float32[m] share of the slide's tissue that each patch stands for; None where each stands for itself.
     """
 
     features: NDArray[np.float32]
     xy_l0: NDArray[np.int64]
+    cluster: NDArray[np.int64] | None = None
+    weight: NDArray[np.float32] | None = None
 
 
-def write_features(path: Path, meta: FeatureMeta, table: BagTable, bags: Sequence[Bag]) -> None:
-    """Writes a feature store atomically; bags in the table's order."""
+def write_features(
+    path: Path,
+    meta: FeatureMeta,
+    table: BagTable,
+    bags: Sequence[Bag],
+    mpp_l0: NDArray[np.float64] | None = None,
+) -> None:
+    """Writes a feature store atomically; bags in the table's order.
+
+    Args:
+        mpp_l0: [s] µm per level-0 pixel of each slide, where it is known.
+    """
     if len(bags) != len(table) or not bags:
         raise WsiFlError(f"{path}: got {len(bags)} bags, expected {len(table)}, at least one")
     features = np.concatenate([bag.features for bag in bags]).astype(np.float32, copy=False)
@@ -80,6 +94,19 @@ def write_features(path: Path, meta: FeatureMeta, table: BagTable, bags: Sequenc
         file["label"] = table.label
         for name in _TEXTS:
             file[name] = encoded_text(getattr(table, name))
+        _write_optional(file, bags, mpp_l0)
+
+
+def _write_optional(file: h5py.File, bags: Sequence[Bag], mpp_l0: NDArray[np.float64] | None) -> None:
+    """What a feature store may hold besides; of groups and weights all bags' or none."""
+    clusters = [bag.cluster for bag in bags if bag.cluster is not None]
+    weights = [bag.weight for bag in bags if bag.weight is not None]
+    if len(clusters) == len(bags):
+        file["cluster"] = np.concatenate(clusters).astype(np.int64, copy=False)
+    if len(weights) == len(bags):
+        file["weight"] = np.concatenate(weights).astype(np.float32, copy=False)
+    if mpp_l0 is not None:
+        file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
 
 
 class FeatureStore:
@@ -88,6 +115,7 @@ class FeatureStore:
     Attributes:
         meta, table: of its bags.
         n_features: d.
+        mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
 
     Raises:
         WsiFlError: when the file is missing, damaged, of another format or of a newer version.
@@ -132,6 +160,9 @@ class FeatureStore:
         whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
         if not whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
             raise ValueError("start does not divide the features into bags")
+        if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight")):
+            raise ValueError("not one group and weight for every patch")
+        self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
 
     def __enter__(self) -> FeatureStore:
         return self
@@ -155,4 +186,6 @@ class FeatureStore:
     def bag(self, k: int) -> Bag:
         """The features of the k-th slide."""
         rows = slice(int(self._start[k]), int(self._start[k + 1]))
-        return Bag(self._file["features"][rows], self._file["xy_l0"][rows])
+        file = self._file
+        cluster, weight = (file[name][rows] if name in file else None for name in ("cluster", "weight"))
+        return Bag(file["features"][rows], file["xy_l0"][rows], cluster, weight)

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.bulk import BulkFile
+from wsi_fl.bulk import BulkFile, aligned_empty
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
@@ -28,7 +28,7 @@ from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, spec_att
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
 
-_IN_MEMORY_BYTES = 64 << 20
+_IN_MEMORY_BYTES = 160 << 20
 """JPEG streams of one slide beyond that wait on disk until their number of bytes is known."""
 _COPY_BYTES = 8 << 20
 
@@ -111,7 +111,7 @@ def write_shard(
     n, size = len(table) - len(unread), meta.spec.size_px
     room = n * size * size * channels
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
-        offsets = _allocated(file, (n, size, size, channels))
+        offsets = _allocated(file, "pixels", (n, size, size, channels))
         end = offsets[-1] + size * size * channels
         row = 0
         with BulkFile(temporary, end) as bulk:
@@ -128,20 +128,27 @@ def write_shard(
         _check_count(path, row, n)
 
 
-def _allocated(file: h5py.File, shape: tuple[int, int, int, int]) -> list[int]:
-    """A data set "pixels", one chunk per patch, with its place on disk; the offset in bytes of each patch.
+def _allocated(file: h5py.File, name: str, shape: tuple[int, ...]) -> list[int]:
+    """A data set of bytes with its place on disk: one piece for a row of bytes, a chunk per patch for patches.
 
     What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
+
+    Returns:
+        The offset of each piece in the file.
     """
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    layout.set_chunk((1, *shape[1:]))
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
     layout.set_obj_track_times(False)  # the same content is the same bytes
+    if len(shape) > 1:
+        layout.set_chunk((1, *shape[1:]))
     kind, space = h5py.h5t.STD_U8LE, h5py.h5s.create_simple(shape)
-    dataset = h5py.h5d.create(file.id, b"pixels", kind, space, layout)
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, layout)
     file.flush()
-    return [int(dataset.get_chunk_info_by_coord((row, 0, 0, 0)).byte_offset) for row in range(shape[0])]
+    if len(shape) == 1:
+        return [int(dataset.get_offset())]
+    corners = ((row, *[0] * (len(shape) - 1)) for row in range(shape[0]))
+    return [int(dataset.get_chunk_info_by_coord(corner).byte_offset) for corner in corners]
 
 
 def write_streams(
@@ -167,10 +174,12 @@ def write_streams(
         with _filled(final, meta, table, unread, start[-1], version=2) as file:
             file.attrs.update({"content": meta.wanted, "lossy": quality is not None})
             file["start"] = np.array(start, np.uint64)
-            data = file.create_dataset("bytes", (start[-1],), np.uint8)
-            for first in range(0, start[-1], _COPY_BYTES):
-                piece = np.frombuffer(spool.read(_COPY_BYTES), np.uint8)
-                data[first : first + len(piece)] = piece
+            (offset,) = _allocated(file, "bytes", (start[-1],))
+            piece = aligned_empty((_COPY_BYTES,))
+            with BulkFile(final, offset + start[-1]) as bulk:
+                for first in range(0, start[-1], _COPY_BYTES):
+                    n = spool.readinto(piece.data)
+                    bulk.write(piece[:n], offset + first)
 
 
 def write_positions(

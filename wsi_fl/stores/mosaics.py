@@ -1,0 +1,136 @@
+"""Mosaic shards: the features of one slide's mosaic, whole or absent. See FORMAT.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import __version__
+from wsi_fl.files import atomic
+from wsi_fl.stores.columns import created
+from wsi_fl.stores.features import Bag
+from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs
+from wsi_fl.types import GridSpec, WsiFlError
+
+SHARD_FORMAT = "wsi-fl mosaic shard"
+SHARD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class MosaicShard:
+    """The mosaic of one slide as features.
+
+    Attributes:
+        slide: its name.
+        quickhash: OpenSlide's, or "".
+        fingerprint: SHA-256 over all that decides the content.
+        encoder: name and digest of the weights.
+        spec: of the patches.
+        mpp_l0: µm per level-0 pixel of the slide.
+        n_candidates: patches that the mosaic stands for.
+        note: what people should know of it, or "".
+        bag: features, places, colour groups and weights of the m patches.
+        unread: (x, y, reason) of chosen patches that could not be read, level-0 pixels.
+    """
+
+    slide: str
+    quickhash: str
+    fingerprint: str
+    encoder: str
+    spec: GridSpec
+    mpp_l0: float
+    n_candidates: int
+    note: str
+    bag: Bag
+    unread: tuple[tuple[int, int, str], ...] = ()
+
+
+def fingerprint(*said: Any) -> str:
+    """SHA-256 over plain values (JSON) that decide a shard's content."""
+    return hashlib.sha256(json.dumps([1, *said]).encode()).hexdigest()
+
+
+def write_mosaic(path: Path, shard: MosaicShard) -> None:
+    """Writes a shard atomically."""
+    bag = shard.bag
+    assert bag.cluster is not None and bag.weight is not None
+    reasons = encoded_text([reason for _, _, reason in shard.unread])
+    n_bytes = bag.features.nbytes + len(bag.features) * 64 + reasons.nbytes + 4096
+    with atomic(path) as temporary, created(temporary, n_bytes) as file:
+        file.attrs.update(
+            spec_attrs(shard.spec)
+            | {"format": SHARD_FORMAT, "version": SHARD_VERSION, "tool_version": __version__}
+            | {name: getattr(shard, name) for name in _ATTRIBUTES}
+        )
+        file["features"] = bag.features.astype(np.float32, copy=False)
+        file["xy_l0"] = bag.xy_l0.astype(np.int64, copy=False)
+        file["cluster"] = bag.cluster.astype(np.int64, copy=False)
+        file["weight"] = bag.weight.astype(np.float32, copy=False)
+        if shard.unread:
+            file["unread_xy_l0"] = np.array([(x, y) for x, y, _ in shard.unread], np.int64)
+            file["unread_reason"] = reasons
+
+
+_ATTRIBUTES = ("slide", "quickhash", "fingerprint", "encoder", "mpp_l0", "n_candidates", "note")
+
+
+def current_mosaic(path: Path, wanted: str) -> bool | None:
+    """Whether the shard is whole and has this fingerprint; None when there is no shard."""
+    if not path.exists():
+        return None
+    try:
+        return read_mosaic(path).fingerprint == wanted
+    except WsiFlError:
+        return False
+
+
+def read_mosaic(path: Path) -> MosaicShard:
+    """A shard as it was written.
+
+    Raises:
+        WsiFlError: when it is missing, damaged, of another format or of a newer version.
+    """
+    if not path.exists():
+        raise WsiFlError(f"{path}: no such mosaic; make it with `wsi-fl mosaic`")
+    try:
+        with h5py.File(path, "r") as file:
+            attrs = file.attrs
+            if attrs.get("format") != SHARD_FORMAT:
+                raise WsiFlError(f"{path}: not a {SHARD_FORMAT} (format {attrs.get('format')!r})")
+            if attrs["version"] not in range(1, SHARD_VERSION + 1):
+                raise WsiFlError(
+                    f"{path}: {SHARD_FORMAT} version {attrs['version']}, this wsi-fl reads up to {SHARD_VERSION}; "
+                    "update wsi-fl"
+                )
+            return _loaded(file)
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl mosaic` again") from None
+
+
+def _loaded(file: h5py.File) -> MosaicShard:
+    attrs = file.attrs
+    spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+    bag = Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:])
+    return MosaicShard(
+        spec=spec,
+        mpp_l0=float(attrs["mpp_l0"]),
+        n_candidates=int(attrs["n_candidates"]),
+        bag=bag,
+        unread=_unread(file),
+        **{name: str(attrs[name]) for name in ("slide", "quickhash", "fingerprint", "encoder", "note")},
+    )
+
+
+def _unread(file: h5py.File) -> tuple[tuple[int, int, str], ...]:
+    if "unread_xy_l0" not in file:
+        return ()
+    places: list[list[int]] = file["unread_xy_l0"][:].tolist()
+    reasons: NDArray[Any] = file["unread_reason"].asstr()[:]
+    return tuple((x, y, str(reason)) for (x, y), reason in zip(places, reasons, strict=True))
