@@ -33,7 +33,7 @@ from wsi_fl.stages.predict import predict
 from wsi_fl.stages.predict_patches import Predictor, colors_of, heat_of
 from wsi_fl.stages.tile import tile
 from wsi_fl.stages.train import train
-from wsi_fl.stages.trained import Inputs
+from wsi_fl.stages.trained import Answering, Inputs
 from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
@@ -118,7 +118,7 @@ def test_probabilities_equal_those_of_evaluate_on_the_same_patches(trained, pred
 
 def test_document_names_files_that_agree_with_each_other(trained, predicted):
     study, run, slides = trained
-    assert set(predicted) == {"run", "site", "slides", "failed", "seconds"}
+    assert set(predicted) == {"run", "site", "with", "slides", "failed", "seconds"}
     assert (predicted["run"], predicted["site"], predicted["failed"]) == (run, "C1", [])
     assert [row["slide"] for row in predicted["slides"]] == [path.stem for path in slides]
     for row in predicted["slides"]:
@@ -165,9 +165,9 @@ class Purpleness(torch.nn.Module):
 def known_predictor(study, spec, model=None, input_px=32):
     site = config.Site(name="C1", layout="camelyon17")
     inputs = Inputs(CLASSES, 3, spec, input_px)
-    device = torch.device("cpu")
     run = RunFolder(study.root / "runs" / "none")
-    return Predictor(run, site, config.Pipeline(), inputs, model or Purpleness(), device)
+    models = Answering({"private": model or Purpleness()}, "private", torch.device("cpu"))
+    return Predictor(run, site, config.Pipeline(), inputs, models)
 
 
 class Quiet:

@@ -33,6 +33,14 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."
     ),
 ]
+Answering = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="predict.with (auto, private, proxy or mean), predict.threshold or predict.top_k. Repeatable.",
+    ),
+]
 Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]
 
 
@@ -314,21 +322,21 @@ def rank(run: Path) -> None:
 
 
 @app.command()
-def evaluate(run: Run, as_json: Json = False) -> None:
-    """Every site's private model on the merged multi-centric test set, and on each site's part."""
+def evaluate(run: Run, overrides: Answering = None, as_json: Json = False) -> None:
+    """What answers for every site, on the merged multi-centric test set and on each site's part."""
     study = _study()
     from wsi_fl.stages.console import Bars
     from wsi_fl.stages.evaluate import evaluate, print_evaluation
 
     with Bars("evaluate") as bars:
-        document = evaluate(study, run, watcher=bars)
+        document = evaluate(study, run, overrides=overrides or [], watcher=bars)
     _out(document) if as_json else print_evaluation(document)
 
 
 @app.command()
 def predict(
     run: Run,
-    site: Annotated[str, typer.Option(help="The site whose private model predicts.")],
+    site: Annotated[str, typer.Option(help="The site whose models predict.")],
     slide: Annotated[list[Path], typer.Option(help="A slide to predict. Repeatable.")],
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to write. Default: RUN/predictions/SITE.")
@@ -337,10 +345,7 @@ def predict(
         str | None,
         typer.Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="predict.threshold or predict.top_k. Repeatable."),
-    ] = None,
+    overrides: Answering = None,
     as_json: Json = False,
 ) -> None:
     """A new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""

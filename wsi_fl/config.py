@@ -87,6 +87,12 @@ class Train(Section):
     weight_decay: float = Field(0.0, ge=0)
     alpha: float = Field(0.3, ge=0, le=1)
     beta: float = Field(0.3, ge=0, le=1)
+    listen: Literal["always", "competence"] = "always"
+    """Whether the private model learns from its proxy by α always, or by the part of α that the proxy deserves,
+    measured before every round."""
+    val_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the training patients that a site with a proxy holds out to choose what predicts, where its store
+    has no validation split."""
     augment: str = "flips"
     input_px: int | None = Field(None, ge=8)
     """Patches are reduced to this size for training; default: as stored."""
@@ -120,6 +126,9 @@ class Privacy(Section):
     sigma: float = Field(1.4, ge=0)
     clip: float = Field(0.7, gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
+    target_epsilon: float | None = Field(None, gt=0)
+    """Instead of sigma and train.batch_size: every site takes its own of both, so that all rounds together cost at most
+    so much, or its max_epsilon where that is less."""
     grad_mode: Literal["auto", "ghost", "hooks", "functorch"] = "auto"
     """How per-example gradients are clipped: book-keeping with ghost norms, Opacus's hooks or its functorch;
     `auto` is the fastest on the first batch."""
@@ -127,12 +136,20 @@ class Privacy(Section):
     insecure_seed: int | None = None
     """Fixed noise for tests; the ledger says so and no guarantee is given."""
 
+    @property
+    def noisy(self) -> bool:
+        """Whether what is under differential privacy is given noise at all."""
+        return self.enabled and (self.sigma > 0 or self.target_epsilon is not None)
+
 
 class Evaluate(Section):
     bootstrap: int = Field(1000, ge=0)
 
 
 class Predict(Section):
+    with_: Literal["auto", "private", "proxy", "mean"] = Field("auto", alias="with")
+    """The model that answers, or the mean of both models' probabilities; `auto` is what does best on the site's own
+    validation split, and private without one. Methods without a proxy always answer with the private model."""
     threshold: float = Field(0.5, gt=0, le=1)
     """Patches of this probability or more are outlined and counted."""
     top_k: int = Field(20, ge=1)
@@ -196,7 +213,7 @@ class Site(Section):
 def dump_toml(model: Section, first_line: str = "") -> str:
     """The model as TOML that loads back to it; None is left out."""
     lines = [first_line] if first_line else []
-    values = model.model_dump(exclude_none=True)
+    values = model.model_dump(exclude_none=True, by_alias=True)
     plain = {k: v for k, v in values.items() if not isinstance(v, dict)}
     lines += [f"{key} = {toml_value(value)}" for key, value in plain.items()]
     for section, content in values.items():
@@ -284,4 +301,4 @@ def _fields_at(model: type[BaseModel], location: Sequence[str]) -> list[str]:
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

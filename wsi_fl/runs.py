@@ -136,6 +136,24 @@ class SiteFolder:
         """The facts that `remember_store` noted."""
         return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
 
+    def remember_choice(self, choice: Mapping[str, Any]) -> None:
+        """Notes what answers best at this site: {"with": "private", "proxy" or "mean", …}."""
+        write_json(self.path / "choice.json", choice)
+
+    def choice(self) -> str | None:
+        """What `remember_choice` noted; None where nothing was to be chosen."""
+        path = self.path / "choice.json"
+        return str(read_json(path)["with"]) if path.exists() else None
+
+    def remember_spending(self, spending: Mapping[str, Any]) -> None:
+        """Notes the batch size and noise of a site with a target ε, before its first round; they never change."""
+        write_json(self.path / "spending.json", spending)
+
+    def spending(self) -> dict[str, Any] | None:
+        """What `remember_spending` noted."""
+        path = self.path / "spending.json"
+        return dict(read_json(path)) if path.exists() else None
+
     def log_round(self, document: Mapping[str, Any]) -> None:
         """Appends the line of one round."""
         append_line(self.metrics_path, document)

@@ -20,11 +20,11 @@ from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum
+from wsi_fl.federation.scoring import chosen, evaluated, heeded
 from wsi_fl.federation.site import Schedule, Site, checkpoint, reissued, relayed, release, restore
 from wsi_fl.federation.topology import handover, over, receivers, welcome
 from wsi_fl.learning.examples import batches, epoch_rows
-from wsi_fl.learning.local import mean_losses, probabilities
-from wsi_fl.learning.metrics import scores
+from wsi_fl.learning.local import mean_losses
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.ledger import Release
 from wsi_fl.types import WsiFlError
@@ -83,6 +83,9 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
+        last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
+        if (choice := chosen(site, method, partial(report, last))) is not None:
+            site.folder.remember_choice(choice)
 
 
 def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, int]:
@@ -260,7 +263,7 @@ def _communicate(
 def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report: Report) -> Release | None:
     """One round of local training, checkpointed; what it releases is on record before it can leave."""
     began = time.perf_counter()
-    site.losses = {}
+    site.losses, site.listened = {}, {}
     if site.active or schedule.train_after_leaving:
         site.losses = _train_round(site, method, schedule, round_, report)
     for role, learner in site.learners.items():
@@ -287,6 +290,7 @@ def _train_round(
     seed = _seed(schedule.seed, site.index, round_)
     if all(learner.frozen for learner in site.learners.values()):
         return {}
+    batch_size = site.batch_size or schedule.batch_size
     insecure = schedule.insecure_seed
     fixed = None if insecure is None else _seed(insecure, site.index, round_)
     poisson = any(learner.private for learner in site.learners.values())
@@ -295,16 +299,18 @@ def _train_round(
     if poisson:
         seed = int(torch.randint(2**62, (), generator=sampler))
     rows = epoch_rows(
-        len(site.train), schedule.batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson
+        len(site.train), batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson
     )
-    n_steps = schedule.epochs_per_round * -(-len(site.train) // schedule.batch_size)
+    n_steps = schedule.epochs_per_round * -(-len(site.train) // batch_size)
+    alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": n_steps})
+    weights, site.listened = heeded(site, method, schedule, alive)
     drawn = batches(site.train, rows, augment=schedule.make_augment(seed), device=site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(seed)
 
         def step(number: int, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
             report({"site": site.name, "round": round_, "step": number, "steps": n_steps})
-            return method.step(site.learners, batch, schedule.weights, noise)
+            return method.step(site.learners, batch, weights, noise)
 
         return mean_losses(step(number, batch) for number, batch in enumerate(drawn))
 
@@ -320,19 +326,12 @@ def _log_round(
         "epsilon": site.ledger.epsilon(),
         "takes_part": site.active,
     }
+    line |= site.listened
     if site.rejected:
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        for name, examples in site.tests.items():
-            predicted = probabilities(
-                lambda x: method.predict(site.learners, x), examples, site.device, alive=alive
-            )
-            line[name] = scores(predicted, examples.label)
-        if "proxy" in site.learners and site.tests:
-            name, examples = list(site.tests.items())[-1]
-            predicted = probabilities(site.learners["proxy"].logits, examples, site.device, alive=alive)
-            line["proxy"] = {"on": name, **scores(predicted, examples.label)}
+        line |= evaluated(site, method, schedule, alive)
     line |= {
         "messages": traffic.messages,
         "bytes": traffic.bytes,

@@ -39,7 +39,7 @@ class Method:
         prepare: builds the site's learners, once.
         step: one local step on a batch; returns the loss of each role.
         exchange: the graph of a round.
-        predict: logits for evaluation.
+        predict: logits of its private model, for evaluation.
         travels: role whose parameters are exchanged, or None.
         learns_from_private: whether the model under differential privacy has a teacher trained without it, so
             that its ε is nominal unless β = 0.

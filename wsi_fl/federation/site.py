@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,9 @@ class Schedule:
         make_augment: seed → augmentation of one image, or None.
         self_weight: P[i, i] where the graph leaves it open.
         graph: instead of the method's own.
+        batch_size: rows of a batch, where a site has no number of its own.
+        answer: what a site with a proxy predicts with: "private", "proxy", "mean", or "auto" by its validation split.
+        by_competence: whether α is scaled by what the proxy is worth.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
         insecure_seed: fixed noise, for tests alone.
@@ -44,6 +48,8 @@ class Schedule:
     self_weight: float
     make_augment: Callable[[int], Augment | None]
     graph: Topology | None = None
+    answer: str = "private"
+    by_competence: bool = False
     reset_optimizer: bool = False
     train_after_leaving: bool = True
     insecure_seed: int | None = None
@@ -56,11 +62,14 @@ class Site:
     Attributes:
         tests: what its model is evaluated on: "own", and "merged" where that is allowed.
         mechanism: what one round costs, or None without differential privacy.
+        batch_size: its own, where a target ε gives it one.
+        validation: what it holds out to choose what predicts, and learns nothing from; None for nothing.
         returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
         active: whether it takes part in the graph and its models under differential privacy still learn.
         push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
+        listened: how far its private model listened in this round, and why; empty where α is fixed.
     """
 
     index: int
@@ -72,12 +81,15 @@ class Site:
     folder: SiteFolder
     device: torch.device
     mechanism: Mechanism | None
+    batch_size: int | None = None
+    validation: Examples | None = None
     returning: bool = False
     active: bool = True
     push: PushSum | None = None
     heard: list[float] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
+    listened: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def traveller(self, method: Method) -> Learner:
@@ -145,6 +157,7 @@ def checkpoint(site: Site, round_: int) -> None:
         "returning": site.returning,
         "weight": site.push.w if site.push else None,
         "losses": site.losses,
+        "listened": site.listened,
         "heard": site.heard,
         "grad_mode": {role: learner.grad_mode for role, learner in site.learners.items()},
     }
@@ -159,6 +172,7 @@ def restore(site: Site, round_: int) -> None:
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
         learner.grad_mode = document["grad_mode"][role]
     site.losses, site.heard = document["losses"], document["heard"]
+    site.listened = document.get("listened", {})
     site.returning = document["returning"]
     site.settle(document["active"])
     if "push/x" in tensors:

@@ -54,6 +54,17 @@ def unlabelled(pixels: NDArray[np.uint8]) -> Examples:
     return Examples(lambda rows: pixels[rows], np.zeros(n, np.int64), unknown, unknown)
 
 
+def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
+    """The examples in these rows int64[m], in this order."""
+    return Examples(
+        lambda chosen: examples.read(rows[chosen]),
+        examples.label[rows],
+        examples.slide[rows],
+        examples.patient[rows],
+        None if examples.allowed is None else examples.allowed[rows],
+    )
+
+
 def resized(examples: Examples, size_px: int) -> Examples:
     """The same images at size_px × size_px by area averaging."""
 

@@ -86,13 +86,18 @@ class PrivacyLedger:
 
     Args:
         run: identifies the run for ever; a name that is given again after a run was deleted does not.
+        includes: other entries of the same ledger, by what they call their run ("stain"), whose cost is part of
+            this run's; they are no rounds of it.
 
     Raises:
         WsiFlError: when the file is damaged. A line cut short by a crash was never followed by a release.
     """
 
-    def __init__(self, path: Path, *, site: str, run: str, terms: Terms) -> None:
+    def __init__(
+        self, path: Path, *, site: str, run: str, terms: Terms, includes: Collection[str] = ()
+    ) -> None:
         self.path, self.site, self.run, self.terms = path, site, run, terms
+        self._counted = {run, *includes}
         self._entries: list[dict[str, Any]] = []
         self._read = 0
         self._catch_up()
@@ -107,8 +112,12 @@ class PrivacyLedger:
         self._catch_up()
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
-        """What was applied, in this run or in all; a round redone before its release counts once."""
+        """What was applied, in this run with what it includes or in all; a round redone before its release is one."""
         return _applied(self._scope(lifetime))
+
+    def n_rounds(self) -> int:
+        """How many rounds of this run are on the account."""
+        return len(_applied(self._own()))
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
         """ε spent so far; None when something left without privacy or nothing is accounted."""
@@ -120,7 +129,7 @@ class PrivacyLedger:
 
     def last_round(self) -> int:
         """The last round of this run that was recorded; 0 before the first."""
-        return max((int(entry["round"]) for entry in self._scope(False)), default=0)
+        return max((int(entry["round"]) for entry in self._own()), default=0)
 
     def sending(self, round_: int) -> None:
         """Notes that the release of a round is about to leave: from now on it can only be sent again, never redone."""
@@ -130,7 +139,7 @@ class PrivacyLedger:
 
     def last_sent(self) -> int:
         """The last round of this run whose release may have left; 0 before the first."""
-        return max((int(e["round"]) for e in self._scope(False) if e.get("sending")), default=0)
+        return max((int(e["round"]) for e in self._own() if e.get("sending")), default=0)
 
     def affords(self, round_: int, mechanism: Mechanism) -> bool:
         """Whether `mechanism` in this round, on top of the past, stays within max_epsilon.
@@ -140,7 +149,7 @@ class PrivacyLedger:
         if self.terms.max_epsilon is None:
             return True
         self._catch_up()
-        if any(e["round"] == round_ and e.get("mechanism") for e in self._scope(False)):
+        if any(e["round"] == round_ and e.get("mechanism") for e in self._own()):
             return True
         try:
             self._check(self._entry(round_, mechanism, ""))
@@ -167,7 +176,7 @@ class PrivacyLedger:
         entry = self._entry(round_, mechanism, content)
         with _locked(self.path):
             self._catch_up()
-            if any(e.get("sending") and e["round"] == round_ for e in self._scope(False)):
+            if any(e.get("sending") and e["round"] == round_ for e in self._own()):
                 raise WsiFlError(
                     f"{self.path}: round {round_} of run {self.run} was sent already and is never redone; "
                     "start a new run"
@@ -191,7 +200,12 @@ class PrivacyLedger:
         }
 
     def _scope(self, lifetime: bool) -> list[dict[str, Any]]:
-        return [entry for entry in self._entries if lifetime or entry["run"] == self.run]
+        """What counts towards ε."""
+        return [entry for entry in self._entries if lifetime or entry["run"] in self._counted]
+
+    def _own(self) -> list[dict[str, Any]]:
+        """The rounds of this run alone."""
+        return [entry for entry in self._entries if entry["run"] == self.run]
 
     def release(
         self,
@@ -232,12 +246,8 @@ class PrivacyLedger:
     ) -> Release:
         """The same bytes once more after a restart, at no cost; refused unless the ledger knows them."""
         known = digest(vector)
-        for entry in self._entries:
-            if (
-                entry["run"] == self.run
-                and entry["round"] == round_
-                and known in (entry.get("released") or "")
-            ):
+        for entry in self._own():
+            if entry["round"] == round_ and known in (entry.get("released") or ""):
                 return self._sealed(round_, vector, schema, weight)
         raise WsiFlError(f"{self.path}: round {round_} of run {self.run} did not release these bytes")
 
@@ -249,7 +259,7 @@ class PrivacyLedger:
         Raises:
             WsiFlError: when this site released nothing in this round.
         """
-        if not any(e.get("released") and e["round"] == round_ for e in self._scope(False)):
+        if not any(e.get("released") and e["round"] == round_ for e in self._own()):
             raise WsiFlError(
                 f"{self.path}: round {round_} of run {self.run} released nothing that could be passed on"
             )

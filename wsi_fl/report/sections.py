@@ -36,7 +36,9 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "slides": ((evaluated[0].get("slides") or {}).get("n")) if evaluated else None,
         "merged": merged,
         "reached": reached,
-        "whose": "private models" if page.method in ("proxyfl", "fml") else "models",
+        "whose": "private models"
+        if page.method in ("proxyfl", "fml") and all(s.get("with", "private") == "private" for s in evaluated)
+        else "models",
         "references": references,
         "verdicts": [
             (words.without_noise if run["dp"] else words.verdict)(merged, run, name)

@@ -94,10 +94,14 @@ def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[st
 
 
 def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
-    """The run's evaluation, made now where there is none of what it is by now (a lost site may have come back)."""
+    """The run's evaluation, made now where there is none of what it is by now: a lost site may have come back, or
+    another answer was asked for than the run's own.
+    """
     path, finished = run.folder.path / "evaluation.json", run.folder.path / "summary.json"
     if path.exists() and path.stat().st_mtime_ns >= finished.stat().st_mtime_ns:
-        return dict(read_json(path))
+        document, wanted = dict(read_json(path)), run.pipeline.predict.with_
+        if document.get("with", wanted) == wanted:
+            return document
     watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
     return evaluate(study, str(run.folder.path), watcher=watcher)
 

@@ -22,8 +22,11 @@ from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
-_NO_EFFECT = ("sites", "slides.", "tile.", "store.", "mosaic.", "subtypes.", "comm.", "evaluate.", "predict.")
-"""Settings that change nothing about what is learned from a given store."""
+_NO_EFFECT = (
+    *("sites", "slides.", "tile.", "store.", "mosaic.", "subtypes.", "comm.", "evaluate."),
+    *("predict.threshold", "predict.top_k"),
+)
+"""Settings that change nothing about what is learned from a given store, or answered."""
 _REPEATS = (
     "train.seed",
     "train.eval_every",
@@ -55,7 +58,7 @@ class Run:
 
     @property
     def dp(self) -> bool:
-        return self.pipeline.privacy.enabled and self.pipeline.privacy.sigma > 0
+        return self.pipeline.privacy.noisy
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -71,10 +74,19 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         without += ["train.augment", "train.input_px"]
     if not private:
         without += ["privacy.", "train.after_budget"]
+    elif pipeline.privacy.target_epsilon is not None:  # every site has its own
+        without += ["privacy.sigma", "train.batch_size"]
     if row.travels is None:
         without += ["topology.", "train.optimizer_after_exchange"]
     if not row.learns_from_private:  # it has no proxy
-        without += ["train.alpha", "train.beta", "model.proxy"]
+        without += [
+            "train.alpha",
+            "train.beta",
+            "train.listen",
+            "train.val_fraction",
+            "model.proxy",
+            "predict.with",
+        ]
     elif private and pipeline.privacy.mode == "strict":
         without.append("train.beta")
     return {k: v for k, v in flat.items() if k not in _REPEATS and not k.startswith(tuple(without))}
@@ -97,7 +109,7 @@ def differing(runs: Sequence[Run]) -> list[str]:
 def _flat(pipeline: Pipeline) -> dict[str, Any]:
     """Every key as it is written after `--set`."""
     found: dict[str, Any] = {}
-    for section, content in pipeline.model_dump().items():
+    for section, content in pipeline.model_dump(by_alias=True).items():
         if isinstance(content, dict):
             found |= {f"{section}.{key}": value for key, value in content.items()}
         else:

@@ -1,4 +1,4 @@
-"""`evaluate`: every site's private model on the merged multi-centric test set, and on each site's part.
+"""`evaluate`: what answers for every site, on the merged multi-centric test set and on each site's part.
 
 *Internal* is a site's own part, *external* are the parts of all the others.
 """
@@ -29,6 +29,7 @@ from wsi_fl.learning.metrics import (
     scores,
     slide_level,
 )
+from wsi_fl.learning.validation import ANSWERS, answered, roles
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.data import (
@@ -44,22 +45,27 @@ from wsi_fl.stages.data import (
     store_path,
 )
 from wsi_fl.stages.devices import device_of_rank
-from wsi_fl.stages.trained import method_of, private_model
-from wsi_fl.study import Study, load_pipeline
+from wsi_fl.stages.trained import answering, answers_with, method_of, settings_of
+from wsi_fl.study import Study
 from wsi_fl.types import BagTable, WsiFlError
 
 Probabilities = NDArray[np.float64]
 
 
-def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dict[str, Any]:
+def evaluate(
+    study: Study, run_name: str, *, overrides: Sequence[str] = (), watcher: Watcher | None = None
+) -> dict[str, Any]:
     """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
 
     Where a site is real and does not let its patches be read by others, each model is evaluated on its own
     site's part alone and `merged` is null.
+
+    Args:
+        overrides: `predict.KEY=VALUE` over the run's configuration.
     """
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
-    pipeline = load_pipeline(run.path / "config.toml")
+    pipeline = settings_of(study, run, overrides)
     sites = study.sites(pipeline)
     merged = may_merge(sites)
     if not merged:  # a hospital has its own store alone
@@ -81,9 +87,11 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
         "run": study.relative(run.path),
         "method": method_of(run),
         "examples": example_word(pipeline),
+        "with": pipeline.predict.with_,
         "merged": _over_sites(rows) if merged else None,
         "internal": _over_sites([row["own"] for row in rows]),
         "external": _over_sites([row["external"] for row in rows]) if merged and len(rows) > 1 else None,
+        "models": _over_models(rows, merged=merged),
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -94,6 +102,17 @@ def evaluate(study: Study, run_name: str, *, watcher: Watcher | None = None) -> 
 def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean ± sd of every score; null where some site has none."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in SCORES}
+
+
+def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str, Any]:
+    """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
+    found: dict[str, Any] = {}
+    for answer in ANSWERS:
+        said = [row["models"][answer] for row in rows if answer in row["models"]]
+        if said:
+            whole = _over_sites(said) if merged else None
+            found[answer] = {"merged": whole, "internal": _over_sites([one["own"] for one in said])}
+    return found
 
 
 def _test_part(study: Study, pipeline: Pipeline, site: Site) -> tuple[Examples, Table]:
@@ -109,12 +128,12 @@ def _evaluate_site(
     site: Site,
     seen: Mapping[str, tuple[Examples, Table]],
 ) -> dict[str, Any]:
-    """One model on the parts that it may see: its own, or everybody's."""
+    """What answers for one site, on the parts that it may see: its own, or everybody's."""
     store = open_data(study, site.name, pipeline)
     remember(run.site(site.name), store)
-    predicted = _predicted(
-        run, pipeline, site, store, {name: examples for name, (examples, _) in seen.items()}
-    )
+    said = _predicted(run, pipeline, site, store, {name: examples for name, (examples, _) in seen.items()})
+    answer = answers_with(run, pipeline, site.name)
+    predicted = said[answer]
     folder = run.site(site.name).path
     tables = {name: seen[name][1] for name in predicted}
     write_text(folder / "predictions.csv", _predictions(predicted, tables, store.meta.classes))
@@ -133,23 +152,40 @@ def _evaluate_site(
     others = {name: p for name, p in predicted.items() if name != site.name}
     return {
         "site": site.name,
+        "with": answer,
         **everything,
         "own": own,
         "external": _external(others, {name: tables[name] for name in others}) if len(seen) > 1 else None,
         "parts": {name: scores(p, tables[name].label) for name, p in predicted.items()},
+        "models": {name: _scores(p, tables, site.name) for name, p in said.items()},
     }
+
+
+def _scores(predicted: Mapping[str, Probabilities], tables: Mapping[str, Table], own: str) -> dict[str, Any]:
+    """Scores on all parts together, and on the site's own."""
+    if not predicted:
+        return {"n": 0, **dict.fromkeys(SCORES), "own": _NOTHING}
+    labels = np.concatenate([tables[name].label for name in predicted])
+    mine = scores(predicted[own], tables[own].label) if own in predicted else _NOTHING
+    return {**scores(np.concatenate(list(predicted.values())), labels), "own": mine}
 
 
 def _predicted(
     run: RunFolder, pipeline: Pipeline, site: Site, store: Store, sets: Mapping[str, Examples]
-) -> dict[str, Probabilities]:
-    """Probabilities of a site's private model on every set that is not empty."""
+) -> dict[str, dict[str, Probabilities]]:
+    """By answer, the probabilities on every set that is not empty; of a proxy and the mean where there is a proxy."""
     import torch
 
-    device = device_of_rank()
-    model = private_model(run, pipeline, site, store.meta.classes, shape_of(pipeline, store), device)
+    shape, device = shape_of(pipeline, store), device_of_rank()
+    found = answering(run, pipeline, site, store.meta.classes, shape, device, every=True)
+    some = {name: one for name, one in sets.items() if len(one)}
     with torch.no_grad():
-        return {name: probabilities(model, one, device) for name, one in sets.items() if len(one)}
+        by_role = {
+            name: {role: probabilities(model, one, device) for role, model in found.models.items()}
+            for name, one in some.items()
+        }
+    possible = [answer for answer in ANSWERS if set(roles(answer)) <= found.models.keys()]
+    return {answer: {name: answered(p, answer) for name, p in by_role.items()} for answer in possible}
 
 
 _NOTHING: dict[str, Any] = {"n": 0} | dict.fromkeys(SCORES) | {"tumor_types": {}}
@@ -244,9 +280,13 @@ def print_evaluation(document: dict[str, Any]) -> None:
         return "–" if value is None else f"{value:.3f}"
 
     where = "merged test set" if document["merged"] is not None else "own test set"
-    table = Printed(title=f"private models on the {where} ({document['examples']})", title_justify="left")
-    for heading in ("site", "n", "accuracy", "macro-acc.", "AUROC", "own part", "others'"):
-        table.add_column(heading, justify="left" if heading == "site" else "right", no_wrap=True)
+    several = any(row["with"] != "private" for row in document["sites"])
+    whose = "models" if several else "private models"
+    table = Printed(title=f"{whose} on the {where} ({document['examples']})", title_justify="left")
+    headings = ["site", "n", "accuracy", "macro-acc.", "AUROC", "own part", "others'"]
+    for heading in headings + ["with"] * several:
+        left = heading in ("site", "with")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in document["sites"]:
         table.add_row(
             row["site"],
@@ -254,6 +294,7 @@ def print_evaluation(document: dict[str, Any]) -> None:
             *(number(row[name]) for name in SCORES),
             number(row["own"]["accuracy"]),
             number((row["external"] or {}).get("accuracy")),
+            *[row["with"]] * several,
         )
     if document["merged"] is not None:
         spreads = [document["merged"][name] for name in SCORES]

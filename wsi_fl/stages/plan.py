@@ -18,15 +18,14 @@ from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.account import planned, spent_words
 from wsi_fl.stages.console import say
 from wsi_fl.stages.data import example_word, of_slides, open_data, store_path
 from wsi_fl.stages.workshop import (
     assemble,
     brought,
     graph_of,
-    guarantee_of,
     method_named,
-    planned,
     schedule_of,
 )
 from wsi_fl.study import Study
@@ -47,7 +46,7 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     sites = study.sites(pipeline)
     privacy = pipeline.privacy
-    bare = not privacy.enabled or privacy.sigma == 0 or privacy.insecure_seed is not None
+    bare = not privacy.noisy or privacy.insecure_seed is not None
     for site in sites:
         if row.travels is not None and bare and not site.allows("model"):
             raise UsageError(
@@ -155,7 +154,8 @@ def dry_run(
 
 def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
-    rows = np.arange(min(pipeline.train.batch_size, len(site.train)))
+    batch_size = site.batch_size or pipeline.train.batch_size
+    rows = np.arange(min(batch_size, len(site.train)))
     noise = entropy_generator(site.device)
     schedule = schedule_of(study, pipeline)
     drawn = batches(
@@ -167,14 +167,19 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
             began = time.perf_counter()
         METHODS[method].step(site.learners, batch, schedule.weights, noise)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
-    steps = -(-len(site.train) // pipeline.train.batch_size) * pipeline.train.epochs_per_round
-    cost = planned(site, pipeline.train.rounds)
+    steps = -(-len(site.train) // batch_size) * pipeline.train.epochs_per_round
+    terms = site.ledger.terms
+    cost = planned(site, pipeline.train.rounds) if pipeline.privacy.noisy else []
     return {
         "site": site.name,
         "n_train": len(site.train),
-        "epsilon": epsilon([cost], site.ledger.terms.delta) if cost and cost.sigma > 0 else None,
-        "delta": site.ledger.terms.delta,
-        "guarantee": guarantee_of(METHODS[method], pipeline),
+        "n_validation": len(site.validation) if site.validation else 0,
+        "epsilon": epsilon(cost, terms.delta) if cost else None,
+        "delta": terms.delta,
+        "guarantee": terms.guarantee,
+        "unit": terms.unit,
+        "batch_size": batch_size,
+        "sigma": site.mechanism.sigma if site.mechanism else None,
         "seconds": per_step * steps * pipeline.train.rounds,
         "parameters": sum(
             p.numel() for learner in site.learners.values() for p in learner.model.parameters()
@@ -186,13 +191,9 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
 
 def print_plan(document: dict[str, Any]) -> None:
     for row in document["sites"]:
-        spent = (
-            "no differential privacy"
-            if row["epsilon"] is None
-            else (f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}")
-        )
+        held = f" and {row['n_validation']} validation" if row["n_validation"] else ""
         say(
-            f"  {row['site']}: {row['n_train']} training {document['examples']}, {spent}, "
+            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}, {spent_words(row)}, "
             f"{row['parameters'] / 1e6:.2f} M parameters"
         )
     say(

@@ -1,4 +1,4 @@
-"""`predict`: what a site's private model says of new slides: pictures, tables, scores.
+"""`predict`: what a site's models say of new slides: pictures, tables, scores.
 
 Only the run, the slides given and, where it is there, the site's own store are opened.
 """
@@ -20,7 +20,7 @@ from wsi_fl.stages.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.tile_job import Job
 from wsi_fl.stages.tile_plans import one_line
-from wsi_fl.stages.trained import trained_site
+from wsi_fl.stages.trained import answers_with, trained_site
 from wsi_fl.study import Study
 from wsi_fl.types import DiskFull, SlideRecord, UsageError, WsiFlError
 
@@ -49,14 +49,14 @@ def predict(
     job = Job()
     watcher = watcher if watcher and job.first else Silent()
     names = _names(slides)
-    ready: list[tuple[RunFolder, Site, One]] = []
+    ready: list[tuple[RunFolder, Pipeline, Site, One]] = []
 
     def prepare() -> None:
         run, pipeline, where = trained_site(study, run_name, site, overrides)
-        ready.append((run, where, _predictor(study, run, pipeline, where, tumor_type, watcher)))
+        ready.append((run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type, watcher)))
 
     job.together(prepare)
-    run, where, one = ready[0]
+    run, pipeline, where, one = ready[0]
     folder = out.resolve() if out is not None else run.path / "predictions" / site
 
     def work() -> list[dict[str, Any]]:
@@ -75,6 +75,7 @@ def predict(
     return {
         "run": study.relative(run.path),
         "site": site,
+        "with": answers_with(run, pipeline, site),
         "slides": [one["row"] for one in ordered if "row" in one],
         "failed": [one["failed"] for one in ordered if "failed" in one],
         "seconds": time.perf_counter() - began,
@@ -129,7 +130,8 @@ def print_predictions(document: dict[str, Any]) -> None:
         headings = (
             ("patches", "class", "probability") if of_bags else ("patches", "max", "top k", "over threshold")
         )
-        table = Table(title=f"private model of {document['site']}", title_justify="left")
+        whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
+        table = Table(title=f"{whose} of {document['site']}", title_justify="left")
         for heading in ("slide", *headings):
             table.add_column(heading, justify="left" if heading == "slide" else "right", no_wrap=True)
         for row in document["slides"]:

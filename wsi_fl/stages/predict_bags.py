@@ -19,7 +19,6 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import atomic, write_bytes, write_json
 from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
-from wsi_fl.learning.local import probabilities
 from wsi_fl.models.deepset import DeepSet
 from wsi_fl.report.heatmap import Caption, draw_heatmap
 from wsi_fl.runs import RunFolder
@@ -31,7 +30,7 @@ from wsi_fl.stages.data import open_mosaic, remembered_mosaics
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.mosaic import encoder_of, work_of
 from wsi_fl.stages.mosaic_slides import Work, bag_of_slide
-from wsi_fl.stages.trained import private_model
+from wsi_fl.stages.trained import Answering, answering
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
 from wsi_fl.study import Study
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError
@@ -43,7 +42,7 @@ _ATTENTION = (200, 0, 0)
 
 @dataclass(frozen=True)
 class BagPredictor:
-    """One site's private model, and the mosaics that are at hand.
+    """What answers for one site, and the mosaics that are at hand.
 
     Attributes:
         meta: of the mosaics it learned from.
@@ -57,8 +56,7 @@ class BagPredictor:
     pipeline: Pipeline
     meta: FeatureMeta
     store: FeatureStore | None
-    model: torch.nn.Module
-    device: torch.device
+    models: Answering
     tumor_type: str | None
 
     @cached_property
@@ -122,9 +120,8 @@ def load_bag_predictor(
             f"site {site.name}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from "
             f"{meta.encoder}; run `wsi-fl mosaic` with that encoder, or train a new run"
         )
-    device = device_of_rank()
-    model = private_model(run, pipeline, site, meta.classes, shape, device)
-    return BagPredictor(study, run, site, pipeline, meta, store, model, device, tumor_type)
+    models = answering(run, pipeline, site, meta.classes, shape, device_of_rank())
+    return BagPredictor(study, run, site, pipeline, meta, store, models, tumor_type)
 
 
 def bag_of(predictor: BagPredictor, record: SlideRecord) -> Bag:
@@ -175,7 +172,12 @@ def predict_bag(
         "probability": float(answer.probabilities[answer.kind]),
         "probabilities": dict(zip(meta.classes, answer.probabilities.tolist(), strict=True)),
     }
-    origin = {"run": study.relative(predictor.run.path), "site": record.site, "encoder": meta.encoder}
+    origin = {
+        "run": study.relative(predictor.run.path),
+        "site": record.site,
+        "with": predictor.models.answer,
+        "encoder": meta.encoder,
+    }
     write_json(folder / "score.json", origin | row | {"size_px": meta.spec.size_px, "mpp": meta.spec.mpp})
     watcher.update(record.slide, 1, 1)
     files = {"heatmap": "heatmap.png", "csv": "patches.csv", "json": "score.json"}
@@ -201,19 +203,23 @@ def answer_of(predictor: BagPredictor, bag: Bag, tumor_type: str | None) -> Answ
     allowed = allowed_classes(np.array([tumor_type or ""]), meta.classes, meta.tumor_types)[0]
 
     def asked(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-        return probabilities(predictor.model, unlabelled_bags(bags, allowed), predictor.device)
+        return predictor.models.probabilities(unlabelled_bags(bags, allowed))
 
     with torch.inference_mode():
         whole = asked([bag.features])[0]
         alone = asked([patch[None] for patch in bag.features])
-        attention = None
-        if isinstance(predictor.model, DeepSet):
-            x = torch.from_numpy(packed([bag.features])).to(predictor.device)
-            weights = predictor.model.attention(x)
-            attention = None if weights is None else weights[0].double().cpu().numpy()
+        attention = _attention(predictor.models, bag)
     if not np.isfinite(whole).all() or not np.isfinite(alone).all():
         raise WsiFlError("the model gives no numbers; it did not train well")
     return Answer(whole, alone, attention)
+
+
+def _attention(models: Answering, bag: Bag) -> NDArray[np.float64] | None:
+    """float64[m], of two models the mean; None unless every model that is asked weighs its patches."""
+    x = torch.from_numpy(packed([bag.features])).to(models.device)
+    weights = [model.attention(x) if isinstance(model, DeepSet) else None for model in models.asked]
+    known = [one[0].double().cpu().numpy() for one in weights if one is not None]
+    return np.mean(known, axis=0) if len(known) == len(weights) else None
 
 
 def slide_file(study: Study, site: config.Site, record: SlideRecord) -> Path | None:

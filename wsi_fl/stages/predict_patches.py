@@ -17,7 +17,6 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import atomic, write_bytes, write_json
 from wsi_fl.learning.examples import resized, unlabelled
-from wsi_fl.learning.local import probabilities
 from wsi_fl.report.heatmap import Caption, draw_heatmap
 from wsi_fl.runs import RunFolder
 from wsi_fl.slides.geojson import Color, write_geojson
@@ -28,7 +27,7 @@ from wsi_fl.stages.console import Watcher
 from wsi_fl.stages.data import open_store, store_digest
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.tile import spec_of
-from wsi_fl.stages.trained import Inputs, inputs_of, private_model
+from wsi_fl.stages.trained import Answering, Inputs, answering, inputs_of
 from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, SlideRecord, UsageError, WsiFlError
 
@@ -50,24 +49,22 @@ _MORE_COLORS: tuple[Color, ...] = (
 
 @dataclass(frozen=True)
 class Predictor:
-    """One site's private model, and how slides are cut for it."""
+    """What answers for one site, and how slides are cut for it."""
 
     run: RunFolder
     site: config.Site
     pipeline: Pipeline
     inputs: Inputs
-    model: torch.nn.Module
-    device: torch.device
+    models: Answering
 
 
 def load_predictor(
     study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, watcher: Watcher
 ) -> Predictor:
-    """The trained model of a site, and how slides are cut for it."""
+    """The trained models of a site, and how slides are cut for them."""
     inputs = _inputs(study, run, pipeline, site.name, watcher)
-    device = device_of_rank()
-    model = private_model(run, pipeline, site, inputs.classes, inputs.shape, device)
-    return Predictor(run, site, pipeline, inputs, model, device)
+    models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
+    return Predictor(run, site, pipeline, inputs, models)
 
 
 def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
@@ -114,7 +111,11 @@ def predict_patches(
     row = {"slide": record.slide, "patches": len(plan.xy_l0), "set_aside": len(aside), "score": slide_score}
     write_json(
         files["json"],
-        {"run": study.relative(predictor.run.path), "site": record.site}
+        {
+            "run": study.relative(predictor.run.path),
+            "site": record.site,
+            "with": predictor.models.answer,
+        }
         | row
         | {
             "class": heat.classes[kind],
@@ -148,7 +149,7 @@ def heat_of(predictor: Predictor, plan: SlidePlan, watcher: Watcher) -> tuple[He
     done = 0
     with torch.inference_mode():
         for images in _batches(plan, inputs.input_px, size, predictor.pipeline.slides.reader, aside):
-            p = probabilities(predictor.model, unlabelled(images), predictor.device, size)
+            p = predictor.models.probabilities(unlabelled(images), size)
             predicted[done : done + len(p)] = p
             done += len(p)
             watcher.update(plan.record.slide, done, n)

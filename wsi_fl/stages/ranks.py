@@ -20,9 +20,10 @@ from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json
 from wsi_fl.runs import RunFolder, hold_alone
 from wsi_fl.stages import launch, plan
+from wsi_fl.stages.account import remember_spending
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
-from wsi_fl.stages.workshop import assemble, brought, guarantee_of, schedule_of
+from wsi_fl.stages.workshop import assemble, brought, schedule_of
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -49,9 +50,11 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
         watcher.say(f"  {warning}")
     with _alone(sites):
+        for site in sites:
+            remember_spending(site, pipeline)
         report = _reporter(sites, pipeline, watcher)
         loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
-    rows = comm.gather([_row(site, pipeline, method) for site in sites], patient=True)
+    rows = comm.gather([_row(site) for site in sites], patient=True)
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary())
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
@@ -164,7 +167,7 @@ def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> lo
     return report
 
 
-def _row(site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
+def _row(site: Site) -> dict[str, Any]:
     lines = site.folder.metrics()  # of all rounds, those before a restart too
     took_part = sum(line["takes_part"] for line in lines)
     terms = site.ledger.terms
@@ -174,8 +177,10 @@ def _row(site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
         "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
         "max_epsilon": terms.max_epsilon,
         "delta": terms.delta,
-        "guarantee": guarantee_of(METHODS[method], pipeline),
+        "guarantee": terms.guarantee,
         "unit": terms.unit,
+        "batch_size": site.batch_size,
+        "sigma": site.mechanism.sigma if site.mechanism else None,
         "rounds": took_part,
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         "n_train": len(site.train),

@@ -17,6 +17,7 @@ from wsi_fl.federation.comm import LocalComm, MpiComm
 from wsi_fl.files import read_json, write_json, write_text
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages import launch, plan
+from wsi_fl.stages.account import spent_words
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.ranks import join, running_sites, work_as_rank
 from wsi_fl.stages.workshop import (
@@ -210,12 +211,7 @@ def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: 
 def print_summary(summary: dict[str, Any]) -> None:
     """The summary for people."""
     for row in summary["sites"]:
-        spent = (
-            "no differential privacy"
-            if row["epsilon"] is None
-            else (f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}")
-        )
-        say(f"  {row['site']}: {row['rounds']} rounds, {spent}")
+        say(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     c = summary["communication"]
     say(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
     for loss in summary["losses"]:

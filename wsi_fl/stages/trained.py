@@ -1,8 +1,8 @@
-"""A trained site of a run: its settings, its private model, and what that expects to see."""
+"""A trained site of a run: its settings, the models that answer for it, and what these expect to see."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,10 @@ import torch
 from wsi_fl.config import Pipeline, Site
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.local import probabilities
+from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.validation import answered, roles
 from wsi_fl.models import Images, Shape, build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.data import input_px
@@ -43,6 +47,13 @@ def method_of(run: RunFolder) -> str:
     return str(read_json(run.path / "manifest.json")["method"])
 
 
+def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
+    """The configuration of a run under `predict.KEY=VALUE`."""
+    if strange := [one for one in overrides if not one.strip().startswith("predict.")]:
+        raise UsageError(f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed")
+    return study.pipeline(str(run.path / "config.toml"), overrides)
+
+
 def trained_site(
     study: Study, run_name: str, site_name: str, overrides: Sequence[str]
 ) -> tuple[RunFolder, Pipeline, Site]:
@@ -52,9 +63,7 @@ def trained_site(
         UsageError, WsiFlError: when the run or the site is not there, or the site was lost.
     """
     run = RunFolder(study.run(run_name))
-    if strange := [one for one in overrides if not one.strip().startswith("predict.")]:
-        raise UsageError(f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed")
-    pipeline = study.pipeline(str(run.path / "config.toml"), overrides)
+    pipeline = settings_of(study, run, overrides)
     site = study.site(site_name)
     if not run.site(site_name).path.is_dir():
         took_part = ", ".join(sorted(p.name for p in run.path.glob("sites/*"))) or "none"
@@ -68,28 +77,83 @@ def trained_site(
     return run, pipeline, site
 
 
-def private_model(
+@dataclass(frozen=True)
+class Answering:
+    """A site's models, on `device`, ready to predict.
+
+    Attributes:
+        models: by role, those that are needed.
+        answer: "private", "proxy", or "mean" of both.
+    """
+
+    models: Mapping[str, torch.nn.Module]
+    answer: str
+    device: torch.device
+
+    @property
+    def asked(self) -> list[torch.nn.Module]:
+        """The models that the answer rests on."""
+        return [self.models[role] for role in roles(self.answer)]
+
+    def probabilities(self, examples: Examples, batch_size: int = 256) -> Probabilities:
+        """float64[n, classes]: the answer for every example, in order."""
+        said = {
+            role: probabilities(self.models[role], examples, self.device, batch_size)
+            for role in roles(self.answer)
+        }
+        return answered(said, self.answer)
+
+
+def has_proxy(run: RunFolder) -> bool:
+    """Whether the sites of a run have a proxy beside their private model."""
+    return METHODS[method_of(run)].travels == "proxy"
+
+
+def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
+    """What answers for a site: as `predict.with` says, `auto` being what the run found best on its validation split."""
+    if not has_proxy(run):
+        return "private"
+    wanted = pipeline.predict.with_
+    return wanted if wanted != "auto" else run.site(site).choice() or "private"
+
+
+def answering(
     run: RunFolder,
     pipeline: Pipeline,
     site: Site,
     classes: Sequence[str],
     shape: Shape,
     device: torch.device,
-) -> torch.nn.Module:
-    """A site's private model with its trained weights, on `device`, ready to predict.
+    *,
+    every: bool = False,
+) -> Answering:
+    """The models that answer for a site.
+
+    Args:
+        every: whether the others are loaded too.
 
     Raises:
         WsiFlError: when the run has no such model, or it does not fit what the site's file says.
     """
+    answer = answers_with(run, pipeline, site.name)
+    wanted = ("private", "proxy") if every and has_proxy(run) else roles(answer)
+    models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
+    return Answering({role: model.to(device).eval() for role, model in models.items()}, answer, device)
+
+
+def _model(
+    run: RunFolder, pipeline: Pipeline, site: Site, role: str, classes: Sequence[str], shape: Shape
+) -> torch.nn.Module:
+    """A site's model with its trained weights."""
     common = METHODS[method_of(run)].travels == "private"
-    name = architecture(site, pipeline, "private", common=common)
+    name = architecture(site, pipeline, role, common=common)
     # its initial weights are all overwritten
     model = build(name, n_classes=len(classes), shape=shape, seed=0)
     try:
-        model.load_state_dict(run.site(site.name).load_model("private"))
+        model.load_state_dict(run.site(site.name).load_model(role))
     except RuntimeError:
         raise WsiFlError(
-            f"{run.name}: the private model of {site.name} is no {name} for {shape} and {len(classes)} classes; "
+            f"{run.name}: the {role} model of {site.name} is no {name} for {shape} and {len(classes)} classes; "
             f"was private_model in sites/{site.name}.toml changed since the run?"
         ) from None
-    return model.to(device).eval()
+    return model

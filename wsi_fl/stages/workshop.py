@@ -12,18 +12,26 @@ import torch
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.federation.graph import from_file
-from wsi_fl.federation.methods import METHODS, MakeLearner, Method, Weights
+from wsi_fl.federation.methods import METHODS, MakeLearner, Method
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
-from wsi_fl.learning.examples import Augment, joined
+from wsi_fl.learning.examples import Augment, Examples, joined
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
+from wsi_fl.learning.validation import with_validation
 from wsi_fl.models import Images, build, schema
-from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
-from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
+from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.account import (
+    Spending,
+    affordable_rounds,
+    agreed_spending,
+    guarantee_of,
+    terms_of,
+    weights_of,
+)
 from wsi_fl.stages.data import (
     Store,
     example_word,
@@ -48,20 +56,6 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
-
-
-def weights_of(pipeline: Pipeline) -> Weights:
-    """α and β; strict mode trains the proxy on cross-entropy alone."""
-    beta = 0.0 if pipeline.privacy.enabled and pipeline.privacy.mode == "strict" else pipeline.train.beta
-    return Weights(pipeline.train.alpha, beta)
-
-
-def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
-    """What ε is worth: see `Guarantee`."""
-    privacy = pipeline.privacy
-    if not privacy.enabled or privacy.sigma == 0 or privacy.insecure_seed is not None:
-        return "none"
-    return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
 
 
 def graph_of(study: Study, pipeline: Pipeline) -> Topology | None:
@@ -89,6 +83,8 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
         self_weight=pipeline.topology.self_weight,
         make_augment=_not_augmented if of_slides(pipeline) else partial(augmentation, train.augment),
         graph=graph_of(study, pipeline),
+        answer=pipeline.predict.with_,
+        by_competence=train.listen == "competence",
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
@@ -99,19 +95,6 @@ def _not_augmented(seed: int) -> Augment | None:
     """A bag's features have no symmetries of their own."""
     del seed
     return None
-
-
-def round_mechanism(pipeline: Pipeline, n: int) -> Mechanism | None:
-    """What one round costs a site with n training rows."""
-    if not pipeline.privacy.enabled:
-        return None
-    return plan(
-        n,
-        pipeline.train.batch_size,
-        pipeline.train.epochs_per_round,
-        pipeline.privacy.sigma,
-        pipeline.privacy.clip,
-    )
 
 
 def build_model(
@@ -135,13 +118,19 @@ def architecture(site: config.Site, pipeline: Pipeline, role: str, *, common: bo
 
 
 def make_learners(
-    site: config.Site, pipeline: Pipeline, store: Store, index: int, device: torch.device
+    site: config.Site,
+    pipeline: Pipeline,
+    store: Store,
+    index: int,
+    device: torch.device,
+    spending: Spending,
 ) -> MakeLearner:
-    """Builds the learners a method asks for."""
+    """Builds the learners a method asks for, with the site's noise where they are under differential privacy."""
     privacy = pipeline.privacy
+    sigma = spending.round.sigma if spending.round else 0.0
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        settings = DPSettings(privacy.sigma, privacy.clip, pipeline.train.batch_size, privacy.grad_mode)
+        settings = DPSettings(sigma, privacy.clip, spending.batch_size, privacy.grad_mode)
         model = build_model(site, pipeline, store, role, index, common=common)
         seen = shape_of(pipeline, store)
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
@@ -168,6 +157,7 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     device = device_of_rank()
     pool = [other.name for other in sites] if method.pooled else [site.name]
     train = joined([split_of(pipeline, open_data(study, name, pipeline), "train") for name in pool])
+    train, validation = _validated(method, pipeline, store, train)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {example_word(pipeline)}")
     tests = {"own": held_out(study, site.name, pipeline)}
@@ -177,29 +167,45 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         raise UsageError(
             f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
         )
-    mechanism = round_mechanism(pipeline, len(train))
-    guarantee = guarantee_of(method, pipeline)
-    terms = Terms(
-        delta=site.delta or pipeline.privacy.delta,
-        max_epsilon=site.max_epsilon,
-        lifetime=site.real,
-        allow=site.allowed,
-        guarantee=guarantee,
-        unit=pipeline.privacy.unit,
-        insecure=pipeline.privacy.insecure_seed is not None,
-    )
+    terms = terms_of(site, pipeline, guarantee_of(method, pipeline))
+    ledger = PrivacyLedger(study.ledger(site.name), site=site.name, run=_identity(run), terms=terms)
+    folder = run.site(site.name)
+    spending = agreed_spending(folder, site, pipeline, len(train), ledger)
+    make = make_learners(site, pipeline, store, index, device, spending)
     return Site(
         index=index,
         name=site.name,
-        learners=method.prepare(make_learners(site, pipeline, store, index, device)),
+        learners=method.prepare(make),
         train=train,
         tests={name: examples for name, examples in tests.items() if len(examples)},
-        ledger=PrivacyLedger(study.ledger(site.name), site=site.name, run=_identity(run), terms=terms),
-        folder=run.site(site.name),
+        ledger=ledger,
+        folder=folder,
         device=device,
-        mechanism=mechanism,
+        mechanism=spending.round,
+        batch_size=spending.batch_size,
+        validation=validation,
         returning=site.name in run.returning(),
     )
+
+
+def _validated(
+    method: Method, pipeline: Pipeline, store: Store, train: Examples
+) -> tuple[Examples, Examples | None]:
+    """(for training, for validation): the store's own split, else a share of the training patients.
+
+    A method without a proxy has nothing to choose, and learns from every row that is for training.
+    """
+    if method.travels != "proxy":
+        return train, None
+    validation = split_of(pipeline, store, "val")
+    if not len(validation) and pipeline.train.val_fraction:
+        train, validation = with_validation(train, pipeline.train.val_fraction, pipeline.train.seed)
+    if pipeline.train.listen == "competence" and not pipeline.privacy.noisy and not len(validation):
+        raise UsageError(
+            "train.listen = 'competence' without noise needs rows that no proxy has learned from; set "
+            "train.val_fraction=0.15, or tile with a validation split"
+        )
+    return train, validation if len(validation) else None
 
 
 def _took_part(study: Study, site: str) -> bool:
@@ -211,11 +217,6 @@ def _identity(run: RunFolder) -> str:
     """Its name and number of birth: once runs/ was emptied, names come again, but what was spent stays spent."""
     path = run.path / "manifest.json"
     return f"{run.name} {read_json(path)['id']}" if path.exists() else run.name
-
-
-def planned(site: Site, rounds: int) -> Mechanism | None:
-    """What all rounds cost a site together."""
-    return replace(site.mechanism, steps=site.mechanism.steps * rounds) if site.mechanism else None
 
 
 def versions() -> dict[str, str]:
@@ -272,18 +273,3 @@ def _graph_digest(study: Study, pipeline: Pipeline) -> str | None:
     if graph is None or not graph.endswith(".json"):
         return graph
     return hashlib.sha256(study.resolve(graph).read_bytes()).hexdigest()
-
-
-def affordable_rounds(site: Site, rounds: int) -> int:
-    """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
-    limit = site.ledger.terms.max_epsilon
-    done = len(site.ledger.mechanisms())
-    if limit is None or site.mechanism is None:
-        return rounds
-    past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
-    more = 0
-    while done + more < rounds:
-        if epsilon([*past, *[site.mechanism] * (more + 1)], site.ledger.terms.delta) > limit:
-            break
-        more += 1
-    return done + more

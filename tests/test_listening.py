@@ -1,0 +1,348 @@
+"""Who answers for a site, and how far its private model listens to its proxy."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused
+from safetensors.torch import load_file
+
+from wsi_fl.federation import loop
+from wsi_fl.learning.competence import measured
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.validation import answered, best_answer, with_validation
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages import workshop
+from wsi_fl.stages.compare import compare
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.plan import dry_run
+from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.trained import answers_with, settings_of
+
+SEEDED = "privacy.insecure_seed=1"
+HELD = "train.val_fraction=0.3"  # of three training patients: one
+LISTEN = "train.listen=competence"
+
+
+def run(study, *overrides, method="proxyfl"):
+    return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
+
+
+def metrics(path, site="S0"):
+    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+
+
+def models(path, role):
+    return [load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))]
+
+
+def same(a, b):
+    return all(torch.equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in x)
+
+
+def certain(classes, n_classes=2):
+    """Probabilities of a model that says these classes."""
+    return np.eye(n_classes)[np.asarray(classes)] * 0.8 + 0.2 / n_classes
+
+
+def examples(patients):
+    n = len(patients)
+    pixels = np.arange(n, dtype=np.uint8).reshape(n, 1, 1, 1)
+    return Examples(lambda rows: pixels[rows], np.arange(n) % 2, np.full(n, "s"), np.array(patients))
+
+
+# ---- the validation split
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
+def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
+    everyone = examples([f"p{k // 4}" for k in range(24)])
+    train_part, held = with_validation(everyone, fraction, 3)
+    assert len(set(held.patient)) == max(1, round(fraction * 6))
+    assert not set(held.patient) & set(train_part.patient)
+    seen = [*train_part.read(np.arange(len(train_part))).ravel(), *held.read(np.arange(len(held))).ravel()]
+    assert sorted(seen) == list(range(24))
+    assert set(with_validation(everyone, fraction, 3)[1].patient) == set(held.patient)
+    assert len({tuple(with_validation(everyone, fraction, seed)[1].patient) for seed in range(9)}) > 1
+
+
+def test_neither_labels_nor_other_rows_of_a_patient_decide_who_is_held_out():
+    everyone = examples([f"p{k // 4}" for k in range(24)])
+    held = set(with_validation(everyone, 0.34, 0)[1].patient)
+    one_less = examples([f"p{k // 4}" for k in range(23)])
+    other_labels = Examples(everyone.read, 1 - everyone.label, everyone.slide, everyone.patient)
+    assert set(with_validation(one_less, 0.34, 0)[1].patient) == held
+    assert set(with_validation(other_labels, 0.34, 0)[1].patient) == held
+
+
+@pytest.mark.parametrize(
+    ("patients", "n_held"), [([""] * 10, 3), (["one"] * 10, 0), ([], 0), (["a", "b"], 1)]
+)
+def test_rows_without_a_patient_are_their_own_and_somebody_is_always_left_to_train_on(patients, n_held):
+    train_part, held = with_validation(examples(patients), 0.3, 0)
+    assert (len(held), len(train_part)) == (n_held, len(patients) - n_held)
+
+
+# ---- who answers
+
+
+def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model():
+    labels = np.repeat([0, 1], [18, 2])
+    always = certain(np.zeros(20, int))
+    knows = certain([*[0] * 12, *[1] * 6, 1, 1])
+    assert best_answer({"private": always, "proxy": knows}, labels) == "proxy"
+    assert best_answer({"private": knows, "proxy": always}, labels) == "private"
+    assert best_answer({"private": knows, "proxy": knows}, labels) == "private"
+    assert best_answer({"private": always}, labels) == "private"
+    assert best_answer({"private": always, "proxy": knows}, np.zeros(20, int)) == "private"
+
+
+def test_the_mean_can_be_better_than_either():
+    labels = np.array([0, 1, 0, 1])
+    private = np.array([[0.9, 0.1], [0.6, 0.4], [0.9, 0.1], [0.4, 0.6]])
+    proxy = np.array([[0.6, 0.4], [0.1, 0.9], [0.4, 0.6], [0.1, 0.9]])
+    said = {"private": private, "proxy": proxy}
+    assert best_answer(said, labels) == "mean"
+    np.testing.assert_allclose(answered(said, "mean"), (private + proxy) / 2)
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory):
+    """A study, a run with a validation split, and its evaluation."""
+    study = make_study(tmp_path_factory.mktemp("listening") / "study")
+    path = run(study, SEEDED, HELD)
+    return study, path, evaluate(study, str(path))
+
+
+def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
+    study, path, document = validated
+    pipeline = settings_of(study, RunFolder(path), ())
+    for row in document["sites"]:
+        choice = json.loads((path / "sites" / row["site"] / "choice.json").read_text())
+        reached = choice["macro_accuracy"]
+        assert choice["n"] == 12
+        assert reached[choice["with"]] == max(reached.values())
+        assert row["with"] == choice["with"] == answers_with(RunFolder(path), pipeline, row["site"])
+        last = metrics(path, row["site"])[-1]
+        assert last["with"] == row["with"]
+        assert last["merged"]["accuracy"] == row["accuracy"] == row["models"][row["with"]]["accuracy"]
+        assert last["proxy"]["accuracy"] == row["models"]["proxy"]["accuracy"]
+        assert row["own"]["auroc"] == row["models"][row["with"]]["own"]["auroc"]
+        assert set(row["models"]) == {"private", "proxy", "mean"}
+    spread = document["models"]["mean"]
+    assert set(spread) == {"merged", "internal"}
+    every = [row["models"]["mean"]["accuracy"] for row in document["sites"]]
+    assert spread["merged"]["accuracy"]["mean"] == pytest.approx(np.mean(every))
+
+
+@pytest.mark.parametrize("answer", ["private", "proxy", "mean"])
+def test_evaluate_answers_as_asked(validated, answer):
+    study, path, chosen = validated
+    document = evaluate(study, str(path), overrides=[f"predict.with={answer}"])
+    for row, before in zip(document["sites"], chosen["sites"], strict=True):
+        assert row["with"] == answer
+        assert row["accuracy"] == before["models"][answer]["accuracy"]
+    evaluate(study, str(path))
+
+
+def test_every_round_answers_as_the_run_is_told(validated, tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    path = run(study, SEEDED, "predict.with=mean", "train.rounds=1")
+    (line,) = metrics(path)
+    row = evaluate(study, str(path))["sites"][0]
+    assert (line["with"], row["with"]) == ("mean", "mean")
+    assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
+    assert not (path / "sites" / "S0" / "choice.json").exists()
+    alone = run(study, "predict.with=proxy", "train.rounds=1", method="regular")
+    assert evaluate(study, str(alone))["sites"][0]["with"] == "private"
+    assert set(evaluate(study, str(alone))["sites"][0]["models"]) == {"private"}
+
+
+def test_without_a_validation_split_the_private_model_answers(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    path = run(study, SEEDED, "train.rounds=1")
+    assert [row["with"] for row in evaluate(study, str(path))["sites"]] == ["private"] * 2
+    row = dry_run(study, method="proxyfl", overrides=[HELD])["sites"][0]
+    assert (row["n_train"], row["n_validation"]) == (24, 12)
+    row = dry_run(study, method="regular", overrides=[HELD])["sites"][0]
+    assert (row["n_train"], row["n_validation"]) == (36, 0)  # nothing to choose
+
+
+def test_compare_tells_answers_apart_and_looks_again_where_another_was_asked_for(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    paths = [run(study, SEEDED, "train.rounds=1", f"predict.with={one}") for one in ("private", "mean")]
+    evaluate(study, str(paths[0]), overrides=["predict.with=proxy"])
+    document = compare(study, [path.name for path in paths], baseline=False)
+    settings = [row["settings"].get("predict.with") for row in document["rows"]]
+    assert set(settings) == {"private", "mean", None}
+    assert json.loads((paths[0] / "evaluation.json").read_text())["with"] == "private"
+
+
+# ---- how far to listen
+
+
+def judge(teacher, labels, *, training=None, duel=None, allowed=None):
+    training = labels if training is None else training
+    return measured(certain(teacher), labels, allowed=allowed, training_labels=training, duel=duel)
+
+
+def accurate(labels, share, seed=0):
+    """Answers that are right for this share of every class."""
+    rng = np.random.default_rng(seed)
+    said = labels.copy()
+    for c in (0, 1):
+        rows = np.flatnonzero(labels == c)
+        wrong = rng.permutation(rows)[round(share * len(rows)) :]
+        said[wrong] = 1 - c
+    return said
+
+
+SPECIAL, ALIKE = np.repeat([0, 1], [270, 30]), np.repeat([0, 1], [150, 150])
+
+
+def test_a_site_of_one_class_listens_whole_to_a_proxy_that_knows_both():
+    found = judge(accurate(SPECIAL, 0.73), SPECIAL)
+    assert found.score == pytest.approx(0.73, abs=0.01)
+    assert (found.chance, found.share) == (0.5, 1.0)
+
+
+def test_sites_alike_do_not_listen():
+    assert judge(accurate(ALIKE, 0.8), ALIKE).share == 0
+    uneven = np.repeat([0, 1], [27, 33])  # as unlike as sixty draws make it
+    assert judge(accurate(uneven, 0.8), uneven).share == 0
+
+
+def test_chance_is_not_listened_to():
+    rng = np.random.default_rng(0)
+    for labels in (SPECIAL, np.repeat([0, 1], [54, 6])):
+        shares = [judge(rng.integers(0, 2, len(labels)), labels).share for _ in range(400)]
+        assert np.mean(np.array(shares) > 0) < 0.06
+        assert (
+            judge(np.zeros(len(labels), int), labels).share == 0
+        )  # right nine times of ten, and knows nothing
+        assert judge(np.ones(len(labels), int), labels).share == 0
+
+
+def test_few_rows_must_show_more():
+    few = np.repeat([0, 1], [18, 2])
+    assert judge(accurate(few, 0.7), few).known == 0
+    assert judge(few, few, training=SPECIAL).known > 0.5
+    assert judge(accurate(SPECIAL, 0.75), SPECIAL).known == 1
+
+
+def test_one_class_alone_cannot_tell():
+    found = judge(np.zeros(9, int), np.zeros(9, int))
+    assert (found.score, found.share) == (None, 0)
+
+
+def test_what_validation_shows_goes_before_the_labels():
+    better, worse = certain(accurate(ALIKE, 0.95)), certain(accurate(ALIKE, 0.6))
+    assert judge(accurate(ALIKE, 0.95), ALIKE, duel=(better, worse, ALIKE)).share == 1
+    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(worse, better, ALIKE)).share == 0
+    a, b = np.array([0, 1]), certain([0, 1])  # one row of each class shows nothing
+    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(certain([1, 0]), b, a)).share == 1
+
+
+def test_what_is_known_beforehand_is_no_competence():
+    allowed = np.zeros((300, 4), bool)
+    allowed[:, :2] = True
+    labels = SPECIAL
+    said = certain(accurate(labels, 0.5), 4)
+    found = measured(said, labels, allowed=allowed, training_labels=labels)
+    assert (found.chance, found.known) == (0.5, 0.0)
+
+
+def competent(monkeypatch, share):
+    """Every proxy is worth this share of α, whatever it says."""
+    from wsi_fl.federation import scoring
+    from wsi_fl.learning.competence import Measured
+
+    monkeypatch.setattr(scoring, "measured", lambda *_, **__: Measured(0.9, 0.5, share, 1.0))
+
+
+@pytest.mark.parametrize(("share", "like"), [(1.0, "train.alpha=0.3"), (0.0, "train.alpha=0.0")])
+def test_listening_whole_and_not_at_all_are_the_limits(study, monkeypatch, share, like):
+    fixed = run(study, SEEDED, like)
+    competent(monkeypatch, share)
+    listening = run(study, SEEDED, LISTEN)
+    assert same(models(fixed, "private"), models(listening, "private"))
+    assert [line["alpha"] for line in metrics(listening)] == [0.3 * share] * 3
+    assert "alpha" not in metrics(fixed)[0]
+
+
+def test_in_strict_mode_no_proxy_notices_who_listens(study, monkeypatch):
+    always = run(study, SEEDED)
+    competent(monkeypatch, 0.5)
+    listening = run(study, SEEDED, LISTEN)
+    assert same(models(always, "proxy"), models(listening, "proxy"))
+    assert not same(models(always, "private"), models(listening, "private"))
+    accounts = [
+        json.loads((path / "sites/S0/ledger.json").read_text())["epsilon"] for path in (always, listening)
+    ]
+    assert accounts[0] == accounts[1]
+
+
+def test_beta_is_untouched(study, monkeypatch):
+    competent(monkeypatch, 0.5)
+    seen = []
+    step = loop.heeded
+    monkeypatch.setattr(loop, "heeded", lambda *a: seen.append(step(*a)) or seen[-1])
+    run(study, SEEDED, LISTEN, "privacy.mode=paper", "train.rounds=1")
+    assert {(weights.alpha, weights.beta) for weights, _ in seen} == {(0.15, 0.3)}
+
+
+@pytest.mark.parametrize("held", ["train.val_fraction=0.0", HELD])
+def test_a_resumed_run_listens_as_it_would_have(tmp_path, monkeypatch, held):
+    study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
+    settings = [SEEDED, LISTEN, held, "train.rounds=4", "privacy.sigma=0.05", "train.alpha=0.7"]
+    monkeypatch.setattr("wsi_fl.learning.competence._lacking", lambda *_: 0.9)
+    whole = run(study, *settings)
+    heard = [[line["alpha"] for line in metrics(whole, site)] for site in study.site_names()]
+    assert any(alpha > 0 for one in heard for alpha in one), heard
+    finish, calls = loop._log_round, []
+
+    def die(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_log_round", die)
+    with pytest.raises(KeyboardInterrupt):
+        run(study, *settings)
+    monkeypatch.setattr(loop, "_log_round", finish)
+    broken = sorted(study.runs.glob("0*"))[-1]
+    resume(study, broken.name, backend="local")
+    assert same(models(whole, "private"), models(broken, "private"))
+    for site in study.site_names():
+        for a, b in zip(metrics(whole, site), metrics(broken, site), strict=True):
+            assert (a["alpha"], a["competence"]) == (b["alpha"], b["competence"])
+
+
+def test_without_noise_a_proxy_is_not_judged_by_what_it_memorised(study):
+    refused(
+        lambda: run(study, LISTEN, "privacy.enabled=false"),
+        "train.listen = 'competence'",
+        "val_fraction=0.15",
+    )
+    path = run(study, LISTEN, HELD, "privacy.enabled=false", "train.rounds=2")
+    assert metrics(path)[1]["competence"]["chance"] == 0.5
+
+
+def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):
+    import h5py
+
+    study = make_study(tmp_path / "study", n_sites=1)
+    with h5py.File(study.store("S0"), "r+") as file:
+        split = file["split"][:]
+        split[:12] = b"val"
+        file["split"][:] = split
+    try:
+        site = workshop.assemble(
+            study, study.pipeline("small", [HELD]), "proxyfl", RunFolder(tmp_path / "r"), 0
+        )
+    finally:
+        shutil.rmtree(tmp_path / "r", ignore_errors=True)
+    assert (len(site.train), len(site.validation)) == (24, 12)

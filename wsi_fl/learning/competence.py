@@ -1,0 +1,111 @@
+"""How far a private model should listen to its proxy: by what the proxy knows, and by what the site cannot teach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.metrics import Labels, Probabilities
+
+_ONE_SIDED = 1.645
+"""Standard errors that chance exceeds in one case of twenty."""
+_LEAST_KNOWN = 0.1
+"""Part of the way from chance to perfect that a teacher must have gone, however many rows measure it."""
+_ALIKE, _SPECIAL = 0.2, 0.6
+"""Skew of a site's labels up to which it lacks nothing, and from which on it lacks most of the other classes."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found out about a teacher.
+
+    Attributes:
+        score: its macro-accuracy, or None where rows of one class alone cannot tell.
+        chance: what chance would reach on these rows.
+        known: 0 for a teacher that chance may explain, 1 for one as far again above it.
+        lacking: 0 where the pupil needs no teacher, 1 where it does.
+    """
+
+    score: float | None
+    chance: float | None
+    known: float
+    lacking: float
+
+    @property
+    def share(self) -> float:
+        """Of α that the teacher deserves."""
+        return self.known * self.lacking
+
+
+def measured(
+    teacher: Probabilities,
+    labels: Labels,
+    *,
+    allowed: NDArray[np.bool_] | None,
+    training_labels: Labels,
+    duel: tuple[Probabilities, Probabilities, Labels] | None = None,
+) -> Measured:
+    """Judges a teacher.
+
+    It is listened to when its balanced accuracy is above what chance can produce on so many rows of each class, and
+    the pupil lacks something. Where rows that neither has learned from show the one or the other to be better, that
+    decides; they are often too few to show it, and then the site's labels do: a hospital that sees mostly one
+    class lacks the others, one that sees all alike learns nothing from a noisier model.
+
+    Args:
+        teacher: float64[n, classes], of rows it did not memorise.
+        labels: int64[n].
+        allowed: bool[n, classes] possible classes, None for all.
+        training_labels: of what the pupil learns from.
+        duel: probabilities of teacher and pupil on validation rows, and their labels.
+    """
+    classes = np.unique(labels)
+    lacking = _lacking(training_labels, teacher.shape[1])
+    if duel is not None:
+        lead = _lead(*duel)
+        lacking = 1.0 if lead > _ONE_SIDED else 0.0 if lead < -_ONE_SIDED else lacking
+    if len(classes) < 2:
+        return Measured(None, None, 0.0, lacking)
+    right = teacher.argmax(1) == labels
+    score = float(np.mean([right[labels == c].mean() for c in classes]))
+    chance = _chance(labels, allowed, teacher.shape[1])
+    spread = sqrt(chance * (1 - chance) * sum(1 / (labels == c).sum() for c in classes)) / len(classes)
+    margin = max(_ONE_SIDED * spread, _LEAST_KNOWN * (1 - chance))
+    known = min(1.0, max(0.0, (score - chance) / margin - 1)) if margin else 0.0
+    return Measured(score, chance, known, lacking)
+
+
+def _chance(labels: Labels, allowed: NDArray[np.bool_] | None, n_classes: int) -> float:
+    """The macro-accuracy of a guess, or of always the same answer if that is higher."""
+    classes = np.unique(labels)
+    guess = np.full(len(labels), 1 / n_classes) if allowed is None else 1 / allowed.sum(1)
+    return float(max(1 / len(classes), np.mean([guess[labels == c].mean() for c in classes])))
+
+
+def _lacking(labels: Labels, n_classes: int) -> float:
+    """From the skew of labels: their distance from equal shares, as a part of the largest there is.
+
+    Example:
+        >>> [round(_lacking(np.repeat([0, 1], n), 2), 2) for n in ([50, 50], [70, 30], [90, 10])]
+        [0.0, 0.5, 1.0]
+    """
+    shares = np.bincount(labels, minlength=n_classes) / len(labels)
+    skew = np.maximum(0, 1 / n_classes - shares).sum() / (1 - 1 / n_classes)
+    return float(np.clip((skew - _ALIKE) / (_SPECIAL - _ALIKE), 0, 1))
+
+
+def _lead(teacher: Probabilities, pupil: Probabilities, labels: Labels) -> float:
+    """How many standard errors the teacher's macro-accuracy lies above the pupil's, on the same rows.
+
+    A class of few rows is given the spread of one disagreement more, so that it never looks certain.
+    """
+    ahead = (teacher.argmax(1) == labels).astype(int) - (pupil.argmax(1) == labels)
+    classes = np.unique(labels)
+    if len(classes) < 2:
+        return 0.0
+    parts = [ahead[labels == c] for c in classes]
+    variance = sum((float((part**2).sum()) + 1) / (len(part) + 1) / len(part) for part in parts)
+    return float(np.sum([part.mean() for part in parts]) / sqrt(variance))

@@ -1,0 +1,59 @@
+"""A validation split for a site whose store has none, and the model that does best on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import numpy as np
+
+from wsi_fl.learning.examples import Examples, subset
+from wsi_fl.learning.metrics import Labels, Probabilities, macro_accuracy
+
+Answer = Literal["private", "mean", "proxy"]
+"""Whose probabilities are a site's answer; of equally good ones the first."""
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
+
+
+def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
+    """(for training, for validation): about `fraction` of the patients are held out, at least one where there are two.
+
+    Patients are chosen by their names alone, and rows without a patient by their place. A split that looked at labels
+    would let one record decide which others are trained on, and ε would not cover that.
+    """
+    patients = np.array([name or f"row {row}" for row, name in enumerate(examples.patient.tolist())])
+    names = sorted(set(patients.tolist()), key=lambda name: _lot(seed, name))
+    n_held = max(1, round(fraction * len(names))) if fraction > 0 else 0
+    held = np.isin(patients, names[: min(n_held, len(names) - 1)])
+    return subset(examples, np.flatnonzero(~held)), subset(examples, np.flatnonzero(held))
+
+
+def _lot(seed: int, name: str) -> bytes:
+    """What a patient draws, whoever else there is."""
+    return hashlib.sha256(f"{seed} {name}".encode()).digest()
+
+
+def roles(answer: str) -> tuple[str, ...]:
+    """The models that an answer needs."""
+    return ("private", "proxy") if answer == "mean" else (answer,)
+
+
+def answered(predicted: Mapping[str, Probabilities], answer: str) -> Probabilities:
+    """float64[n, classes]: what one model says, or the mean of what both say.
+
+    Args:
+        predicted: probabilities by role.
+    """
+    said = [predicted[role] for role in roles(answer)]
+    return said[0] if len(said) == 1 else np.mean(said, axis=0)
+
+
+def best_answer(predicted: Mapping[str, Probabilities], labels: Labels) -> Answer:
+    """The answer of the highest macro-accuracy; "private" where labels of one class cannot tell.
+
+    Macro-accuracy, since a site that has mostly one class would else choose whoever always says that one.
+    """
+    if "proxy" not in predicted or len(np.unique(labels)) < 2:
+        return "private"
+    return max(ANSWERS, key=lambda answer: macro_accuracy(answered(predicted, answer), labels) or 0.0)
