@@ -300,3 +300,18 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     assert simulated.allowed == everything and real.allowed == ("model",)
     assert Site(name="a", slides="x").real, "a site is real unless its file says otherwise"
     assert Site(name="a", slides="x").allowed == ()
+
+
+@pytest.mark.parametrize("answer", ["auto", "private", "proxy", "mean"])
+def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
+    pipeline = study.pipeline("p", [f"predict.with={answer}"])
+    assert pipeline.predict.with_ == answer
+    (tmp_path / "config.toml").write_text(dump_toml(pipeline))
+    assert f'with = "{answer}"' in dump_toml(pipeline)
+    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    refused(
+        lambda: study.pipeline("p", ["predict.with=both"]),
+        "predict.with",
+        "'auto', 'private', 'proxy' or 'mean'",
+    )
+    refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")

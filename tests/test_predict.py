@@ -3,7 +3,10 @@
 import csv
 import io
 import json
+import os
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from wsi_fl.slides.geojson import features, write_geojson
 from wsi_fl.slides.grid import grid_positions
 from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import plan_slide
+from wsi_fl.stages import launch
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.init import init
 from wsi_fl.stages.predict import predict
@@ -320,6 +324,27 @@ def test_the_more_probable_is_the_darker_and_every_shape_of_slide_has_its_legend
     centres = [(round((k + 0.5) * side * zoom) + offset, 74 + round(side * zoom / 2)) for k in range(len(p))]
     light = [picture[y, x] @ [0.299, 0.587, 0.114] for x, y in centres]
     assert (np.diff(light) < 0).all()
+
+
+def test_two_ranks_share_the_slides_and_say_the_same(predicted, trained, tmp_path):
+    study, run, slides = trained
+    flags = [part for slide in slides for part in ("--slide", slide)]
+    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-m"]
+    command += ["wsi_fl", "predict", run, "--site", "C1", "--json", "--out", tmp_path / "out", *flags]
+    environment = os.environ | {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    told = subprocess.run(
+        command, cwd=study.root, env=environment, capture_output=True, text=True, check=True
+    )
+    document = json.loads(told.stdout)  # said once
+    assert [row["slide"] for row in document["slides"]] == [slide.stem for slide in slides]
+    for row, expected in zip(document["slides"], predicted["slides"], strict=True):
+        assert row["patches"] == expected["patches"]
+        assert row["score"]["max"] == pytest.approx(expected["score"]["max"], abs=1e-5)
+        assert (tmp_path / "out" / row["slide"] / "heatmap.png").exists()
 
 
 @pytest.fixture

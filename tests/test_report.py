@@ -196,6 +196,8 @@ def make_page(
                     "unit": "patch",
                     "rounds": rounds,
                     "max_epsilon": 8.0,
+                    "batch_size": 32,
+                    "sigma": 1.4,
                 }
                 for i, name in enumerate(names)
             ],
@@ -428,7 +430,7 @@ def test_tables_hold_the_numbers_of_the_run(page: Page, document: Document) -> N
     assert data["C2"] == ["11", "16", "471", "471", "942", "125", "125", "250"]
     assert data["Sum"] == ["46", "64", "1,886", "1,886", "3,772", "500", "500", "1,000"]
     spent = document.table("Site", "Budget")
-    assert spent["C1"] == ["2.77", "nominal", "10⁻⁵", "8.00", "20"]
+    assert spent["C1"] == ["2.77", "nominal", "10⁻⁵", "8.00", "20", "32", "1.40"]
     traffic = document.table("Site", "Messages sent")
     assert traffic["C4"] == ["20", "20", "8.1 MB", "620 ms", "7 min 8 s"]
 

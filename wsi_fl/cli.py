@@ -413,6 +413,8 @@ def predict(
             overrides=overrides or [],
             watcher=bars,
         )
+    if not document:  # ranks other than the first have nothing to say
+        return
     _out(document) if as_json else print_predictions(document)
     if not document["slides"]:
         raise typer.Exit(1)

@@ -18,10 +18,11 @@ from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.data import of_slides
 from wsi_fl.stages.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.predict_patches import load_predictor, percent, predict_patches
+from wsi_fl.stages.tile_job import Job
 from wsi_fl.stages.tile_plans import one_line
 from wsi_fl.stages.trained import answers_with, trained_site
 from wsi_fl.study import Study
-from wsi_fl.types import DiskFull, SetAside, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import DiskFull, SlideRecord, UsageError, WsiFlError
 
 
 def predict(
@@ -37,41 +38,62 @@ def predict(
 ) -> dict[str, Any]:
     """Predicts slides one by one; returns the `--json` document, whose `failed` names those that could not be.
 
+    Started under mpiexec or srun, the ranks share the slides, and all but the first return {}.
+
     Args:
         out: folder for one folder per slide; default RUN/predictions/SITE.
         tumor_type: what is known of the slides, for runs on mosaics; default: what the site's store says.
         overrides: `predict.KEY=VALUE` over the run's configuration.
     """
     began = time.perf_counter()
-    watcher = watcher or Silent()
+    job = Job()
+    watcher = watcher if watcher and job.first else Silent()
     names = _names(slides)
-    run, pipeline, where = trained_site(study, run_name, site, overrides)
-    one = _predictor(study, run, pipeline, where, tumor_type, watcher)
+    ready: list[tuple[RunFolder, Pipeline, Site, One]] = []
+
+    def prepare() -> None:
+        run, pipeline, where = trained_site(study, run_name, site, overrides)
+        ready.append((run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type, watcher)))
+
+    job.together(prepare)
+    run, pipeline, where, one = ready[0]
     folder = out.resolve() if out is not None else run.path / "predictions" / site
-    rows: list[dict[str, Any]] = []
-    failed: list[SetAside] = []
-    for path, name in zip(slides, names, strict=True):
-        record = SlideRecord(
-            path, name, "", site, "negative", positive=False, mpp_override=where.mpp_override
-        )
-        try:
-            rows.append(one(record, folder / name, watcher))
-        except (DiskFull, UsageError):
-            raise
-        except WsiFlError as error:
-            failed.append(SetAside(name, str(error)))
-        except Exception as error:  # one slide that a library chokes on must not end the others
-            failed.append(SetAside(name, one_line(error)))
-        if failed and failed[-1].slide == name:
-            watcher.say(f"  {name} failed: {failed[-1].reason}")
+
+    def work() -> list[dict[str, Any]]:
+        found = []
+        for number in job.mine(range(len(slides))):
+            record = SlideRecord(
+                slides[number], names[number], "", site, "negative", False, mpp_override=where.mpp_override
+            )
+            found.append({"number": number} | _outcome(one, record, folder, watcher))
+        return found
+
+    parts = [one for part in job.together(work) for one in part]
+    ordered = sorted(parts, key=lambda one: int(one["number"]))
+    if not job.first:
+        return {}
     return {
         "run": study.relative(run.path),
         "site": site,
         "with": answers_with(run, pipeline, site),
-        "slides": rows,
-        "failed": [{"slide": one.slide, "reason": one.reason} for one in failed],
+        "slides": [one["row"] for one in ordered if "row" in one],
+        "failed": [one["failed"] for one in ordered if "failed" in one],
         "seconds": time.perf_counter() - began,
     }
+
+
+def _outcome(one: One, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+    """A slide's row, or why there is none."""
+    try:
+        return {"row": one(record, folder / record.slide, watcher)}
+    except (DiskFull, UsageError):
+        raise
+    except WsiFlError as error:
+        reason = str(error)
+    except Exception as error:  # one slide that a library chokes on must not end the others
+        reason = one_line(error)
+    watcher.say(f"  {record.slide} failed: {reason}")
+    return {"failed": {"slide": record.slide, "reason": reason}}
 
 
 One = Callable[[SlideRecord, Path, Watcher], dict[str, Any]]
