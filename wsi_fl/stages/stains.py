@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import read_json
-from wsi_fl.learning.examples import Examples, in_stains
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stains
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms, digest
 from wsi_fl.slides.stain import N_MOMENTS, Stain, restained, stain_of
 from wsi_fl.stages.account import terms_of
@@ -117,16 +118,25 @@ def exchanged(
                 f"site {own}: its features are not in the stains that stains/ holds; run "
                 f"`wsi-fl features --site {own} --set stain.exchange=true`"
             )
-        return in_stains(train, [partial(_variant, store, name) for name in others])
+        return in_stains(train, _variants(store, others, len(train)))
     if store.channels != 3:
         raise UsageError(f"site {own}: its store holds grey images; leave out stain.exchange")
     mine = stains[own].stain
     return in_stains(train, [partial(_moved, mine, stains[name].stain) for name in others])
 
 
-def _variant(store: PatchFeatures, site: str, rows: NDArray[np.int64], features: Any) -> Any:
+def _variants(store: PatchFeatures, others: Sequence[str], n_train: int) -> list[Restain]:
+    """Training rows in each other stain, from memory where all of them fit."""
+    reads: list[Callable[[NDArray[np.int64]], Any]] = [partial(store.variant, name) for name in others]
+    if n_train * store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
+        everything = np.arange(n_train)
+        reads = [read(everything).__getitem__ for read in reads]
+    return [partial(_variant, read) for read in reads]
+
+
+def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], features: Any) -> Any:
     del features
-    return store.variant(site, rows)
+    return read(rows)
 
 
 def _moved(own: Stain, other: Stain, rows: NDArray[np.int64], pixels: Any) -> Any:
