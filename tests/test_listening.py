@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from wsi_fl.stages.train import resume, train
 from wsi_fl.stages.trained import answers_with, settings_of
 
 SEEDED = "privacy.insecure_seed=1"
-HELD = "train.val_fraction=0.3"  # of three training patients: one
+HELD = ("train.val_fraction=0.34", "train.seed=2")  # of three training patients: one at each site
 LISTEN = "train.listen=competence"
 
 
@@ -58,31 +59,38 @@ def examples(patients):
 
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.9])
 def test_whole_patients_are_held_out_and_the_same_ones_again(fraction):
-    everyone = examples([f"p{k // 4}" for k in range(24)])
+    everyone = examples([f"p{k // 4}" for k in range(1600)])
     train_part, held = with_validation(everyone, fraction, 3)
-    assert len(set(held.patient)) == max(1, round(fraction * 6))
+    assert len(set(held.patient)) == pytest.approx(
+        400 * fraction, abs=4 * np.sqrt(400 * fraction * (1 - fraction))
+    )
     assert not set(held.patient) & set(train_part.patient)
-    seen = [*train_part.read(np.arange(len(train_part))).ravel(), *held.read(np.arange(len(held))).ravel()]
-    assert sorted(seen) == list(range(24))
-    assert set(with_validation(everyone, fraction, 3)[1].patient) == set(held.patient)
+    assert len(train_part) + len(held) == 1600
+    assert (with_validation(everyone, fraction, 3)[1].patient == held.patient).all()
     assert len({tuple(with_validation(everyone, fraction, seed)[1].patient) for seed in range(9)}) > 1
 
 
-def test_neither_labels_nor_other_rows_of_a_patient_decide_who_is_held_out():
-    everyone = examples([f"p{k // 4}" for k in range(24)])
-    held = set(with_validation(everyone, 0.34, 0)[1].patient)
-    one_less = examples([f"p{k // 4}" for k in range(23)])
-    other_labels = Examples(everyone.read, 1 - everyone.label, everyone.slide, everyone.patient)
-    assert set(with_validation(one_less, 0.34, 0)[1].patient) == held
+def test_neither_labels_nor_other_patients_decide_who_is_held_out():
+    names = [f"p{k}" for k in range(24)]
+    held = set(with_validation(examples(names), 0.34, 0)[1].patient)
+    assert held
+    other_labels = replace(examples(names), label=1 - examples(names).label)
     assert set(with_validation(other_labels, 0.34, 0)[1].patient) == held
+    for gone in names:
+        one_less = examples([name for name in names if name != gone])
+        assert set(with_validation(one_less, 0.34, 0)[1].patient) == held - {gone}
 
 
-@pytest.mark.parametrize(
-    ("patients", "n_held"), [([""] * 10, 3), (["one"] * 10, 0), ([], 0), (["a", "b"], 1)]
-)
-def test_rows_without_a_patient_are_their_own_and_somebody_is_always_left_to_train_on(patients, n_held):
-    train_part, held = with_validation(examples(patients), 0.3, 0)
-    assert (len(held), len(train_part)) == (n_held, len(patients) - n_held)
+def test_rows_without_a_patient_are_their_own():
+    train_part, held = with_validation(examples([""] * 100), 0.3, 0)
+    assert 15 < len(held) < 45 and len(train_part) == 100 - len(held)
+    assert [len(part) for part in with_validation(examples([]), 0.3, 0)] == [0, 0]
+    assert [len(part) for part in with_validation(examples(["a", "b"]), 0.0, 0)] == [2, 0]
+
+
+def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    refused(lambda: run(study, "train.val_fraction=0.999"), "train.val_fraction", "lower it")
 
 
 # ---- who answers
@@ -112,7 +120,7 @@ def test_the_mean_can_be_better_than_either():
 def validated(tmp_path_factory):
     """A study, a run with a validation split, and its evaluation."""
     study = make_study(tmp_path_factory.mktemp("listening") / "study")
-    path = run(study, SEEDED, HELD)
+    path = run(study, SEEDED, *HELD)
     return study, path, evaluate(study, str(path))
 
 
@@ -164,9 +172,9 @@ def test_without_a_validation_split_the_private_model_answers(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "train.rounds=1")
     assert [row["with"] for row in evaluate(study, str(path))["sites"]] == ["private"] * 2
-    row = dry_run(study, method="proxyfl", overrides=[HELD])["sites"][0]
+    row = dry_run(study, method="proxyfl", overrides=HELD)["sites"][0]
     assert (row["n_train"], row["n_validation"]) == (24, 12)
-    row = dry_run(study, method="regular", overrides=[HELD])["sites"][0]
+    row = dry_run(study, method="regular", overrides=HELD)["sites"][0]
     assert (row["n_train"], row["n_validation"]) == (36, 0)  # nothing to choose
 
 
@@ -293,10 +301,10 @@ def test_beta_is_untouched(study, monkeypatch):
     assert {(weights.alpha, weights.beta) for weights, _ in seen} == {(0.15, 0.3)}
 
 
-@pytest.mark.parametrize("held", ["train.val_fraction=0.0", HELD])
+@pytest.mark.parametrize("held", [("train.val_fraction=0.0",), HELD])
 def test_a_resumed_run_listens_as_it_would_have(tmp_path, monkeypatch, held):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
-    settings = [SEEDED, LISTEN, held, "train.rounds=4", "privacy.sigma=0.05", "train.alpha=0.7"]
+    settings = [SEEDED, LISTEN, *held, "train.rounds=4", "privacy.sigma=0.05", "train.alpha=0.7"]
     monkeypatch.setattr("wsi_fl.learning.competence._lacking", lambda *_: 0.9)
     whole = run(study, *settings)
     heard = [[line["alpha"] for line in metrics(whole, site)] for site in study.site_names()]
@@ -327,7 +335,7 @@ def test_without_noise_a_proxy_is_not_judged_by_what_it_memorised(study):
         "train.listen = 'competence'",
         "val_fraction=0.15",
     )
-    path = run(study, LISTEN, HELD, "privacy.enabled=false", "train.rounds=2")
+    path = run(study, LISTEN, *HELD, "privacy.enabled=false", "train.rounds=2")
     assert metrics(path)[1]["competence"]["chance"] == 0.5
 
 
@@ -341,7 +349,7 @@ def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):
         file["split"][:] = split
     try:
         site = workshop.assemble(
-            study, study.pipeline("small", [HELD]), "proxyfl", RunFolder(tmp_path / "r"), 0
+            study, study.pipeline("small", HELD), "proxyfl", RunFolder(tmp_path / "r"), 0
         )
     finally:
         shutil.rmtree(tmp_path / "r", ignore_errors=True)

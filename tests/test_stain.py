@@ -122,3 +122,10 @@ def test_the_noise_is_what_the_mechanism_says():
 def test_no_record_no_mean():
     with pytest.raises(WsiFlError, match="at least one record"):
         noisy_mean(np.zeros((0, 6)), clip=1.0, sigma=1.0, noise=noise())
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_no_number_counts_as_nothing(value):
+    values = np.array([[0.3, 0.4], [value, 0.0]])
+    mean, _, n = noisy_mean(values, clip=1.0, sigma=0.0, noise=noise())
+    assert (mean.tolist(), n) == (pytest.approx([0.15, 0.2]), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wsi_fl import jpeg
+from wsi_fl.bulk import ALIGNMENT, BulkFile, aligned_empty
 from wsi_fl.stores.contents import SlideSource
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
@@ -415,6 +417,54 @@ def test_no_space_left_is_one_line_whatever_wraps_it(tmp_path):
     with pytest.raises(WsiFlError) as caught:
         write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 3), full())
     one_line(caught, "a.h5", "disk is full")
+
+
+def left_to_the_c_library(descriptor: int, offset: int, n: int) -> None:
+    """What glibc does where the file system (NFS) allocates nothing itself."""
+    for at in range(offset, offset + n, 4096):
+        if os.pread(descriptor, 1, at) in (b"", b"\0"):
+            os.pwrite(descriptor, b"\0", at)
+
+
+def not_offered(descriptor: int, offset: int, n: int) -> None:
+    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+@pytest.mark.parametrize("allocation", [left_to_the_c_library, not_offered])
+def test_file_systems_that_allocate_nothing_hold_shards_all_the_same(tmp_path, monkeypatch, allocation):
+    monkeypatch.setattr(os, "posix_fallocate", allocation)
+    folder, pixels = tmp_path / "slides", pixels_of(3)
+    write_shard(folder / "a.h5", META, table_of("a", 3), [pixels])
+    write_columns(tmp_path / "patches.h5", StoreMeta("S", CLASSES, SPEC), [folder / "a.h5"])
+    with PatchStore(tmp_path / "patches.h5") as store:
+        assert (store.read(np.arange(3)) == pixels).all()
+
+
+def test_direct_writes_that_end_half_way_are_done_again_by_the_page_cache(tmp_path, monkeypatch):
+    """Some file systems take a direct write in parts, and refuse the rest as unaligned."""
+    whole, refused = os.pwrite, []
+
+    def some(descriptor: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            if offset % ALIGNMENT:
+                refused.append(offset)
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            data = data[:1000]
+            return len(data)  # lost, as far as the page cache knows
+        return whole(descriptor, data, offset)
+
+    pixels = aligned_empty((3, 64, 64, 4))
+    pixels[...] = np.random.default_rng(0).integers(0, 256, pixels.shape, np.uint8)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(pixels.nbytes))
+    monkeypatch.setattr(os, "pwrite", some)
+    with BulkFile(path, pixels.nbytes) as bulk:
+        if bulk._direct is None:
+            pytest.skip("the file system has no direct writes")
+        for k, patch in enumerate(pixels):
+            bulk.write(patch, k * patch.nbytes)
+    assert refused == [1000]
+    assert path.read_bytes() == pixels.tobytes()
 
 
 META = ShardMeta("a", "p", "train", SPEC, "hash")

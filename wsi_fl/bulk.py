@@ -14,6 +14,8 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.files import allocate
+
 ALIGNMENT = 4096
 """What direct writes want of an address in memory, an offset and a length; a multiple of every sector size."""
 
@@ -37,17 +39,17 @@ class BulkFile:
     """An existing file that arrays are written into; use it as a context manager.
 
     Args:
-        end: the file is made that long at once, so that a full disk is found before anything is written.
+        end: the file is made that long at once where that can be done, so that a full disk is found first.
 
     Raises:
         OSError: ENOSPC or EFBIG when the disk cannot hold it.
     """
 
     def __init__(self, path: Path, end: int) -> None:
-        self._buffered = os.open(path, os.O_WRONLY)
+        self._buffered = os.open(path, os.O_RDWR)
         self._direct: int | None = None
         try:
-            os.posix_fallocate(self._buffered, 0, end)
+            allocate(self._buffered, end)
             self._direct = _opened_directly(path)
         except BaseException:
             self.close()

@@ -110,8 +110,8 @@ class Train(Section):
     """Whether the private model learns from its proxy by α always, or by the part of α that the proxy deserves,
     measured before every round."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the training patients that a site with a proxy holds out to choose what predicts, where its store
-    has no validation split."""
+    """Probability with which a site with a proxy holds out each of its training patients, to choose what predicts,
+    where its store has no validation split."""
     augment: str = "flips"
     input_px: int | None = Field(None, ge=8)
     """Patches are reduced to this size for training; default: as stored."""

@@ -14,6 +14,8 @@ from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+"""What `posix_fallocate` says of a file system, or C library, without it."""
 
 
 @contextmanager
@@ -39,8 +41,21 @@ def atomic(path: Path) -> Iterator[Path]:
 
 def reserve(path: Path, n_bytes: int) -> None:
     """Fails now if the disk cannot hold `n_bytes`: HDF5 that runs out of it later may take the process down."""
-    with path.open("wb") as handle:
-        os.posix_fallocate(handle.fileno(), 0, n_bytes)
+    with path.open("wb+") as handle:
+        allocate(handle.fileno(), n_bytes)
+
+
+def allocate(descriptor: int, n_bytes: int) -> None:
+    """Makes a file at least that long and gives it its place on disk, where the file system can do that.
+
+    Args:
+        descriptor: open for reading too: glibc looks at what is there where the file system (NFS) leaves it the work.
+    """
+    try:
+        os.posix_fallocate(descriptor, 0, n_bytes)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
 
 
 def _sync_folder(folder: Path) -> None:

@@ -17,21 +17,21 @@ ANSWERS: tuple[Answer, ...] = get_args(Answer)
 
 
 def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """(for training, for validation): about `fraction` of the patients are held out, at least one where there are two.
+    """(for training, for validation): each patient is held out with probability `fraction`, whoever else there is.
 
-    Patients are chosen by their names alone, and rows without a patient by their place. A split that looked at labels
-    would let one record decide which others are trained on, and ε would not cover that.
+    A patient's lot depends on the name alone, that of a row without a patient on its place. A split that looked at
+    labels, or took so many of all patients, would let one record decide which others are trained on, and ε would not
+    cover that. So a small site may be left without validation rows, or without training rows.
     """
-    patients = np.array([name or f"row {row}" for row, name in enumerate(examples.patient.tolist())])
-    names = sorted(set(patients.tolist()), key=lambda name: _lot(seed, name))
-    n_held = max(1, round(fraction * len(names))) if fraction > 0 else 0
-    held = np.isin(patients, names[: min(n_held, len(names) - 1)])
+    names = [name or f"row {row}" for row, name in enumerate(examples.patient.tolist())]
+    lots = {name: _lot(seed, name) for name in set(names)}
+    held = np.array([lots[name] < fraction for name in names], bool)
     return subset(examples, np.flatnonzero(~held)), subset(examples, np.flatnonzero(held))
 
 
-def _lot(seed: int, name: str) -> bytes:
-    """What a patient draws, whoever else there is."""
-    return hashlib.sha256(f"{seed} {name}".encode()).digest()
+def _lot(seed: int, name: str) -> float:
+    """What a patient draws, in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
 
 
 def roles(answer: str) -> tuple[str, ...]:

@@ -38,6 +38,9 @@ def noisy_mean(
     n = len(values)
     if n == 0:
         raise WsiFlError("a mean needs at least one record")
+    values = np.where(
+        np.isfinite(values).all(1, keepdims=True), values, 0.0
+    )  # else one row would undo the bound
     norms = np.linalg.norm(values, axis=1, keepdims=True)
     total = (values * np.minimum(1.0, clip / np.maximum(norms, 1e-12))).sum(0)
     added = torch.randn(values.shape[1], generator=noise, dtype=torch.float64).numpy() * sigma * clip

@@ -61,7 +61,7 @@ class BagPredictor:
 
     @cached_property
     def work(self) -> Work:
-        """How the run's mosaics were made.
+        """How the run's mosaics were made: their patches are of the size it learned from, whatever the pipeline says.
 
         Raises:
             WsiFlError: when the encoder has other weights by now.
@@ -73,7 +73,8 @@ class BagPredictor:
                 f"{self.run.name} learned from features of {self.meta.encoder}, but mosaic.encoder and mosaic.weights "
                 f"now are {encoder.label}; put the weights of then back"
             )
-        return work_of(self.study, self.pipeline, self.site.name, encoder, threads)
+        work = work_of(self.study, self.pipeline, self.site.name, encoder, threads)
+        return replace(work, spec=self.meta.spec)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,13 @@ def _validated(
         return train, None
     validation = split_of(pipeline, store, "val")
     if not len(validation) and pipeline.train.val_fraction:
-        train, validation = with_validation(train, pipeline.train.val_fraction, pipeline.train.seed)
+        fraction = pipeline.train.val_fraction
+        learned, validation = with_validation(train, fraction, pipeline.train.seed)
+        if len(train) and not len(learned):
+            raise UsageError(
+                f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
+            )
+        train = learned
     if pipeline.train.listen == "competence" and not pipeline.privacy.noisy and not len(validation):
         raise UsageError(
             "train.listen = 'competence' without noise needs rows that no proxy has learned from; set "
