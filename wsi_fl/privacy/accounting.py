@@ -104,8 +104,11 @@ def sigma_for(
     *,
     spent: Sequence[Mechanism] = (),
     orders: tuple[float, ...] = _ORDERS,
+    near: float = 1.0,
 ) -> float:
     """The smallest noise multiplier of three decimals that stays within the target, together with what was `spent`.
+
+    The search begins at `near`.
 
     Raises:
         UsageError: when no noise multiplier up to 1000 suffices.
@@ -118,7 +121,7 @@ def sigma_for(
     if not 0 < target_epsilon < inf or spends(high) > target_epsilon:
         before = f" on top of {epsilon(spent, delta):.3g}" if spent else ""
         raise UsageError(f"no noise level reaches epsilon {target_epsilon:g}{before} at delta {delta:g}")
-    at, step = 1000, 0
+    at, step = max(1, round(near * 1000)), 0
     while high - low > 1:
         value = spends(at)
         low, high = (low, at) if value <= target_epsilon else (at, high)

@@ -94,5 +94,6 @@ def planned(
     good = [way for way in ways if way.signal_to_noise >= (1 - _GIVEN_UP) * best]
     way = max(good, key=lambda way: way.mechanism.steps)
     plain = way.mechanism
-    sigma = sigma_for(target_epsilon, plain.sample_rate, plain.steps, delta, spent=spent)
+    rate, steps = plain.sample_rate, plain.steps
+    sigma = sigma_for(target_epsilon, rate, steps, delta, spent=spent, near=plain.sigma)
     return replace(way, mechanism=replace(plain, sigma=sigma))
