@@ -151,7 +151,7 @@ def test_two_at_a_time_on_one_store_are_refused(study):
     folder.mkdir(parents=True)
     with (folder / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(WsiFlError, match="another wsi-fl tile"):
+        with pytest.raises(WsiFlError, match="another wsi-fl command"):
             tile(study, site="C1", overrides=SETTINGS)
 
 
@@ -493,7 +493,7 @@ def test_a_second_job_is_refused_while_ranks_work(study):
         fcntl.flock(handle, fcntl.LOCK_EX)
         process = launch_ranks(study.root)
         _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and err.count("another wsi-fl tile") == 1
+    assert process.returncode != 0 and err.count("another wsi-fl command") == 1
 
 
 @pytest.mark.parametrize(
