@@ -20,7 +20,6 @@ from wsi_fl.learning.examples import (
     joined,
     normalised,
     resized,
-    to_unit,
 )
 from wsi_fl.learning.local import (
     DPSettings,
@@ -214,7 +213,7 @@ def test_mean_losses_leave_empty_batches_out():
 def test_probabilities_are_in_order_and_independent_of_the_batch_size():
     mine, data = learner(), examples_of(pixels_of(23))
     p = probabilities(mine.logits, data, CPU, batch_size=5)
-    x = normalised(to_unit(data.read(np.arange(23))))
+    x = normalised(data.read(np.arange(23)))
     np.testing.assert_allclose(p, torch.softmax(mine.logits(x), 1).numpy(), atol=1e-6)
     np.testing.assert_allclose(p.sum(1), 1, atol=1e-6)
 
@@ -333,7 +332,7 @@ def test_prefetching_stops_with_its_consumer():
 
 @pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
 def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
-    images = normalised(to_unit(pixels_of(12, 8)))
+    images = normalised(pixels_of(12, 8))
 
     def run(seed):
         augment = augmentation(name, seed)
@@ -347,7 +346,7 @@ def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
 
 
 def test_flips_are_symmetries_of_the_square():
-    image = to_unit(pixels_of(1, 6))[0]
+    image = normalised(pixels_of(1, 6))[0]
     symmetries = [torch.rot90(f, k, (1, 2)) for f in (image, image.flip(1)) for k in range(4)]
     augment = augmentation("flips", 0)
     seen = set()

@@ -32,6 +32,8 @@ Restain = Callable[[NDArray[np.int64], Inputs], Inputs]
 
 IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
+_AT_ONCE = 1 << 17
+"""Values normalised at a time."""
 
 
 @dataclass(frozen=True)
@@ -170,20 +172,25 @@ def _all_allowed(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_] | None:
     return np.concatenate([np.pad(part, ((0, 0), (0, n_classes - part.shape[1]))) for part in parts])
 
 
-def to_unit(pixels: NDArray[np.uint8]) -> Tensor:
-    """uint8[b, h, w, c] → float32[b, c, h, w] in [0, 1]."""
-    unit = torch.from_numpy(np.empty(pixels.shape, np.float32))  # numpy asks for huge pages: half the time
-    return unit.copy_(torch.from_numpy(np.ascontiguousarray(pixels))).div_(255).permute(0, 3, 1, 2)
+def normalised(pixels: NDArray[np.uint8]) -> Tensor:
+    """uint8[b, h, w, c] → float32[b, c, h, w] in [−1, 1], by constants: statistics of the data set would be fitted on
+    other records.
 
-
-def normalised(unit: Tensor) -> Tensor:
-    """[0, 1] → [−1, 1] in place, by constants: statistics of the data set would be fitted on other records."""
-    return unit.sub_(0.5).div_(0.5)
+    In pieces that fit the processor's cache, without torch's threads: twice as fast as whole arrays.
+    """
+    out = np.empty(pixels.shape, np.float32)
+    there, here = out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
+    for start in range(0, len(here), _AT_ONCE):
+        some = there[start : start + _AT_ONCE]
+        np.divide(here[start : start + _AT_ONCE], np.float32(255), out=some)
+        np.subtract(some, np.float32(0.5), out=some)
+        np.divide(some, np.float32(0.5), out=some)
+    return torch.from_numpy(out).permute(0, 3, 1, 2)
 
 
 def tensor_of(inputs: Inputs) -> Tensor:
     """What models take: images float32[b, c, h, w] in [−1, 1], or features as they are."""
-    return normalised(to_unit(inputs)) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
+    return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
 def epoch_rows(

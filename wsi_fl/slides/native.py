@@ -65,21 +65,29 @@ class NativeLevel:
         Raises:
             WsiFlError: when a tile in the box is damaged.
         """
+        self.read_row(box, out[None], overlapping=overlapping)
+
+    def read_row(self, box: Box, out: NDArray[np.uint8], *, overlapping: bool = True) -> None:
+        """Fill `out` [k, height, width, 3] with k boxes side by side, of which `box` is the first; see `read`.
+
+        A tile is decoded once for all of them, and while it is at hand.
+        """
         x, y, width, height = box
         level_width, level_height = self.image.size_px
-        if x < 0 or y < 0 or x + width > level_width or y + height > level_height:
+        if x < 0 or y < 0 or x + width * len(out) > level_width or y + height > level_height:
             out[:] = self._background
-        across = _pieces(x, width, self.image.tile_px[0], level_width)
-        down = _pieces(y, height, self.image.tile_px[1], level_height)
-        if not overlapping and out.shape == self._tile_shape == _covered(down, across):
-            self._decode(down[0].number * self.image.n_columns + across[0].number, out)
-            return
-        for row in down:
+        across = _columns(x, width, len(out), self.image.tile_px[0], level_width)
+        for row in _pieces(y, height, self.image.tile_px[1], level_height):
             first = row.number * self.image.n_columns
-            for column in across:
-                keep = overlapping or not (row.whole and column.whole)
-                tile = self._tile(first + column.number, keep=keep)
-                out[row.to, column.to] = tile[row.of, column.of]
+            for number, all_of_it, parts in across:
+                k, column = parts[0]
+                whole = all_of_it and row.whole and not overlapping
+                if whole and len(parts) == 1 and out.shape[1:] == self._tile_shape == _covered(row, column):
+                    self._decode(first + number, out[k])
+                    continue
+                tile = self._tile(first + number, keep=not whole)
+                for k, column in parts:
+                    out[k, row.to, column.to] = tile[row.of, column.of]
 
     def stream(self, box: Box) -> bytes | None:
         """The self-contained JPEG stream of the one whole tile that is the box; None where there is no such tile.
@@ -151,8 +159,13 @@ class _Piece(NamedTuple):
     """Of the tile's pixels."""
     to: slice
     """Of the box's."""
-    whole: bool
-    """Whether the box takes all that the tile has of the picture."""
+    to_end: bool
+    """Whether it reaches the end of what the tile has of the picture."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the box takes all that the tile has of the picture."""
+        return self.of.start == 0 and self.to_end
 
 
 def _pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
@@ -163,17 +176,33 @@ def _pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
     while at < end:
         number, within = divmod(at, tile)
         n = min(tile - within, end - at)
-        complete = within == 0 and (n == tile or at + n == whole)
-        pieces.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), complete))
+        to_end = within + n == tile or at + n == whole
+        pieces.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), to_end))
         at += n
     return pieces
 
 
-def _covered(down: list[_Piece], across: list[_Piece]) -> tuple[int, int, int] | None:
-    """The shape that a box takes of a single tile; None where it takes of several."""
-    if len(down) != 1 or len(across) != 1:
-        return None
-    return down[0].of.stop - down[0].of.start, across[0].of.stop - across[0].of.start, 3
+def _columns(
+    start: int, length: int, n: int, tile: int, extent: int
+) -> list[tuple[int, bool, list[tuple[int, _Piece]]]]:
+    """Along one axis, of n boxes one after the other: (number of a tile, whether they take all of it, what each gets).
+
+    Example:
+        >>> [(number, whole, [k for k, _ in parts]) for number, whole, parts in _columns(0, 6, 2, 4, 100)]
+        [(0, True, [0]), (1, True, [0, 1]), (2, True, [1])]
+    """
+    found: dict[int, list[tuple[int, _Piece]]] = {}
+    for k in range(n):
+        for piece in _pieces(start + k * length, length, tile, extent):
+            found.setdefault(piece.number, []).append((k, piece))
+    return [
+        (number, parts[0][1].of.start == 0 and parts[-1][1].to_end, parts) for number, parts in found.items()
+    ]
+
+
+def _covered(row: _Piece, column: _Piece) -> tuple[int, int, int]:
+    """The shape of what is taken of a tile."""
+    return row.of.stop - row.of.start, column.of.stop - column.of.start, 3
 
 
 class _Made:
@@ -196,6 +225,9 @@ class _Recent:
 
     def get(self, key: int, make: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """What `make` returned for the key; its error is kept as well."""
+        known = self._results.get(key)
+        if known is not None and isinstance(known.value, np.ndarray):  # most are: no lock for them
+            return known.value
         with self._lock:
             result = self._results.get(key)
             if result is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import ceil, floor
 from pathlib import Path
@@ -165,6 +165,29 @@ class Slide:
         out = np.empty((size_px, size_px, 3), np.uint8) if out is None else out
         self._area((float(xy_l0[0]), float(xy_l0[1])), mpp / self.mpp, out, overlapping=overlapping)
         return out
+
+    def read_row(self, corners: Sequence[tuple[int, int]], mpp: float, out: NDArray[np.uint8]) -> bool:
+        """Several patches that touch each other, from left to right, at once into out [k, size_px, size_px, 3].
+
+        Returns:
+            False, and `out` is to be filled with `read`, where they are no row of the slide's own pixels, or something
+            in it is damaged.
+        """
+        scale, size = mpp / self.mpp, out.shape[1]
+        level = self._levels.coarsest_for(scale)
+        native = None if self._native is None else self._native.level(level)
+        if native is None or not self._levels.unchanged(level, scale, size):
+            return False
+        at = [self._levels.position(level, self._levels.nearest_corner(level, corner)) for corner in corners]
+        if at[0] is None or at != [(at[0][0] + k * size, at[0][1]) for k in range(len(at))]:
+            return False
+        if not native.holds((*at[0], len(at) * size, size)):
+            return False
+        try:
+            native.read_row((*at[0], size, size), out, overlapping=False)
+        except WsiFlError:
+            return False
+        return True
 
     def native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:
         """The slide's own JPEG bytes of a patch, self-contained; None where it is not one whole native tile.
