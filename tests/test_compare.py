@@ -21,8 +21,8 @@ from PIL import Image
 from scipy import stats
 from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 
-from wsi_fl.learning.significance import holm, paired
-from wsi_fl.report import comparison
+from wsi_fl.learning.significance import clustered_interval, holm, paired
+from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison_figures import Series, charts, palette, png
 from wsi_fl.stages import compare_runs
 from wsi_fl.stages.compare import compare
@@ -216,7 +216,10 @@ def test_page_figure_and_table_are_written(series):
     assert len(seen.table("Method", "against")) >= 2
     for finding in document["findings"]:
         assert finding["text"] in seen.text
-    assert sum(tag == "svg" for tag, _ in seen.tags) == 3
+    assert sum(tag == "svg" for tag, _ in seen.tags) == 4
+    assert page.index("What joining brings each hospital") < page.index(document["findings"][0]["text"][:40])
+    with Image.open(study.root / document["worth"]["figure"]) as image:
+        assert len(image.convert("RGB").getcolors(2**20)) > 50
     assert "script" not in {tag for tag, _ in seen.tags} and "http://www" not in page.replace(
         "http://www.w3.org", ""
     )
@@ -229,6 +232,43 @@ def test_page_figure_and_table_are_written(series):
     assert {row["method"]: row["epsilon"] == "" for row in rows} == {
         "regular": True, "proxyfl": False, "fedavg": False,
     }  # fmt: skip
+
+
+def test_what_joining_brings_is_paired_by_seed_and_patch(series):
+    found = (document := series[1])["worth"]
+    assert (found["alone"], found["joined"], found["pooled"]) == (
+        document["baseline"],
+        "ProxyFL with DP",
+        None,
+    )
+    assert [site["site"] for site in found["sites"]] == ["S0", "S1", "S2"]
+    rows = {row["label"]: row for row in document["rows"]}
+    for site in [*found["sites"], {**found["all"], "site": None}]:
+        for kind in ("alone", "joined"):
+            row = rows[found[kind]]
+            expected = row["sites"][site["site"]] if site["site"] else row["accuracy"]["mean"]
+            assert site[kind]["mean"] == pytest.approx(expected)
+            assert site[kind]["low"] <= site[kind]["mean"] <= site[kind]["high"]
+        assert site["gain"]["mean"] == pytest.approx(site["joined"]["mean"] - site["alone"]["mean"])
+        assert site["gain"]["low"] <= site["gain"]["mean"] <= site["gain"]["high"]
+        assert site["pooled"] is None
+    for site in found["sites"]:
+        assert (site["guarantee"], site["epsilon"] > 0) == ("guaranteed", True)
+
+
+def test_the_clustered_interval_is_that_of_drawing_runs_and_patients_anew():
+    rng = np.random.default_rng(0)
+    values, patient = rng.random((3, 40)), np.repeat(["a", "b", "c", "d", "e"], [2, 4, 6, 8, 20])
+    found = clustered_interval(values, patient, repeats=4000)
+    names, means = np.unique(patient), []
+    for _ in range(4000):
+        runs = values[rng.integers(3, size=3)]
+        rows = np.concatenate([np.flatnonzero(patient == one) for one in rng.choice(names, 5)])
+        means.append(runs[:, rows].mean())
+    assert found == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.01)
+    single = clustered_interval(values, np.arange(40).astype(str), repeats=2000)
+    assert single[1] - single[0] < found[1] - found[0], "patients vary together"
+    assert clustered_interval(values, np.full(40, "a")) is None
 
 
 def test_the_document_is_strict_json(series):
@@ -533,9 +573,47 @@ def many(n=11, rounds=6):
     tests = [against_alone(row, row["accuracy"]["mean"] - 0.7, 0.01) for row in rows[1:]]
     document = {
         "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "paired": tests, "baseline": rows[0]["label"],
-        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"],
+        "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"], "worth": worth_of(5),
     }  # fmt: skip
     return document, drawn
+
+
+def worth_of(n_sites, *, pooled=True):
+    """`worth` of a document, one site of it without intervals."""
+
+    def value(mean, half=0.03):
+        return {"mean": mean, "low": mean - half, "high": mean + half}
+
+    sites = [
+        {
+            "site": f"<b>hospital {k}</b>", "alone": value(0.6 + k / 50), "joined": value(0.68),
+            "pooled": value(0.75) if pooled else None, "gain": value(0.08 - k / 50),
+            "epsilon": 2.99, "guarantee": "guaranteed",
+        }
+        for k in range(n_sites)
+    ]  # fmt: skip
+    sites[-1]["gain"] = {"mean": -0.01, "low": None, "high": None}
+    sites[-1]["epsilon"] = None
+    return {
+        "alone": "Regular without DP", "joined": "ProxyFL with DP", "pooled": "Joint without DP" if pooled else None,
+        "on": "merged", "sites": sites, "all": {key: sites[0][key] for key in ("alone", "joined", "pooled", "gain")},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("n_sites, pooled", [(1, True), (3, False), (8, True)])
+def test_the_figure_of_what_joining_brings_says_it_in_words(n_sites, pooled):
+    found = worth_of(n_sites, pooled=pooled)
+    drawn = worth.chart(found)
+    document, series = many()
+    seen = Document(
+        comparison.render({**document, "worth": found}, series, created="today", sites=["A"])
+    ).text
+    assert "loses -0.010 no differential privacy" in seen
+    assert ("gains +0.080 (+0.050 to +0.110) for ε = 2.99, guaranteed" in seen) == (n_sites > 1)
+    assert ("all sites" in drawn.svg) == (n_sites > 1)
+    assert ("pooled" in drawn.alt) == pooled
+    with Image.open(io.BytesIO(worth.png(found))) as image:
+        assert image.size[0] > 1000
 
 
 def test_many_methods_and_names_do_not_break_the_page():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import ttest_rel
 
 _NO_SPREAD = 1e-12
@@ -72,3 +73,42 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         highest = max(highest, min(1.0, (len(known) - rank) * p))
         corrected[index] = highest
     return corrected
+
+
+def clustered_interval(
+    values: NDArray[np.float64],
+    cluster: NDArray[np.str_],
+    *,
+    repeats: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> tuple[float, float] | None:
+    """The percentile interval of a mean when runs and whole patients are drawn with replacement, both at once.
+
+    Args:
+        values: float64[r, n] of n test examples in each of r runs.
+        cluster: str[n], whose example each is.
+
+    Returns:
+        None for fewer than two patients.
+
+    Example:
+        >>> patients = np.repeat(["a", "b", "c", "d"], 25)
+        >>> low, high = clustered_interval(np.ones((3, 100)), patients)
+        >>> low, high
+        (1.0, 1.0)
+
+    Reference: Owen, "The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007.
+    """
+    names, which = np.unique(cluster, return_inverse=True)
+    if len(names) < 2:
+        return None
+    n_runs = len(values)
+    sums = np.stack([np.bincount(which, run, len(names)) for run in values])
+    sizes = np.bincount(which, minlength=len(names))
+    rng = np.random.default_rng(seed)
+    runs = rng.multinomial(n_runs, np.full(n_runs, 1 / n_runs), repeats) / n_runs
+    patients = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), repeats)
+    drawn = ((runs @ sums) * patients).sum(1) / (patients @ sizes)
+    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

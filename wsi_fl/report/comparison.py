@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from wsi_fl.report import sections, words
+from wsi_fl.report import sections, words, worth
 from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
 from wsi_fl.report.page import fill
 from wsi_fl.report.words import Finding, known, number
@@ -152,6 +152,10 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "legend": [_legend(k, series) for k in range(len(series))],
         "more_than_colors": sum(not one.baseline for one in series) > N_COLORS,
         "charts": charts(series, "Accuracy"),
+        "worth": worth.chart(document["worth"]) if document.get("worth") else None,
+        "gains": worth.rows_of(document["worth"]) if document.get("worth") else [],
+        "gain_words": worth.gain_words,
+        "price": worth.price,
         "svg": lambda chart: Markup(chart.svg),
         "metrics": sections.METRICS,
         "tested": {**sections.METRICS, "own_accuracy": "Own part"}

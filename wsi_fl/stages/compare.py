@@ -13,6 +13,7 @@ from typing import Any
 from wsi_fl.files import read_json, write_bytes, write_text
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report import comparison, words
+from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison_figures import png
 from wsi_fl.stages.compare_rows import (
     MEASURED,
@@ -25,6 +26,7 @@ from wsi_fl.stages.compare_rows import (
     spread_of,
 )
 from wsi_fl.stages.compare_runs import Run, named, with_baseline
+from wsi_fl.stages.compare_worth import worth
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.data import example_word
 from wsi_fl.stages.evaluate import evaluate
@@ -59,10 +61,14 @@ def compare(
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
     rows = grouped(everything, evaluations, on, given[0])
     document = _document(rows, given[0], on, notes)
+    document["worth"] = worth(rows, given[0], on)
     document["runs"] = [study.relative(run.folder.path) for run in everything]
     folder = study.root / "comparisons" / _slug(given)
     for kind, name in (("page", "index.html"), ("figure", "figure.png"), ("table", "table.csv")):
         document[kind] = study.relative(folder / name)
+    if document["worth"]:
+        document["worth"]["figure"] = study.relative(folder / "worth.png")
+        write_bytes(folder / "worth.png", worth_figure.png(document["worth"]))
     series = [series_of(row, on, baseline=row.label == document["baseline"]) for row in rows]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
@@ -82,6 +88,7 @@ def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[st
     word = example_word(first.pipeline)
     return {
         "runs": [],
+        "worth": None,
         "on": on,
         "examples": word,
         "rows": table,
@@ -160,6 +167,9 @@ def print_compare(document: dict[str, Any]) -> None:
         sent = words.size(row["communication"]["bytes"])
         table.add_row(row["label"], str(len(row["seeds"])), *numbers, spent, sent)
     stderr.print(table)
+    if document["worth"]:
+        for name, row in worth_figure.rows_of(document["worth"]):
+            say(f"  {name} {worth_figure.gain_words(row)} by joining")
     for finding in document["findings"]:
         say(finding["text"])
     for note in document["notes"]:

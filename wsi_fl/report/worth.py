@@ -1,0 +1,166 @@
+"""The figure that answers a hospital's question: alone, joined, pooled, site by site, with intervals and ε."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from wsi_fl.report import figures
+from wsi_fl.report.comparison_figures import palette, png_style
+from wsi_fl.report.figures import Chart
+from wsi_fl.report.words import known, number
+
+Json = Mapping[str, Any]
+
+_KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
+"""Colour, marker and place in the row of each model."""
+_SAYS = {"alone": "alone, without DP", "joined": "joined", "pooled": "all data pooled, which nobody may do"}
+_ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 2.35, 8.0
+_TOKENS = {
+    "ink": figures.INK,
+    "muted": figures.MUTED,
+    "paper": figures.PAPER,
+    "s0": figures.site_color(0, figures.N_COLORS),
+}
+
+
+def rows_of(document: Json) -> list[tuple[str, Json]]:
+    """(name, values) of every site and, where there are several, of their mean.
+
+    Args:
+        document: `worth` of ``compare --json``.
+    """
+    rows = [(str(site["site"]), site) for site in document["sites"]]
+    return rows if len(rows) == 1 else [*rows, ("all sites", document["all"])]
+
+
+def chart(document: Json) -> Chart:
+    """For the page."""
+    rows = rows_of(document)
+    said = "; ".join(
+        f"{name}: " + ", ".join(f"{kind} {number(row[kind]['mean'])}" for kind in _KINDS if row.get(kind))
+        for name, row in rows
+    )
+    with figures.new_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
+        _draw(axes, rows, _TOKENS)
+        return Chart(figures.to_svg(figure, "What joining brings"), f"Accuracy by site. {said}.")
+
+
+def png(document: Json) -> bytes:
+    """For slides and papers."""
+    rows = rows_of(document)
+    height = 1.25 + _ROW_IN * len(rows)
+    with mpl.rc_context(png_style()):
+        figure = Figure(figsize=(_WIDTH_IN, height))
+        left, right = _LEFT_IN / _WIDTH_IN, _RIGHT_IN / _WIDTH_IN
+        axes = figure.add_axes((left, 0.42 / height, 1 - left - right, 1 - 1.04 / height))
+        _draw(axes, rows, palette())
+        _tell(axes, rows, palette())
+        for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
+            if any(row.get(kind) for _, row in rows):
+                axes.plot(
+                    [],
+                    [],
+                    marker,
+                    color=palette()[color],
+                    mfc=_fill(kind, palette()),
+                    label=_SAYS[kind],
+                    zorder=k,
+                )
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(-0.02, 1.0),
+            ncols=3,
+            frameon=False,
+            fontsize=9,
+            handletextpad=0.2,
+        )
+        out = io.BytesIO()
+        figure.savefig(out, format="png", metadata={"Software": None})
+    return out.getvalue()
+
+
+def _fill(kind: str, colors: Mapping[str, str]) -> str:
+    return colors[_KINDS[kind][0]] if kind == "joined" else colors["paper"]
+
+
+def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str]) -> None:
+    """A row per site: three marks with their intervals."""
+    axes.set_ylim(len(rows) - 0.45, -0.55)
+    for y, (_, row) in enumerate(rows):
+        for kind, (color, marker, offset) in _KINDS.items():
+            value = row.get(kind)
+            if not value:
+                continue
+            if known(value["low"]):
+                axes.plot(
+                    [value["low"], value["high"]],
+                    [y + offset] * 2,
+                    color=colors[color],
+                    lw=1.6,
+                    solid_capstyle="butt",
+                )
+            axes.plot(
+                value["mean"],
+                y + offset,
+                marker,
+                color=colors[color],
+                mfc=_fill(kind, colors),
+                ms=7,
+                mew=1.6,
+                zorder=4,
+            )
+    axes.set_yticks(range(len(rows)), [figures.shortened(name, 14) for name, _ in rows])
+    axes.grid(axis="y", visible=False)
+    for text, (name, _) in zip(axes.get_yticklabels(), rows, strict=True):
+        text.set_color(colors["ink"])
+        text.set_fontweight("bold" if name == "all sites" else "normal")
+    if len(rows) > 1:
+        axes.axhline(len(rows) - 1.5, color=colors["muted"], lw=0.7)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.set_xlabel("accuracy", loc="right", labelpad=1)
+    axes.margins(x=0.06)
+
+
+def _tell(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str]) -> None:
+    """On the right, in words, what joining brings and costs."""
+    place: dict[str, Any] = {
+        "xycoords": ("axes fraction", "data"),
+        "textcoords": "offset points",
+        "va": "center",
+    }
+    for y, (_, row) in enumerate(rows):
+        axes.annotate(gain_words(row), (1.0, y - 0.13), (12, 0), fontsize=9.5, color=colors["ink"], **place)
+        axes.annotate(price(row), (1.0, y + 0.2), (12, 0), fontsize=8.5, color=colors["muted"], **place)
+
+
+def gain_words(row: Json) -> str:
+    """What joining brings, with its interval.
+
+    >>> gain_words({"gain": {"mean": 0.0612, "low": 0.04, "high": 0.083}})
+    'gains +0.061 (+0.040 to +0.083)'
+    """
+    gain = row.get("gain")
+    if not gain:
+        return "not measured with the same seeds"
+    verb = "gains" if gain["mean"] >= 0 else "loses"
+    if not known(gain["low"]):
+        return f"{verb} {gain['mean']:+.3f}"
+    return f"{verb} {gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+
+
+def price(row: Json) -> str:
+    """What it costs in privacy; empty for all sites together."""
+    if "guarantee" not in row:
+        return ""
+    return (
+        "no differential privacy"
+        if not known(row["epsilon"])
+        else f"for ε = {number(row['epsilon'], 2)}, {row['guarantee']}"
+    )
