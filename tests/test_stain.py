@@ -1,4 +1,4 @@
-"""Stain: six numbers per site, their release, and patches shown in another laboratory's stain."""
+"""Stain: a few numbers per site, their release, and patches shown in another laboratory's stain."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.means import noisy_mean
+from wsi_fl.slides import macenko
 from wsi_fl.slides.lab import lab_of, rgb_of
+from wsi_fl.slides.macenko import Dyes, dyes_of, patch_dyes, redyed
 from wsi_fl.slides.phantom import paint_slide, plan_slides
-from wsi_fl.slides.stain import N_MOMENTS, Stain, restained, stain_of, tissue_moments
+from wsi_fl.slides.stain import N_MOMENTS, Stain, stain_of, tissue_moments
+from wsi_fl.slides.stains import restained
 from wsi_fl.types import WsiFlError
 
 
@@ -129,3 +132,49 @@ def test_a_row_that_is_no_number_counts_as_nothing(value):
     values = np.array([[0.3, 0.4], [value, 0.0]])
     mean, _, n = noisy_mean(values, clip=1.0, sigma=0.0, noise=noise())
     assert (mean.tolist(), n) == (pytest.approx([0.15, 0.2]), 2)
+
+
+OTHER = Dyes((0.75, 0.62, 0.23), (0.10, 0.92, 0.38), (2.4, 1.3))
+
+
+def test_macenko_finds_the_dyes_that_tissue_was_painted_with():
+    rng = np.random.default_rng(0)
+    amounts = rng.gamma(1.2, 0.5, (4, 96, 96, 2)) * (1.0, 0.6)
+    amounts[rng.random(amounts.shape) < 0.2] = 0
+    basis = np.array([OTHER.haematoxylin, OTHER.eosin])
+    basis /= np.linalg.norm(basis, axis=1, keepdims=True)
+    pixels = (256 * np.exp(-(amounts @ basis)) - 1).round().clip(0, 255).astype(np.uint8)
+    found = dyes_of(patch_dyes(pixels).mean(0))
+    np.testing.assert_allclose([found.haematoxylin, found.eosin], basis, atol=0.06)
+    expected = np.percentile(amounts.reshape(-1, 2), 99, axis=0)
+    np.testing.assert_allclose(found.strength, expected, rtol=0.25)
+
+
+def test_macenko_rows_depend_on_their_own_patch_and_blank_ones_are_the_reference(patches):
+    together, other = patch_dyes(patches[:6]), patches[:6].copy()
+    other[2] = 245
+    changed = patch_dyes(other)
+    assert together.shape == (6, macenko.N_NUMBERS)
+    assert (np.delete(together, 2, 0) == np.delete(changed, 2, 0)).all()
+    assert (changed[2] == 0).all() and together[2].any()
+    assert np.isfinite(patch_dyes(np.random.default_rng(0).integers(0, 256, (3, 9, 9, 3), np.uint8))).all()
+
+
+def test_redyeing_gives_the_other_dyes_and_their_own_change_nothing(patches):
+    own = dyes_of(patch_dyes(patches).mean(0))
+    assert np.abs(redyed(patches, own, own).astype(int) - patches).max() <= 1
+    shown = dyes_of(patch_dyes(redyed(patches, own, OTHER)).mean(0))
+    before = np.abs(np.subtract(own.haematoxylin, OTHER.haematoxylin)).sum()
+    assert np.abs(np.subtract(shown.haematoxylin, OTHER.haematoxylin)).sum() < 0.5 * before
+    white = np.full((1, 8, 8, 3), 250, np.uint8)
+    assert (redyed(white, own, OTHER) == white).all()
+
+
+@given(st.lists(st.floats(-30, 30), min_size=8, max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_noise_never_makes_dyes_that_cannot_be_used(numbers):
+    wild, own = dyes_of(np.array(numbers)), dyes_of(np.zeros(8))
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 8, 8, 3)).astype(np.uint8)
+    for a, b in ((own, wild), (wild, own)):
+        assert restained(pixels, a, b).shape == pixels.shape
+    assert np.abs(redyed(pixels, wild, wild).astype(int) - pixels).max() <= 1

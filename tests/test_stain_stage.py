@@ -72,6 +72,23 @@ def test_with_little_noise_it_is_the_mean_of_the_training_patches(study):
 
 
 @pytest.mark.parametrize("place", ["write copy", "sending", "write file"])
+def test_dyes_are_released_and_exchanged_like_colours(study):
+    dyes = ["stain.method=macenko"]
+    rows = stain(study, site=None, overrides=dyes)["sites"]
+    assert {row["space"] for row in rows} == {"optical density"} and len(rows[0]["moments"]) == 8
+    assert all(len(rows[0][key]) == n for key, n in (("haematoxylin", 3), ("eosin", 3), ("strength", 2)))
+    assert rows[0]["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
+    assert read_stain(read_json(study.stain("S0")), "S0").method == "macenko"
+    summary = train(study, method="proxyfl", overrides=[*EXCHANGE, *dyes], backend="local")
+    assert {site["guarantee"] for site in summary["sites"]} == {"guaranteed"}
+    refused(lambda: stain(study, site="S0"), "S0", "by macenko", "--again", "reinhard")
+    stain(study, site="S0", again=True)
+    refused(
+        lambda: train(study, method="proxyfl", overrides=[*EXCHANGE, *dyes], backend="local"),
+        "stains/S0.json", "by reinhard", "stain.method is macenko",
+    )  # fmt: skip
+
+
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, place):
     writes = []
 

@@ -222,7 +222,7 @@ def stain(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Release the colour of a site's stain, six numbers under differential privacy, once."""
+    """Release a site's stain, a few numbers under differential privacy, once."""
     _one_or_all("stain", site, every)
     study = _study()
     from wsi_fl.stages.console import Bars

@@ -88,9 +88,10 @@ class Features(Section):
 
 
 class Stain(Section):
-    """The stain of a laboratory as six numbers, measured on the training rows and released with noise."""
+    """The stain of a laboratory in a few numbers, measured on the training rows and released with noise."""
 
-    method: Literal["reinhard"] = "reinhard"
+    method: Literal["reinhard", "macenko"] = "reinhard"
+    """Mean and spread of the tissue in CIELAB (Reinhard et al., 2001), or its two dyes (Macenko et al., 2009)."""
     sigma: float = Field(8.0, gt=0)
     clip: float = Field(1.5, gt=0)
     exchange: bool = False

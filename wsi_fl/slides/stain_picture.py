@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from wsi_fl.slides.drawing import INK, PAPER, fitted, font, png
-from wsi_fl.slides.stain import Stain, restained
+from wsi_fl.slides.stains import AnyStain, restained
 
 _CELL_PX, _GAP_PX, _BAND_PX = 128, 6, 30
 
 
 def draw_stains(
-    site: str, patches: Sequence[NDArray[np.uint8]], own: Stain, others: Mapping[str, Stain]
+    site: str, patches: Sequence[NDArray[np.uint8]], own: AnyStain, others: Mapping[str, AnyStain]
 ) -> bytes:
     """PNG: a row per patch, its own look first and then one column per other site.
 
     Args:
         patches: uint8[h, w, 3] each.
     """
-    columns: list[Stain | None] = [None, *others.values()]
+    columns: list[AnyStain | None] = [None, *others.values()]
     step = _CELL_PX + _GAP_PX
     size = (len(columns) * step + _GAP_PX, _BAND_PX + max(1, len(patches)) * step)
     picture = Image.new("RGB", size, PAPER)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.config import Pipeline
 from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.slides.stain import Stain, restained
+from wsi_fl.slides.stains import AnyStain, restained
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.data import open_store
 from wsi_fl.stages.mosaic import encoder_of
@@ -76,8 +76,8 @@ class _Site:
     store: PatchStore
     meta: FeaturesMeta
     encoder: Encoder
-    own: Stain | None
-    others: Mapping[str, Stain]
+    own: AnyStain | None
+    others: Mapping[str, AnyStain]
 
     @property
     def name(self) -> str:
@@ -155,7 +155,7 @@ def _make_slide(site: _Site, slide: str, shard: Path) -> bool:
     if current is False:
         say(f"  {slide}: patches, encoder or stains changed, made again")
 
-    def batches(other: Stain | None = None) -> Iterator[NDArray[np.uint8]]:
+    def batches(other: AnyStain | None = None) -> Iterator[NDArray[np.uint8]]:
         for first in range(0, len(rows), _READ):
             pixels = store.read(rows[first : first + _READ])
             if other is not None and site.own is not None:

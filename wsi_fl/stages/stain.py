@@ -8,7 +8,7 @@ lost one; after it the same numbers are written again. So no crash makes a site 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from wsi_fl.files import read_json, write_bytes, write_json
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.ledger import PrivacyLedger, digest
 from wsi_fl.privacy.means import noisy_mean
-from wsi_fl.slides.stain import stain_of, tissue_moments
 from wsi_fl.slides.stain_picture import draw_stains
+from wsi_fl.slides.stains import STAIN_METHODS
 from wsi_fl.stages.account import require_ledger
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.data import open_store
@@ -36,7 +36,6 @@ _READ = 32
 _CANDIDATES, _SHOWN = 60, 5
 _MUCH_NOISE = 0.05
 """Standard deviation of the noise in each scaled moment beyond which colours are visibly off."""
-SPACE = "CIELAB (D65)"
 
 
 def stain(
@@ -105,6 +104,11 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
         else:
             document = read_json(kept)
             check_own(ledger, read_stain(document, study.relative(kept)), study.relative(kept))
+            if document["method"] != one.pipeline.stain.method:
+                raise UsageError(
+                    f"site {name} has released its stain by {document['method']}; --again releases one by "
+                    f"{one.pipeline.stain.method} too, which costs as much once more"
+                )
         newest = document["digest"] in ledger.released()[-1]
         if newest and ledger.last_round() > ledger.last_sent():
             ledger.sending(ledger.last_round())
@@ -116,13 +120,14 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
 def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, Any]:
     """The file of a new release, which is on the ledger by now; one that was never sent is taken back by it."""
     settings, unit = one.pipeline.stain, one.pipeline.privacy.unit
+    method = STAIN_METHODS[settings.method]
     with one.open() as store:
         rows = np.flatnonzero(store.table.split == "train")
         if not len(rows):
             raise WsiFlError(f"site {one.site.name}: its store has no training patches to take a stain from")
         parts = []
         for first, pixels in _batches(store, rows):
-            parts.append(tissue_moments(pixels))
+            parts.append(method.measured(pixels))
             watcher.update(one.site.name, first + len(pixels), len(rows), "measuring")
         units = _units(unit, store.table.patient[rows])
     _warn_of_noise(one, units if units is not None else rows, watcher)
@@ -136,13 +141,11 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
     vector = mean.astype(np.float32)
     round_ = ledger.last_sent() + 1
     ledger.release(round_, vector, schema="stain", mechanism=mechanism, content="stain")
-    seen = stain_of(vector.astype(np.float64))
     return {
         "site": one.site.name,
         "method": settings.method,
-        "space": SPACE,
-        "mean": list(seen.mean),
-        "sd": list(seen.sd),
+        "space": method.space,
+        **{key: list(numbers) for key, numbers in asdict(method.stain_of(vector.astype(np.float64))).items()},
         "moments": [float(value) for value in vector],
         "sigma": settings.sigma,
         "clip": settings.clip,
@@ -194,7 +197,7 @@ def _picture(one: _Site) -> bytes:
         patches = [
             pixels[k]
             for _, pixels in _batches(store, rows[spread])
-            for k in np.flatnonzero(tissue_moments(pixels).any(1))
+            for k in np.flatnonzero(STAIN_METHODS[one.pipeline.stain.method].measured(pixels).any(1))
         ]
     step = max(1, len(patches) // _SHOWN)
     return draw_stains(name, patches[::step][:_SHOWN], own, others)
@@ -203,10 +206,21 @@ def _picture(one: _Site) -> bytes:
 def print_stains(document: dict[str, Any]) -> None:
     """A line per site."""
     for row in document["sites"]:
-        seen = ", ".join(f"{m:.1f} ± {s:.1f}" for m, s in zip(row["mean"], row["sd"], strict=True))
+        seen = _seen(row)
         cost = "released" if row["spent"] else "released before, nothing spent"
         say(
-            f"  {row['site']}: L*, a*, b* = {seen} over {row['n']} {row['unit']}s; {cost}: "
+            f"  {row['site']}: {seen} over {row['n']} {row['unit']}s; {cost}: "
             f"ε = {row['epsilon']:.2f} at δ = {row['delta']:g} ({row['file']})"
         )
     say("stains may be copied to the other sites' stains/; next: wsi-fl train --set stain.exchange=true")
+
+
+def _seen(row: dict[str, Any]) -> str:
+    """The numbers of a stain in a line."""
+    if row["method"] == "reinhard":
+        pairs = zip(row["mean"], row["sd"], strict=True)
+        return "L*, a*, b* = " + ", ".join(f"{mean:.1f} ± {sd:.1f}" for mean, sd in pairs)
+    dyes = zip(("haematoxylin", "eosin"), row["strength"], strict=True)
+    return "; ".join(
+        f"{dye} ({', '.join(f'{v:.2f}' for v in row[dye])}) up to {strength:.1f}" for dye, strength in dyes
+    )

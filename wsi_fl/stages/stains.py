@@ -15,7 +15,7 @@ from wsi_fl.config import Pipeline
 from wsi_fl.files import read_json
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stains
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms, digest
-from wsi_fl.slides.stain import N_MOMENTS, Stain, restained, stain_of
+from wsi_fl.slides.stains import STAIN_METHODS, AnyStain, restained
 from wsi_fl.stages.account import terms_of
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
@@ -31,16 +31,19 @@ class Released:
     """A stain as its site released it.
 
     Attributes:
-        moments: float32[6], the very numbers that the digest is of.
+        method: key of `STAIN_METHODS`.
+        moments: float32[n_numbers], the very numbers that the digest is of.
         digest: SHA-256, as in the site's ledger.
     """
 
+    method: str
     moments: NDArray[np.float32]
     digest: str
 
     @property
-    def stain(self) -> Stain:
-        return stain_of(self.moments.astype(np.float64))
+    def stain(self) -> AnyStain:
+        found: AnyStain = STAIN_METHODS[self.method].stain_of(self.moments.astype(np.float64))
+        return found
 
 
 def read_stain(document: Any, label: str) -> Released:
@@ -51,13 +54,13 @@ def read_stain(document: Any, label: str) -> Released:
     """
     try:
         moments = np.array(document["moments"], np.float32)
-        known = str(document["digest"])
-        whole = moments.shape == (N_MOMENTS,) and bool(np.isfinite(moments).all())
+        known, method = str(document["digest"]), str(document["method"])
+        whole = moments.shape == (STAIN_METHODS[method].n_numbers,) and bool(np.isfinite(moments).all())
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole or digest(moments) != known:
         raise WsiFlError(f"{label}: not a released stain; copy the file from its site again")
-    return Released(moments, known)
+    return Released(method, moments, known)
 
 
 def stains_of(study: Study, pipeline: Pipeline, *more: str) -> dict[str, Released]:
@@ -75,6 +78,11 @@ def stains_of(study: Study, pipeline: Pipeline, *more: str) -> dict[str, Release
                 "store is, and copy the file here"
             )
         found[name] = read_stain(read_json(path), study.relative(path))
+        if found[name].method != pipeline.stain.method:
+            raise UsageError(
+                f"{study.relative(path)}: a stain by {found[name].method}, stain.method is {pipeline.stain.method}; "
+                f"set it, or release another one (wsi-fl stain --site {name} --again)"
+            )
     return found
 
 
@@ -139,6 +147,6 @@ def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], 
     return read(rows)
 
 
-def _moved(own: Stain, other: Stain, rows: NDArray[np.int64], pixels: Any) -> Any:
+def _moved(own: AnyStain, other: AnyStain, rows: NDArray[np.int64], pixels: Any) -> Any:
     del rows
     return restained(pixels, own, other)
