@@ -58,7 +58,7 @@ class Spending:
     """How a site spends its budget.
 
     Attributes:
-        batch_size: rows of a batch (of a Poisson batch on average); the divisor of its gradient.
+        batch_size: units (rows or patients) of a batch, of a Poisson batch on average; the divisor of its gradient.
         round: what one round costs, or None without differential privacy.
     """
 
@@ -74,13 +74,13 @@ def spending_of(
     spent: Sequence[Mechanism] = (),
     past: Sequence[Mechanism] = (),
 ) -> Spending:
-    """The batch size and noise of a site with n training rows.
+    """The batch size and noise of a site with n units: training rows, or patients.
 
     With `privacy.target_epsilon` they are its own: the best plan whose rounds together, on top of `spent`, reach the
     target and no more. `max_epsilon` binds too where it is less, for a real site on top of its whole `past`.
 
     Args:
-        spent: what was applied to the same rows before and counts for this run.
+        spent: what was applied to the same units before and counts for this run.
         past: everything on the site's account.
 
     Raises:
@@ -171,5 +171,5 @@ def spent_words(row: dict[str, Any]) -> str:
         return "no differential privacy"
     return (
         f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}; "
-        f"B = {row['batch_size']}, σ = {row['sigma']:g}"
+        f"B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"
     )
