@@ -92,17 +92,19 @@ def rows_alone(n: int) -> Units:
 
 
 def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
-    """Each patient is a unit.
-
-    Raises:
-        UsageError: when a row has no patient. Taken for a patient of its own it would be promised what may not hold,
-            since the patient that it does come from may have other rows.
-    """
-    nameless = np.flatnonzero(examples.patient == "")
-    if len(nameless):
-        raise UsageError(
-            f"site {site}: {len(nameless)} training rows have no patient, so privacy.unit = 'patient' cannot "
-            "protect whom they come from; name the patients in its table of slides, or use privacy.unit = 'row'"
-        )
+    """Each patient is a unit; every row must have one."""
+    require_patients(examples.patient, site)
     names, which = np.unique(examples.patient, return_inverse=True)
     return Units("patient", len(names), which.astype(np.int64), max_rows)
+
+
+def require_patients(patient: NDArray[np.str_], site: str) -> None:
+    """Refuses rows without a patient where patients are to be protected.
+
+    Taken for a patient of its own such a row would be promised what may not hold: whom it comes from may have others.
+    """
+    if n := int((patient == "").sum()):
+        raise UsageError(
+            f"site {site}: {n} training rows have no patient, so privacy.unit = 'patient' cannot protect whom they "
+            "come from; name the patients in the site's table of slides, or use privacy.unit = 'row'"
+        )

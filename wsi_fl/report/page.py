@@ -43,6 +43,10 @@ class Page:
     """Sample patches by site: (label, uint8[h, w, 3])."""
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
     """Overview pictures by site: (slide, PNG bytes)."""
+    groups: Mapping[str, Json] = field(default_factory=dict)
+    """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    audit: Json | None = None
+    """The document of ``audit --json``."""
     examples: str = "patches"
     """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 

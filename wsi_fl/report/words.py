@@ -160,6 +160,20 @@ def scientific(value: Any) -> str:
     return power if mantissa == "1" else f"{mantissa} × {power}"
 
 
+def group(site: str, found: Mapping[str, Any]) -> str:
+    """What ε of one row is worth to the patient with the most rows, in a sentence.
+
+    >>> group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
+    'C1: for its patient with the most rows (8) they are worth ε = 12.1 at δ = 10⁻⁵ together.'
+    >>> group("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
+    'C1: for its patient with the most rows (200) no useful ε holds together (it is beyond 1,000).'
+    """
+    who = f"{site}: for its patient with the most rows ({count(found['rows'])})"
+    if not known(found.get("epsilon")):
+        return f"{who} no useful ε holds together (it is beyond 1,000)."
+    return f"{who} they are worth ε = {number(found['epsilon'], 1)} at δ = {scientific(found.get('delta'))} together."
+
+
 def method_name(method: str) -> str:
     """The name of a method as its paper writes it; an unknown one as it is."""
     return METHODS.get(method, (method, ""))[0]

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for
+from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.privacy.planner import planned as best_plan
 from wsi_fl.runs import SiteFolder
@@ -163,6 +166,19 @@ def affordable_rounds(site: Site, rounds: int) -> int:
             break
         more += 1
     return done + more
+
+
+def group_of(site: Site) -> dict[str, Any] | None:
+    """What ε per row is worth to the patient with the most training rows; None where that is not the question.
+
+    How many rows that patient has depends on one patient alone, so it stays with a real site.
+    """
+    terms, names = site.ledger.terms, site.train.patient[site.train.patient != ""]
+    if terms.unit != "row" or site.ledger.epsilon() is None or not len(names):
+        return None
+    k = int(np.unique(names, return_counts=True)[1].max())
+    value = group_epsilon(site.ledger.mechanisms(), terms.delta, k)
+    return {"rows": k, "epsilon": value, "delta": terms.delta}
 
 
 def spent_words(row: dict[str, Any]) -> str:

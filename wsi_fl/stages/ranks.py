@@ -20,7 +20,7 @@ from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json
 from wsi_fl.runs import RunFolder, hold_alone
 from wsi_fl.stages import launch, plan
-from wsi_fl.stages.account import remember_spending
+from wsi_fl.stages.account import group_of, remember_spending
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
 from wsi_fl.stages.material import remember_canaries
@@ -58,7 +58,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
     rows = comm.gather([_row(site) for site in sites], patient=True)
     for site in sites:
-        write_json(site.folder.path / "ledger.json", site.ledger.summary())
+        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
     if first or not (run.path / "summary.json").exists():
         write_json(run.path / "summary.json", summary)
@@ -188,6 +188,7 @@ def _row(site: Site) -> dict[str, Any]:
         "n_train": len(site.train),
         "n_units": site.units.n,
         "canaries": len(site.canaries.included) if site.canaries else 0,
+        "group": None if terms.lifetime else group_of(site),
         "trained_seconds": sum(line["seconds"] for line in lines),
         **{
             name: sum(line[name] for line in lines) for name in ("messages", "bytes", "communication_seconds")
