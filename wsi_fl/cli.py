@@ -445,6 +445,18 @@ def compare(
 
 
 @app.command()
+def audit(run: Run, as_json: Json = False) -> None:
+    """Attack what a run trained: membership inference, and with canaries a lower bound on ε."""
+    study = _study()
+    from wsi_fl.stages.audit import audit, print_audit
+    from wsi_fl.stages.console import Bars
+
+    with Bars("audit") as bars:
+        document = audit(study, run, watcher=bars)
+    _out(document) if as_json else print_audit(document)
+
+
+@app.command()
 def report(run: Run, as_json: Json = False) -> None:
     """One self-contained HTML page with figures."""
     study = _study()

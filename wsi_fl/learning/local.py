@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
@@ -224,15 +225,35 @@ def probabilities(
         predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
         alive: called with every batch, so that nobody thinks this long job hangs.
     """
-    rows = np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size))
-    drawn = batches(examples, iter(rows), augment=None, device=device)
     parts = []
-    for (x, _), chosen in zip(drawn, rows, strict=True):
-        logits = predict(x)
-        if examples.allowed is not None:
-            possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
-            logits = logits.masked_fill(~possible, -torch.inf)
+    for logits, _ in _answers(predict, examples, device, batch_size):
         parts.append(torch.softmax(logits, dim=1).double().cpu().numpy())
         if alive is not None:
             alive()
     return np.concatenate(parts)
+
+
+@torch.no_grad()
+def cross_entropies(
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
+) -> NDArray[np.float64]:
+    """float64[n]: the loss of every example, in order, precise where a model is all but certain."""
+    parts = [np.zeros(0)]
+    for logits, labels in _answers(predict, examples, device, batch_size) if len(examples) else ():
+        loss = functional.cross_entropy(logits.double(), labels, reduction="none")
+        parts.append(loss.cpu().numpy())
+    return np.concatenate(parts)
+
+
+def _answers(
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
+    rows = np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size))
+    drawn = batches(examples, iter(rows), augment=None, device=device)
+    for (x, y), chosen in zip(drawn, rows, strict=True):
+        logits = predict(x)
+        if examples.allowed is not None:
+            possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
+            logits = logits.masked_fill(~possible, -torch.inf)
+        yield logits, y

@@ -12,7 +12,7 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from wsi_fl.report import figures, pictures, sections, sets, words
+from wsi_fl.report import audit, figures, pictures, sections, sets, words
 
 Json = Mapping[str, Any]
 """A JSON object as the run's files hold it."""
@@ -100,6 +100,7 @@ def _context(page: Page) -> dict[str, Any]:
         "evaluated": evaluated,
         "headline": sections.headline(page, len(names)),
         "privacy": sections.privacy(page),
+        "audit": audit.section(page, colors),
         "rows": rows,
         "comparison": sections.comparison(page, rows, colors),
         "curves": sections.curves(page, colors),
