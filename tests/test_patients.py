@@ -212,7 +212,7 @@ def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
         assert whole == pytest.approx(by_hand, rel=1e-9)
         assert row["epsilon"] <= by_hand * (1 + 1e-9)
     page = report(study, summary["run"]).read_text()
-    assert "one patient" in page and "patient with the most rows" not in page
+    assert "one patient" in page and "largest patient" not in page
 
 
 def test_a_dry_run_and_a_target_count_patients(trained):
@@ -333,7 +333,7 @@ def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, 
     assert found["epsilon"] == group_epsilon([plan(36, 8, 3, 3.0, 0.7)], 1e-5, 12) > row["epsilon"]
     kept = json.loads((study.root / summary["run"] / "sites" / "S0" / "ledger.json").read_text())
     assert kept["group"] == found
-    assert "its patient with the most rows (12)" in report(study, summary["run"]).read_text()
+    assert "the 12 rows of its largest patient" in report(study, summary["run"]).read_text()
     plans = {"n": 36, "batch_size": 8, "epochs": 3, "delta": 1e-5, "sigma": 3.0, "target_epsilon": None}
     assert privacy(**plans, group=12)["group"] == {"rows": 12, "epsilon": pytest.approx(found["epsilon"])}
     assert privacy(**plans)["group"] is None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.ticker import FuncFormatter, NullLocator
+
 from wsi_fl.report import words
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
 
@@ -63,7 +65,7 @@ def _findings(row: Json) -> list[words.Finding]:
         )
     if row["canaries"] and row["canaries"]["broken"]:
         at_least, at_most = (words.number(row["canaries"][f"epsilon_{k}"], 2) for k in ("lower", "upper"))
-        text = f"{who}: ε is at least {at_least}, though the ledger says {at_most}. Do not trust this run."
+        text = f"{who}: ε is at least {at_least}, though the {row['guarantee']} one is {at_most}."
         found.append(words.Finding("bad", text))
     return found
 
@@ -88,7 +90,9 @@ def roc_chart(curves: Mapping[str, Sequence[Sequence[float]]], colors: Mapping[s
             axes.plot([x for x, _ in shown], [y for _, y in shown], color=colors.get(site, INK), alpha=0.9)
         axes.set(xscale="log", yscale="log", xlim=(least, 1), ylim=(least / 2, 1.1))
         axes.set(xlabel="false positive rate", ylabel="true positive rate")
-        axes.minorticks_off()
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:g}"))
+            axis.set_minor_locator(NullLocator())
         svg = to_svg(figure, what)
     ends = "; ".join(f"{site}: {words.number(_nearest(points, 0.1))}" for site, points in curves.items())
     return Chart(svg, f"{what}: true positive rate at a false positive rate of about 0.1. {ends}.")

@@ -225,7 +225,7 @@ def _said(document: dict[str, Any]) -> list[tuple[str, str]]:
             if model["membership"]["own"]["alarm"]:
                 found.append((f"{who}: its losses tell who was in the training data", "yellow"))
             if (model["canaries"] or {}).get("broken"):
-                found.append((f"{who}: ε is larger than the ledger says; do not trust this run", "red"))
+                found.append((f"{who}: its {site['guarantee']} ε is refuted by its canaries", "red"))
     if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
         found.append(("no canaries: train with --set audit.canaries=400 to bound ε from below", ""))
     return found
