@@ -14,6 +14,7 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 from torch.nn import functional
 
+from wsi_fl.federation import loop
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models import Images, build
@@ -26,7 +27,8 @@ from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.stages.plan import dry_run
 from wsi_fl.stages.privacy import privacy
 from wsi_fl.stages.report import report
-from wsi_fl.stages.train import train
+from wsi_fl.stages.stain import stain
+from wsi_fl.stages.train import resume, train
 from wsi_fl.types import WsiFlError
 
 PATIENT = "privacy.unit=patient"
@@ -238,6 +240,46 @@ def test_patients_of_two_sites_with_one_name_are_two(tmp_path):
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
     rows = dry_run(study, method="joint", overrides=[PATIENT])["sites"]
     assert [row["n_units"] for row in rows] == [6, 6]
+
+
+def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", n_sites=2)
+    settings = [PATIENT, "train.rounds=3", "train.batch_size=2", "audit.canaries=12", "privacy.max_rows=4"]
+    finish, calls = loop._log_round, []
+
+    def die(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_log_round", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(study, method="proxyfl", overrides=settings, backend="local")
+    monkeypatch.setattr(loop, "_log_round", finish)
+    (broken,) = study.runs.glob("0*")
+    planted = {file: file.read_text() for file in broken.glob("sites/*/canaries.json")}
+    assert len(planted) == 2
+    summary = resume(study, broken.name, backend="local")
+    assert planted == {file: file.read_text() for file in planted}
+    for row in summary["sites"]:
+        assert (row["n_units"], row["canaries"], row["rounds"]) == (15, 12, 3)
+        assert row["epsilon"] == pytest.approx(epsilon([plan(15, 2, 3, 1.4, 0.7)], 1e-5))
+
+
+def test_a_stain_counts_only_for_the_unit_it_was_released_for(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    (row,) = stain(study, site=None, overrides=[PATIENT])["sites"]
+    assert (row["n"], row["unit"]) == (3, "patient")
+    exchanged = ["stain.exchange=true", "train.rounds=1", "train.batch_size=2"]
+    done = train(study, method="regular", overrides=[PATIENT, *exchanged], backend="local")["sites"][0]
+    training = epsilon([plan(3, 2, 1, 1.4, 0.7)], 1e-5)
+    assert done["epsilon"] > max(training, row["epsilon"])
+    refused(
+        lambda: train(study, method="regular", overrides=exchanged, backend="local"),
+        "per patient, this run per row",
+        error=WsiFlError,
+    )
 
 
 def test_units_do_not_add_up(tmp_path):

@@ -93,13 +93,18 @@ def _audit_site(
 ) -> dict[str, Any]:
     method, device = METHODS[method_of(run)], device_of_rank()
     store = open_data(study, site.name, pipeline)
-    remember(run.site(site.name), store)
+    folder = run.site(site.name)
+    remember(folder, store)
     members, _ = learned_from(study, pipeline, method, site.name)
     others = {"own": held_out(study, site.name, pipeline)}
     if merged:
         others["merged"] = joined([held_out(study, one.name, pipeline) for one in study.sites(pipeline)])
-    account = read_json(run.site(site.name).path / "ledger.json")
-    planted = agreed_canaries(run.site(site.name), pipeline, store)
+    account = read_json(folder.path / "ledger.json")
+    if pipeline.audit.canaries and folder.canaries() is None:
+        raise WsiFlError(
+            f"{folder.path}/canaries.json is missing: nobody else knows what was planted; restore it"
+        )
+    planted = agreed_canaries(folder, pipeline, store)
     rows = []
     for model in _attacked(run, pipeline, site, store, index):
         found: dict[str, Any] = {"model": model.name, "dp": model.dp}

@@ -204,9 +204,12 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
 def print_plan(document: dict[str, Any]) -> None:
     for row in document["sites"]:
         held = f" and {row['n_validation']} validation" if row["n_validation"] else ""
+        n_patients = row["n_units"] - row["canaries"]
+        of = f" of {n_patients} training patients" if n_patients != row["n_train"] else ""
+        planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
         say(
-            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}, {spent_words(row)}, "
-            f"{row['parameters'] / 1e6:.2f} M parameters"
+            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
+            f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
         )
     say(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "
