@@ -264,7 +264,8 @@ def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
     proxy = models(document, "proxy")[0]["canaries"]
     assert f"at most {proxy['epsilon_upper']:.2f}" in page
     print_audit(document)
-    assert "ε at least" in capsys.readouterr().err
+    table = capsys.readouterr().err
+    assert f"{proxy['epsilon_upper']:.2f}" in table and "AUROC" in table
 
 
 def test_the_command_prints_one_document(noisy, wsi_fl):

@@ -200,7 +200,7 @@ def print_audit(document: dict[str, Any]) -> None:
 
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     table = Table(title=title, title_justify="left")
-    for heading in ("site", "model", "AUROC", "95 %", "TPR at 1 %", "at 0.1 %", "ε at least", "ε at most"):
+    for heading in ("site", "model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"):
         table.add_column(heading, justify="left" if heading in ("site", "model") else "right", no_wrap=True)
     for site in document["sites"]:
         for model in site["models"]:
