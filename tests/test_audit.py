@@ -26,8 +26,9 @@ from wsi_fl.privacy.audit import (
     roc,
     tpr_at,
 )
+from wsi_fl.privacy.ledger import digest
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.audit import audit, print_audit
+from wsi_fl.stages.audit import _attacked, audit, print_audit
 from wsi_fl.stages.data import open_data
 from wsi_fl.stages.material import agreed_canaries
 from wsi_fl.stages.report import report
@@ -238,6 +239,20 @@ def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy
     for model, row in zip(models(audit(study, bare["run"]), "proxy"), summary["sites"], strict=True):
         assert model["canaries"]["epsilon_lower"] > row["epsilon"]
         assert model["canaries"]["epsilon_upper"] is None
+
+
+def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
+    study, summary, _ = noisy
+    run = RunFolder(study.root / summary["run"])
+    pipeline = study.pipeline(str(run.path / "config.toml"))
+    for index, site in enumerate(study.sites(pipeline)):
+        proxy = _attacked(run, pipeline, site, open_data(study, site.name, pipeline), index)[1]
+        lines = [json.loads(line) for line in study.ledger(site.name).read_text().splitlines()]
+        released = [
+            line["released"] for line in lines if line["run"].startswith(run.name) and "released" in line
+        ]
+        vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().numpy()
+        assert released[-1] == f"model {digest(vector)}"
 
 
 def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart(noisy):
