@@ -25,6 +25,7 @@ from wsi_fl.privacy.choice import MODES
 from wsi_fl.privacy.dpsgd import check_trainable
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.slides import phantom
+from wsi_fl.stages.audit import audit
 from wsi_fl.stages.compare import compare
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.plan import dry_run, print_plan
@@ -542,3 +543,14 @@ def test_images_know_no_tumour_types(tmp_path):
     name = run(study, "regular", OPEN, "train.rounds=1")["run"]
     slide = [tmp_path / "x.tif"]
     refused(lambda: predict(study, name, site="S0", slides=slide, tumor_type="lung"), "runs on mosaics")
+
+
+def test_patients_are_units_and_canaries_are_bags(bags):
+    summary = run(bags, "proxyfl", "privacy.unit=patient", "audit.canaries=10")
+    for row, site in zip(summary["sites"], audit(bags, summary["run"])["sites"], strict=True):
+        assert (row["n_train"], row["n_units"], row["unit"]) == (8, 18, "patient")
+        assert [(model["model"], model["canaries"]["n"]) for model in site["models"]] == [
+            ("private", 10),
+            ("proxy", 10),
+        ]
+        assert site["models"][0]["membership"]["own"]["non_members"] == 4

@@ -23,6 +23,7 @@ from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.slides import phantom
 from wsi_fl.slides.stain import restained
 from wsi_fl.stages import launch
+from wsi_fl.stages.audit import audit
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.features import features
 from wsi_fl.stages.init import init
@@ -290,3 +291,11 @@ def test_stale_variants_are_refused(study):
         "run `wsi-fl features --site S0 --set stain.exchange=true`",
         error=UsageError,
     )
+
+
+def test_canaries_are_vectors_and_leave_the_exchange_of_stains_as_it_is(study):
+    overrides = [*HEADS, "stain.exchange=true", "audit.canaries=10"]
+    summary = train(study, method="proxyfl", overrides=overrides, backend="local")
+    for row, site in zip(summary["sites"], audit(study, summary["run"])["sites"], strict=True):
+        assert row["n_units"] == row["n_train"] + 10
+        assert all(model["canaries"]["n"] == 10 for model in site["models"])

@@ -445,6 +445,18 @@ def compare(
 
 
 @app.command()
+def audit(run: Run, as_json: Json = False) -> None:
+    """Attack what a run trained: membership inference, and with canaries a lower bound on ε."""
+    study = _study()
+    from wsi_fl.stages.audit import audit, print_audit
+    from wsi_fl.stages.console import Bars
+
+    with Bars("audit") as bars:
+        document = audit(study, run, watcher=bars)
+    _out(document) if as_json else print_audit(document)
+
+
+@app.command()
 def report(run: Run, as_json: Json = False) -> None:
     """One self-contained HTML page with figures."""
     study = _study()
@@ -469,12 +481,21 @@ def privacy(
         float | None, typer.Option(help="Find batch size and σ that spend this ε best.")
     ] = None,
     delta: Annotated[float, typer.Option(help="δ.")] = 1e-5,
+    group: Annotated[
+        int | None, typer.Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """ε of a plan, or the σ that a target ε asks for."""
     from wsi_fl.stages.privacy import print_privacy, privacy
 
     document = privacy(
-        n=n, batch_size=batch_size, epochs=epochs, delta=delta, sigma=sigma, target_epsilon=target_epsilon
+        n=n,
+        batch_size=batch_size,
+        epochs=epochs,
+        delta=delta,
+        sigma=sigma,
+        target_epsilon=target_epsilon,
+        group=group,
     )
     _out(document) if as_json else print_privacy(document)

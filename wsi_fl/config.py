@@ -152,7 +152,11 @@ class Privacy(Section):
     grad_mode: Literal["auto", "ghost", "hooks", "functorch"] = "auto"
     """How per-example gradients are clipped: book-keeping with ghost norms, Opacus's hooks or its functorch;
     `auto` is the fastest on the first batch."""
-    unit: Literal["row"] = "row"
+    unit: Literal["row", "patient"] = "row"
+    """What ε protects. With "patient" batches are of patients, train.batch_size of them on average, and the rows of
+    one give one clipped gradient."""
+    max_rows: int = Field(32, ge=1)
+    """The most rows of one patient in one step, drawn anew in each, where the unit is a patient."""
     insecure_seed: int | None = None
     """Fixed noise for tests; the ledger says so and no guarantee is given."""
 
@@ -160,6 +164,11 @@ class Privacy(Section):
     def noisy(self) -> bool:
         """Whether what is under differential privacy is given noise at all."""
         return self.enabled and (self.sigma > 0 or self.target_epsilon is not None)
+
+
+class Audit(Section):
+    canaries: int = Field(0, ge=0)
+    """Meaningless examples planted among each site's training rows, each as a coin falls, for `audit` to look for."""
 
 
 class Evaluate(Section):
@@ -194,6 +203,7 @@ class Pipeline(Section):
     topology: Topology = Topology()
     comm: Communication = Communication()
     privacy: Privacy = Privacy()
+    audit: Audit = Audit()
     evaluate: Evaluate = Evaluate()
     predict: Predict = Predict()
 

@@ -154,6 +154,15 @@ class SiteFolder:
         path = self.path / "spending.json"
         return dict(read_json(path)) if path.exists() else None
 
+    def remember_canaries(self, canaries: Mapping[str, Any]) -> None:
+        """Notes which canaries are planted at this site, before its first round; it stays at the site."""
+        write_json(self.path / "canaries.json", canaries)
+
+    def canaries(self) -> dict[str, Any] | None:
+        """What `remember_canaries` noted."""
+        path = self.path / "canaries.json"
+        return dict(read_json(path)) if path.exists() else None
+
     def log_round(self, document: Mapping[str, Any]) -> None:
         """Appends the line of one round."""
         append_line(self.metrics_path, document)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange
@@ -23,8 +22,8 @@ from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.scoring import chosen, evaluated, heeded
 from wsi_fl.federation.site import Schedule, Site, checkpoint, reissued, relayed, release, restore
 from wsi_fl.federation.topology import handover, over, receivers, welcome
-from wsi_fl.learning.examples import batches, epoch_rows
-from wsi_fl.learning.local import mean_losses
+from wsi_fl.learning.examples import batches
+from wsi_fl.learning.local import Batch, mean_losses
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.ledger import Release
 from wsi_fl.types import WsiFlError
@@ -298,19 +297,17 @@ def _train_round(
     sampler = entropy_generator("cpu", fixed if poisson else seed)
     if poisson:
         seed = int(torch.randint(2**62, (), generator=sampler))
-    rows = epoch_rows(
-        len(site.train), batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson
-    )
-    n_steps = schedule.epochs_per_round * -(-len(site.train) // batch_size)
-    alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": n_steps})
+    rows = list(site.units.epoch(batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson))
+    alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": len(rows)})
     weights, site.listened = heeded(site, method, schedule, alive)
     augment = schedule.make_augment(seed)
-    drawn = batches(site.train, rows, augment=augment, device=site.device, stain_seed=seed)
+    images = batches(site.learned(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
+    drawn = site.units.labelled(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(seed)
 
-        def step(number: int, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
-            report({"site": site.name, "round": round_, "step": number, "steps": n_steps})
+        def step(number: int, batch: Batch) -> dict[str, float]:
+            report({"site": site.name, "round": round_, "step": number, "steps": len(rows)})
             return method.step(site.learners, batch, weights, noise)
 
         return mean_losses(step(number, batch) for number, batch in enumerate(drawn))

@@ -80,7 +80,7 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
     One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
     """
     private, proxy = learners["private"], learners["proxy"]
-    x, _ = batch
+    x = batch[0]
     said = private.forward(x) if len(x) else None
     taught = said.detach() if said is not None and weights.beta else None
     losses = {"proxy": mutual_step(proxy, taught, weights.beta, batch, noise)}

@@ -12,8 +12,10 @@ import torch
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
-from wsi_fl.learning.examples import Augment, Examples
+from wsi_fl.learning.canaries import Canaries
+from wsi_fl.learning.examples import Augment, Examples, joined
 from wsi_fl.learning.local import Learner, Learners
+from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.ledger import PrivacyLedger, Release
@@ -31,7 +33,7 @@ class Schedule:
         make_augment: seed → augmentation of one image, or None.
         self_weight: P[i, i] where the graph leaves it open.
         graph: instead of the method's own.
-        batch_size: rows of a batch, where a site has no number of its own.
+        batch_size: units (rows or patients) of a batch, where a site has no number of its own.
         answer: what a site with a proxy predicts with: "private", "proxy", "mean", or "auto" by its validation split.
         by_competence: whether α is scaled by what the proxy is worth.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
@@ -62,7 +64,9 @@ class Site:
     Attributes:
         tests: what its model is evaluated on: "own", and "merged" where that is allowed.
         mechanism: what one round costs, or None without differential privacy.
-        batch_size: its own, where a target ε gives it one.
+        units: what privacy counts, and how it is drawn: rows or patients, canaries among them.
+        batch_size: its own, where a target ε gives it one; in units.
+        canaries: those that are planted among what it learns from, for an audit; None for none.
         validation: what it holds out to choose what predicts, and learns nothing from; None for nothing.
         returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
         active: whether it takes part in the graph and its models under differential privacy still learn.
@@ -81,8 +85,10 @@ class Site:
     folder: SiteFolder
     device: torch.device
     mechanism: Mechanism | None
+    units: Units
     batch_size: int | None = None
     validation: Examples | None = None
+    canaries: Canaries | None = None
     returning: bool = False
     active: bool = True
     push: PushSum | None = None
@@ -91,6 +97,10 @@ class Site:
     losses: dict[str, float | None] = field(default_factory=dict)
     listened: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def learned(self) -> Examples:
+        """What batches are drawn from: the training rows, and the canaries that are in."""
+        return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
 
     def traveller(self, method: Method) -> Learner:
         """The learner whose parameters are exchanged."""

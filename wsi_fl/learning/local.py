@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
@@ -18,7 +19,8 @@ from wsi_fl.privacy.dpsgd import DPTrainer, laid_out_like
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+"""What models see [b, …], labels int64[b], and where the unit of privacy is a patient, whose each row is, int64[b]."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class DPSettings:
 
     Attributes:
         modes: what `auto` chooses from.
+        unit: whose gradients are clipped, a "row"'s or a "patient"'s.
     """
 
     sigma: float
@@ -34,6 +37,7 @@ class DPSettings:
     batch_size: int
     grad_mode: str = AUTO
     modes: tuple[str, ...] = MODES
+    unit: str = "row"
 
 
 class Learner:
@@ -67,6 +71,7 @@ class Learner:
                 batch_size=dp.batch_size,
                 grad_mode=dp.grad_mode,
                 modes=dp.modes,
+                unit=dp.unit,
             )
 
     @property
@@ -91,17 +96,19 @@ class Learner:
         noise: torch.Generator,
         *,
         logits: Tensor | None = None,
+        patient: Tensor | None = None,
     ) -> float:
         """One optimizer step on the mean loss of the batch; an empty batch moves only a DP learner.
 
         Args:
             logits: what `forward` returned for x, where that was needed before; for learners without DP.
+            patient: int64[b], whose each row is; for learners under DP whose unit is a patient.
         """
         if self.frozen:
             return float("nan")
         self.model.train()
         if self._dp is not None:
-            return self._dp.step(x, loss_of, noise)
+            return self._dp.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
         self.optimizer.zero_grad(set_to_none=True)
@@ -166,8 +173,8 @@ class Learner:
 
 def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:
     """One step on cross-entropy (eq. 2)."""
-    x, y = batch
-    return learner.step(x, lambda logits: mutual(logits, y, None, 0.0), noise)
+    x, y, patient = _parts(batch)
+    return learner.step(x, lambda logits: mutual(logits, y, None, 0.0), noise, patient=patient)
 
 
 def mutual_step(
@@ -186,8 +193,12 @@ def mutual_step(
         weight: α or β.
         logits: the student's own for this batch, where they are known already.
     """
-    x, y = batch
-    return student.step(x, lambda own: mutual(own, y, answers, weight), noise, logits=logits)
+    x, y, patient = _parts(batch)
+    return student.step(x, lambda own: mutual(own, y, answers, weight), noise, logits=logits, patient=patient)
+
+
+def _parts(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    return (*batch, None) if len(batch) == 2 else batch
 
 
 def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
@@ -214,15 +225,35 @@ def probabilities(
         predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
         alive: called with every batch, so that nobody thinks this long job hangs.
     """
-    rows = np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size))
-    drawn = batches(examples, iter(rows), augment=None, device=device)
     parts = []
-    for (x, _), chosen in zip(drawn, rows, strict=True):
-        logits = predict(x)
-        if examples.allowed is not None:
-            possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
-            logits = logits.masked_fill(~possible, -torch.inf)
+    for logits, _ in _answers(predict, examples, device, batch_size):
         parts.append(torch.softmax(logits, dim=1).double().cpu().numpy())
         if alive is not None:
             alive()
     return np.concatenate(parts)
+
+
+@torch.no_grad()
+def cross_entropies(
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
+) -> NDArray[np.float64]:
+    """float64[n]: the loss of every example, in order, precise where a model is all but certain."""
+    parts = [np.zeros(0)]
+    for logits, labels in _answers(predict, examples, device, batch_size) if len(examples) else ():
+        loss = functional.cross_entropy(logits.double(), labels, reduction="none")
+        parts.append(loss.cpu().numpy())
+    return np.concatenate(parts)
+
+
+def _answers(
+    predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
+    rows = np.array_split(np.arange(len(examples)), range(batch_size, len(examples), batch_size))
+    drawn = batches(examples, iter(rows), augment=None, device=device)
+    for (x, y), chosen in zip(drawn, rows, strict=True):
+        logits = predict(x)
+        if examples.allowed is not None:
+            possible = torch.from_numpy(examples.allowed[chosen]).to(logits.device)
+            logits = logits.masked_fill(~possible, -torch.inf)
+        yield logits, y

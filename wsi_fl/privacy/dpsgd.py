@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from wsi_fl.privacy.choice import AUTO, MODES, fastest, require, suitable
 from wsi_fl.privacy.gradients import ENGINES, LossOf, Sums, trained
+from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.types import UsageError, WsiFlError
 
 _UNTRAINABLE = "model cannot be trained with differential privacy"
@@ -170,9 +171,10 @@ class DPTrainer:
         optimizer: over the model's parameters; DP-Adam is Adam on the noisy gradient.
         sigma: noise multiplier; 0 switches the noise off.
         clip: bound C on per-example gradients; infinity switches clipping off, without noise only.
-        batch_size: the divisor B.
+        batch_size: the divisor B, in units.
         grad_mode: one of MODES, or `auto` for the fastest on the first batch.
         modes: candidates of `auto`, for models that not all modes are right about.
+        unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no mode.
 
     Attributes:
         mode: the mode in use; None until `auto` has seen a batch.
@@ -190,12 +192,14 @@ class DPTrainer:
         batch_size: int,
         grad_mode: str = AUTO,
         modes: Sequence[str] = MODES,
+        unit: str = "row",
     ) -> None:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
             raise UsageError(f"noise is a multiple of privacy.clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
         self._sigma, self._clip, self._divisor = sigma, clip, batch_size
+        self._unit = unit
         self._parameters = trained(model)
         self._modes = suitable(modes, model)
         self.mode = None
@@ -207,14 +211,21 @@ class DPTrainer:
         require(mode, self._model)
         self.mode = mode
 
-    def step(self, x: Tensor, loss_of: LossOf, generator: torch.Generator) -> float:
+    def step(
+        self, x: Tensor, loss_of: LossOf, generator: torch.Generator, patient: Tensor | None = None
+    ) -> float:
         """One step on the batch x[b, …], of pure noise when b = 0. Returns the mean loss (NaN when b = 0).
 
         Args:
             loss_of: maps logits [b, classes] to the mean of per-example losses.
             generator: source of the noise, on the model's device.
+            patient: int64[b], whose each row is, where the unit is a patient.
         """
-        if len(x):
+        if len(x) and self._unit == "patient":
+            if patient is None:
+                raise WsiFlError("a step with patients as units must know whose each row is")
+            sums, loss = summed_by_patient(self._model, x, patient, loss_of, self._weigh)
+        elif len(x):
             if self.mode is None:
                 self.mode = fastest(self._modes, self._model, x, lambda mode: self._clipped(mode, x, loss_of))
             sums, loss = self._clipped(self.mode, x, loss_of)
@@ -231,11 +242,10 @@ class DPTrainer:
 
     def _clipped(self, mode: str, x: Tensor, loss_of: LossOf) -> tuple[Sums, Tensor]:
         """Σ_i g_i · min(1, C / |g_i|) of each parameter, and the mean loss."""
+        return ENGINES[mode](self._model, x, loss_of, self._weigh)
 
-        def weigh(norms: Tensor) -> Tensor:
-            return (self._clip / (norms + 1e-6)).clamp(max=1.0)
-
-        return ENGINES[mode](self._model, x, loss_of, weigh)
+    def _weigh(self, norms: Tensor) -> Tensor:
+        return (self._clip / (norms + 1e-6)).clamp(max=1.0)
 
     def _set_gradients(self, sums: Sequence[Tensor], generator: torch.Generator) -> None:
         """(sum + N(0, σ²C²)) / B as every parameter's gradient, in place of the sums."""

@@ -90,7 +90,8 @@ class PrivacyLedger:
             this run's; they are no rounds of it.
 
     Raises:
-        WsiFlError: when the file is damaged. A line cut short by a crash was never followed by a release.
+        WsiFlError: when the file is damaged (a line cut short by a crash was never followed by a release), or counts
+            another unit towards the same ε or budget.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class PrivacyLedger:
         self._entries: list[dict[str, Any]] = []
         self._read = 0
         self._catch_up()
+        self._check_unit()
 
     def _catch_up(self) -> None:
         """Reads what this run and others beside it have written since."""
@@ -120,8 +122,10 @@ class PrivacyLedger:
         return len(_applied(self._own()))
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
-        """ε spent so far; None when something left without privacy or nothing is accounted."""
+        """ε spent so far; None when something left without privacy, nothing is accounted, or units differ."""
         scope = self._scope(lifetime)
+        if _units(scope) - {self.terms.unit}:
+            return None
         bare = any(entry.get("released") and entry["mechanism"] is None for entry in scope)
         spent = _applied(scope)
         value = epsilon(spent, self.terms.delta)
@@ -161,10 +165,20 @@ class PrivacyLedger:
             return False
         return True
 
+    def _check_unit(self) -> None:
+        """What was spent per row says little of a patient, who may have many rows; and the other way round."""
+        binding = self.terms.lifetime and self.terms.max_epsilon is not None
+        if other := _units(self._scope(binding)) - {self.terms.unit}:
+            raise WsiFlError(
+                f"{self.path}: the account of site {self.site} counts ε per {other.pop()}, this run per "
+                f"{self.terms.unit}, and the two do not add up; keep the privacy.unit that the site began with"
+            )
+
     def _check(self, entry: dict[str, Any]) -> None:
         limit = self.terms.max_epsilon
         if limit is None or entry["mechanism"] is None:
             return
+        self._check_unit()
         after = epsilon(_applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
         if after > limit:
             raise BudgetSpent(
@@ -290,6 +304,11 @@ class PrivacyLedger:
             "insecure": self.terms.insecure,
             "steps": sum(mechanism.steps for mechanism in self.mechanisms()),
         }
+
+
+def _units(entries: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Of all that was spent."""
+    return {str(entry["unit"]) for entry in entries if entry.get("mechanism")}
 
 
 def _applied(entries: Sequence[Mapping[str, Any]]) -> list[Mechanism]:

@@ -12,7 +12,7 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from wsi_fl.report import figures, pictures, sections, sets, words
+from wsi_fl.report import audit, figures, pictures, sections, sets, words
 
 Json = Mapping[str, Any]
 """A JSON object as the run's files hold it."""
@@ -43,6 +43,10 @@ class Page:
     """Sample patches by site: (label, uint8[h, w, 3])."""
     overviews: Mapping[str, Sequence[tuple[str, bytes]]] = field(default_factory=dict)
     """Overview pictures by site: (slide, PNG bytes)."""
+    groups: Mapping[str, Json] = field(default_factory=dict)
+    """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
+    audit: Json | None = None
+    """The document of ``audit --json``."""
     examples: str = "patches"
     """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
@@ -96,6 +100,7 @@ def _context(page: Page) -> dict[str, Any]:
         "evaluated": evaluated,
         "headline": sections.headline(page, len(names)),
         "privacy": sections.privacy(page),
+        "audit": audit.section(page, colors),
         "rows": rows,
         "comparison": sections.comparison(page, rows, colors),
         "curves": sections.curves(page, colors),

@@ -83,6 +83,8 @@ def privacy(page: Page) -> dict[str, Any]:
         "units": sorted({s["unit"] for s in spent if s.get("unit")}),
         "guarantee": weakest,
         "without": [s["site"] for s in sites if not words.known(s.get("epsilon"))],
+        "groups": [words.group(s["site"], found) for s in sites if (found := page.groups.get(s["site"]))],
+        "planted": [f"{s['canaries']} at {s['site']}" for s in sites if s.get("canaries")],
     }
 
 

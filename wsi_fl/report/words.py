@@ -160,6 +160,20 @@ def scientific(value: Any) -> str:
     return power if mantissa == "1" else f"{mantissa} × {power}"
 
 
+def group(site: str, found: Mapping[str, Any]) -> str:
+    """What ε of one row is worth to the patient with the most rows, in a sentence.
+
+    >>> group("C1", {"rows": 8, "epsilon": 12.05, "delta": 1e-5})
+    'C1: the 8 rows of its largest patient together have ε = 12.1 at δ = 10⁻⁵.'
+    >>> group("C1", {"rows": 200, "epsilon": None, "delta": 1e-5})
+    'C1: the 200 rows of its largest patient together have no useful ε (it is beyond 1,000).'
+    """
+    who = f"{site}: the {count(found['rows'])} rows of its largest patient together have"
+    if not known(found.get("epsilon")):
+        return f"{who} no useful ε (it is beyond 1,000)."
+    return f"{who} ε = {number(found['epsilon'], 1)} at δ = {scientific(found.get('delta'))}."
+
+
 def method_name(method: str) -> str:
     """The name of a method as its paper writes it; an unknown one as it is."""
     return METHODS.get(method, (method, ""))[0]

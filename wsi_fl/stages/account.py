@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for
+from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
 from wsi_fl.privacy.planner import planned as best_plan
 from wsi_fl.runs import SiteFolder
@@ -58,7 +61,7 @@ class Spending:
     """How a site spends its budget.
 
     Attributes:
-        batch_size: rows of a batch (of a Poisson batch on average); the divisor of its gradient.
+        batch_size: units (rows or patients) of a batch, of a Poisson batch on average; the divisor of its gradient.
         round: what one round costs, or None without differential privacy.
     """
 
@@ -74,13 +77,13 @@ def spending_of(
     spent: Sequence[Mechanism] = (),
     past: Sequence[Mechanism] = (),
 ) -> Spending:
-    """The batch size and noise of a site with n training rows.
+    """The batch size and noise of a site with n units: training rows, or patients.
 
     With `privacy.target_epsilon` they are its own: the best plan whose rounds together, on top of `spent`, reach the
     target and no more. `max_epsilon` binds too where it is less, for a real site on top of its whole `past`.
 
     Args:
-        spent: what was applied to the same rows before and counts for this run.
+        spent: what was applied to the same units before and counts for this run.
         past: everything on the site's account.
 
     Raises:
@@ -165,11 +168,24 @@ def affordable_rounds(site: Site, rounds: int) -> int:
     return done + more
 
 
+def group_of(site: Site) -> dict[str, Any] | None:
+    """What ε per row is worth to the patient with the most training rows; None where that is not the question.
+
+    How many rows that patient has depends on one patient alone, so it stays with a real site.
+    """
+    terms, names = site.ledger.terms, site.train.patient[site.train.patient != ""]
+    if terms.unit != "row" or site.ledger.epsilon() is None or not len(names):
+        return None
+    k = int(np.unique(names, return_counts=True)[1].max())
+    value = group_epsilon(site.ledger.mechanisms(), terms.delta, k)
+    return {"rows": k, "epsilon": value, "delta": terms.delta}
+
+
 def spent_words(row: dict[str, Any]) -> str:
     """ε, what it is worth, and how it was spent, of a site's row in a summary or a plan."""
     if row["epsilon"] is None:
         return "no differential privacy"
     return (
         f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}; "
-        f"B = {row['batch_size']}, σ = {row['sigma']:g}"
+        f"B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"
     )

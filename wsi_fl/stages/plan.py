@@ -160,28 +160,31 @@ def dry_run(
 def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
     batch_size = site.batch_size or pipeline.train.batch_size
-    rows = np.arange(min(batch_size, len(site.train)))
+    units = np.arange(min(batch_size, site.units.n))
+    rows = [site.units.rows(units, entropy_generator())] * (_TIMED_STEPS + 1)
     noise = entropy_generator(site.device)
     schedule = schedule_of(study, pipeline)
     drawn = batches(
-        site.train,
-        iter([rows] * (_TIMED_STEPS + 1)),
+        site.learned(),
+        iter(rows),
         augment=schedule.make_augment(0),
         device=site.device,
         stain_seed=0,
     )
     began = 0.0
-    for number, batch in enumerate(drawn):
+    for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
         if number == 1:  # the first step warms up
             began = time.perf_counter()
         METHODS[method].step(site.learners, batch, schedule.weights, noise)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
-    steps = -(-len(site.train) // batch_size) * pipeline.train.epochs_per_round
+    steps = -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms
     cost = planned(site, pipeline.train.rounds) if pipeline.privacy.noisy else []
     return {
         "site": site.name,
         "n_train": len(site.train),
+        "n_units": site.units.n,
+        "canaries": len(site.canaries.included) if site.canaries else 0,
         "n_validation": len(site.validation) if site.validation else 0,
         "epsilon": epsilon(cost, terms.delta) if cost else None,
         "delta": terms.delta,
@@ -201,9 +204,12 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
 def print_plan(document: dict[str, Any]) -> None:
     for row in document["sites"]:
         held = f" and {row['n_validation']} validation" if row["n_validation"] else ""
+        n_patients = row["n_units"] - row["canaries"]
+        of = f" of {n_patients} training patients" if n_patients != row["n_train"] else ""
+        planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
         say(
-            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}, {spent_words(row)}, "
-            f"{row['parameters'] / 1e6:.2f} M parameters"
+            f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
+            f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
         )
     say(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, epsilon, plan, sigma_for
+from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
 from wsi_fl.privacy.planner import Proposal, planned, proposals
 from wsi_fl.stages.console import say
 from wsi_fl.types import UsageError
@@ -22,10 +23,14 @@ def privacy(
     delta: float,
     sigma: float | None,
     target_epsilon: float | None,
+    group: int | None = None,
 ) -> dict[str, Any]:
     """ε of `epochs` epochs of DP-SGD over n rows; or, given a target, how to keep to it.
 
     Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
+
+    Args:
+        group: rows of one patient, to say what ε per row is worth to that patient.
     """
     if (sigma is None) == (target_epsilon is None):
         raise UsageError(
@@ -56,6 +61,7 @@ def privacy(
         "n": n,
         "batch_size": batch_size or _BATCH_SIZE,
         "ways": [_row(way) for way in ways],
+        "group": {"rows": group, "epsilon": group_epsilon([mechanism], delta, group)} if group else None,
     }
 
 
@@ -87,3 +93,7 @@ def print_privacy(document: dict[str, Any]) -> None:
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({document['accountant'].upper()} accountant)"
     )
+    if document["group"]:
+        rows, worth = document["group"]["rows"], document["group"]["epsilon"]
+        above = f"more than {MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
+        say(f"for a patient with {rows} rows together: ε = {above} (group privacy)")

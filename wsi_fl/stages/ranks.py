@@ -20,9 +20,10 @@ from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json
 from wsi_fl.runs import RunFolder, hold_alone
 from wsi_fl.stages import launch, plan
-from wsi_fl.stages.account import remember_spending
+from wsi_fl.stages.account import group_of, remember_spending
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
+from wsi_fl.stages.material import remember_canaries
 from wsi_fl.stages.workshop import assemble, brought, schedule_of
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
@@ -52,11 +53,12 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     with _alone(sites):
         for site in sites:
             remember_spending(site, pipeline)
+            remember_canaries(site)
         report = _reporter(sites, pipeline, watcher)
         loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
     rows = comm.gather([_row(site) for site in sites], patient=True)
     for site in sites:
-        write_json(site.folder.path / "ledger.json", site.ledger.summary())
+        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
     if first or not (run.path / "summary.json").exists():
         write_json(run.path / "summary.json", summary)
@@ -184,6 +186,9 @@ def _row(site: Site) -> dict[str, Any]:
         "rounds": took_part,
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         "n_train": len(site.train),
+        "n_units": site.units.n,
+        "canaries": len(site.canaries.included) if site.canaries else 0,
+        "group": None if terms.lifetime else group_of(site),
         "trained_seconds": sum(line["seconds"] for line in lines),
         **{
             name: sum(line[name] for line in lines) for name in ("messages", "bytes", "communication_seconds")

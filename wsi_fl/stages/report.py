@@ -55,8 +55,16 @@ def _page(study: Study, run: RunFolder) -> Page:
         stores=[_store_row(name, store) for name, store in stores.items()],
         patches={name: _samples(store) for name, store in with_pixels.items()},
         overviews={name: _overviews(study, name, store) for name, store in with_pixels.items()},
+        groups=_groups(run),
+        audit=_optional(run.path / "audit" / "audit.json"),
         examples=example_word(pipeline),
     )
+
+
+def _groups(run: RunFolder) -> dict[str, Any]:
+    """Of the sites whose part of the run lies here."""
+    ledgers = {path.parent.name: read_json(path) for path in sorted(run.path.glob("sites/*/ledger.json"))}
+    return {site: found["group"] for site, found in ledgers.items() if found.get("group")}
 
 
 def inputs_of(run: RunFolder) -> dict[str, str]:

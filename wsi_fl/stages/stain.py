@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import read_json, write_bytes, write_json
+from wsi_fl.learning.units import require_patients
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.ledger import PrivacyLedger, digest
 from wsi_fl.privacy.means import noisy_mean
@@ -129,7 +130,7 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
         for first, pixels in _batches(store, rows):
             parts.append(method.measured(pixels))
             watcher.update(one.site.name, first + len(pixels), len(rows), "measuring")
-        units = _units(unit, store.table.patient[rows])
+        units = _units(unit, store.table.patient[rows], one.site.name)
     _warn_of_noise(one, units if units is not None else rows, watcher)
     mean, mechanism, n = noisy_mean(
         np.concatenate(parts),
@@ -168,9 +169,12 @@ def _warn_of_noise(one: _Site, units: NDArray[Any], watcher: Watcher) -> None:
         )
 
 
-def _units(unit: str, patient: NDArray[np.str_]) -> NDArray[np.str_] | None:
+def _units(unit: str, patient: NDArray[np.str_], site: str) -> NDArray[np.str_] | None:
     """Whose record each row is; None where each is one of its own."""
-    return patient if unit == "patient" else None
+    if unit == "row":
+        return None
+    require_patients(patient, site)
+    return patient
 
 
 def _batches(store: PatchStore, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.uint8]]]:

@@ -16,10 +16,9 @@ from wsi_fl.federation.methods import METHODS, MakeLearner, Method
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
-from wsi_fl.learning.examples import Augment, Examples, joined
+from wsi_fl.learning.examples import Augment, joined
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.learning.validation import with_validation
 from wsi_fl.models import Images, build, schema
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -41,10 +40,10 @@ from wsi_fl.stages.data import (
     of_images,
     open_data,
     shape_of,
-    split_of,
 )
 from wsi_fl.stages.devices import device_of_rank
-from wsi_fl.stages.stains import RUN, check_own, exchanged, stain_ledger, stains_of
+from wsi_fl.stages.material import agreed_canaries, learned_from, units_of
+from wsi_fl.stages.stains import RUN, check_own, stain_ledger, stains_of
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.study import Study
@@ -133,7 +132,7 @@ def make_learners(
     sigma = spending.round.sigma if spending.round else 0.0
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        settings = DPSettings(sigma, privacy.clip, spending.batch_size, privacy.grad_mode)
+        settings = DPSettings(sigma, privacy.clip, spending.batch_size, privacy.grad_mode, unit=privacy.unit)
         model = build_model(site, pipeline, store, role, index, common=common)
         seen = shape_of(pipeline, store)
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
@@ -158,9 +157,7 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     site, method = sites[index], method_named(method_name)
     store = open_data(study, site.name, pipeline)
     device = device_of_rank()
-    pool = [other.name for other in sites] if method.pooled else [site.name]
-    train = joined([_training(study, pipeline, name) for name in pool])
-    train, validation = _validated(method, pipeline, store, train)
+    train, validation = learned_from(study, pipeline, method, site.name)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {example_word(pipeline)}")
     tests = {"own": held_out(study, site.name, pipeline)}
@@ -176,7 +173,11 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         includes=_included(study, site, pipeline),
     )
     folder = run.site(site.name)
-    spending = agreed_spending(folder, site, pipeline, len(train), ledger)
+    canaries = agreed_canaries(folder, pipeline, store, train.n_stains)
+    units = units_of(pipeline, train, site.name)
+    if canaries is not None:
+        units = units.with_canaries(canaries.included)
+    spending = agreed_spending(folder, site, pipeline, units.n, ledger)
     make = make_learners(site, pipeline, store, index, device, spending)
     return Site(
         index=index,
@@ -188,19 +189,12 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         folder=folder,
         device=device,
         mechanism=spending.round,
+        units=units,
         batch_size=spending.batch_size,
         validation=validation,
+        canaries=canaries,
         returning=site.name in run.returning(),
     )
-
-
-def _training(study: Study, pipeline: Pipeline, name: str) -> Examples:
-    """A site's training examples, with `stain.exchange` in all stains."""
-    store = open_data(study, name, pipeline)
-    train = split_of(pipeline, store, "train")
-    if not pipeline.stain.exchange or isinstance(store, FeatureStore):
-        return train
-    return exchanged(study, pipeline, store, train)
 
 
 def _included(study: Study, site: config.Site, pipeline: Pipeline) -> tuple[str, ...]:
@@ -211,32 +205,6 @@ def _included(study: Study, site: config.Site, pipeline: Pipeline) -> tuple[str,
     released = stains_of(study, pipeline)[site.name]
     check_own(stain_ledger(study, site, pipeline), released, path)
     return (RUN,) if pipeline.privacy.enabled else ()
-
-
-def _validated(
-    method: Method, pipeline: Pipeline, store: Store, train: Examples
-) -> tuple[Examples, Examples | None]:
-    """(for training, for validation): the store's own split, else a share of the training patients.
-
-    A method without a proxy has nothing to choose, and learns from every row that is for training.
-    """
-    if method.travels != "proxy":
-        return train, None
-    validation = split_of(pipeline, store, "val")
-    if not len(validation) and pipeline.train.val_fraction:
-        fraction = pipeline.train.val_fraction
-        learned, validation = with_validation(train, fraction, pipeline.train.seed)
-        if len(train) and not len(learned):
-            raise UsageError(
-                f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
-            )
-        train = learned
-    if pipeline.train.listen == "competence" and not pipeline.privacy.noisy and not len(validation):
-        raise UsageError(
-            "train.listen = 'competence' without noise needs rows that no proxy has learned from; set "
-            "train.val_fraction=0.15, or tile with a validation split"
-        )
-    return train, validation if len(validation) else None
 
 
 def _identity(run: RunFolder) -> str:
@@ -278,7 +246,9 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
             pipeline.topology.self_weight,
             _graph_digest(study, pipeline),
             train.optimizer_after_exchange,
-            pipeline.privacy.mode if pipeline.privacy.enabled else "no privacy",
+            f"{pipeline.privacy.mode} per {pipeline.privacy.unit}"
+            if pipeline.privacy.enabled
+            else "no privacy",
         ],
         "stains": _stain_digests(study, pipeline),
         "versions": versions(),

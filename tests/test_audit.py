@@ -1,0 +1,379 @@
+"""The audit: attacks that find planted leaks, stay calm where there are none, and bound ε soundly."""
+
+import json
+import re
+from math import comb, exp
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused, write_store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+
+from wsi_fl.learning.canaries import canaries, tossed
+from wsi_fl.learning.examples import Examples, batches, joined
+from wsi_fl.learning.local import cross_entropies, probabilities
+from wsi_fl.models import Bags, Images, Vectors, build
+from wsi_fl.privacy.audit import (
+    auroc,
+    auroc_interval,
+    canary_bound,
+    epsilon_lower,
+    p_value,
+    roc,
+    tpr_at,
+)
+from wsi_fl.privacy.ledger import digest
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.audit import _attacked, audit, print_audit
+from wsi_fl.stages.data import open_data
+from wsi_fl.stages.material import agreed_canaries
+from wsi_fl.stages.report import report
+from wsi_fl.stages.train import train
+from wsi_fl.types import UsageError, WsiFlError
+
+# attacks on arrays
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.integers(0, 999))
+def test_auroc_and_roc_are_those_of_sklearn_and_of_counting(n, m, n_values, seed):
+    rng = np.random.default_rng(seed)
+    members, others = (rng.integers(n_values, size=k).astype(float) for k in (n, m))
+    truth = np.repeat([1, 0], [n, m])
+    assert auroc(members, others) == pytest.approx(roc_auc_score(truth, np.concatenate([members, others])))
+    for rate, found in roc(members, others):
+        thresholds = [t for t in [*np.unique(others), np.inf] if (others >= t).mean() <= rate + 1e-9]
+        low = min(thresholds)
+        best = max((members > v).mean() for v in [*others, -np.inf] if (others > v).mean() <= rate + 1e-9)
+        assert found == pytest.approx(best) and found >= (members >= low).mean()
+
+
+def test_true_positives_at_few_false_alarms_ask_for_a_thousand_others():
+    members, others = np.array([5.0, 0.5, 2.0, 990.5]), np.arange(1000.0)
+    assert tpr_at(members, others[:999], 0.01) is None
+    assert tpr_at(members, others, 0.01) == 0.25  # ten others lie above 989
+    assert tpr_at(members, others, 0.001) == 0.0  # 990.5 lies below nine of them
+    assert tpr_at(members[:0], others, 0.01) is None
+    assert auroc(members, others[:0]) is None and roc(members[:0], others) == []
+
+
+def test_the_interval_redraws_whole_patients():
+    rng = np.random.default_rng(0)
+    members, others = rng.normal(0.5, 1, 30), rng.normal(0, 1, 24)
+    mine, theirs = np.repeat([f"m{k}" for k in range(6)], 5), np.repeat([f"o{k}" for k in range(8)], 3)
+    found = auroc_interval(members, others, mine, theirs, repeats=200, seed=4)
+    again, drawn = np.random.default_rng(4), []
+    for _ in range(200):
+        some = [np.flatnonzero(mine == f"m{k}") for k in again.integers(6, size=6)]
+        more = [np.flatnonzero(theirs == f"o{k}") for k in again.integers(8, size=8)]
+        drawn.append(auroc(members[np.concatenate(some)], others[np.concatenate(more)]))
+    assert found == pytest.approx(np.quantile(drawn, [0.025, 0.975]).tolist())
+    assert auroc_interval(members, others, mine, np.full(24, "one"), repeats=200) is None
+    nameless = auroc_interval(members, others, np.full(30, ""), np.full(24, ""), repeats=200)
+    assert nameless is not None and nameless[0] < nameless[1]
+
+
+def test_guessing_rarely_alarms():
+    rng = np.random.default_rng(0)
+    alarms = 0
+    for _ in range(200):
+        scores = rng.normal(size=160)
+        names = np.array([f"p{k}" for k in range(160)])
+        interval = auroc_interval(scores[:80], scores[80:], names[:80], names[80:], repeats=200)
+        alarms += interval[0] > 0.5
+    assert alarms <= 14  # 2.5 % of 200 are 5; more than 14 have a chance of 10⁻⁴
+
+
+# the bound
+
+
+def slow_p_value(m, r, v, epsilon, delta):
+    """Theorem 5.2 of Steinke, Nasr and Jagielski (2023), letter by letter."""
+    q = exp(epsilon) / (exp(epsilon) + 1)
+
+    def f(at):
+        return sum(comb(r, w) * q**w * (1 - q) ** (r - w) for w in range(max(0, at), r + 1))
+
+    worst = max((f(v - i) - f(v)) / i for i in range(1, m + 1))
+    return min(1.0, f(v) + 2 * m * delta * worst)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_p_values_are_those_of_the_theorem(data):
+    m = data.draw(st.integers(2, 40))
+    r = data.draw(st.integers(1, m))
+    v = data.draw(st.integers(0, r))
+    epsilon, delta = data.draw(st.floats(0, 4)), data.draw(st.sampled_from([0.0, 1e-5, 1e-2]))
+    found = p_value(m, r, v, epsilon, delta)
+    assert found == pytest.approx(slow_p_value(m, r, v, epsilon, delta), abs=1e-12)
+    assert found <= p_value(m, r, v, epsilon + 0.1, delta) + 1e-12
+    assert found <= p_value(m, r, v, epsilon, delta + 1e-3) + 1e-12
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, 3.0])
+def test_randomised_response_is_bounded_below_its_epsilon_and_not_far(epsilon):
+    """Its scores are the coins, each turned with probability 1 / (1 + e^ε): the worst (ε, 0) there is."""
+    rng = np.random.default_rng(1)
+    bounds = []
+    for _ in range(120):
+        coins = rng.random(500) < 0.5
+        told = coins ^ (rng.random(500) < 1 / (1 + exp(epsilon)))
+        bounds.append(canary_bound(told + 1e-9 * rng.random(500), coins, 1e-5).epsilon)
+    assert np.mean(np.array(bounds) > epsilon) <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 120)
+    if epsilon:
+        assert epsilon - 0.8 < np.median(bounds)
+
+
+def test_perfect_scores_are_limited_by_the_number_of_canaries():
+    coins = np.arange(400) % 2 == 0
+    perfect = canary_bound(coins.astype(float), coins, 1e-5)
+    assert (perfect.guesses, perfect.right, perfect.accuracy) == (400, 400, 1.0)
+    assert perfect.epsilon == epsilon_lower(400, 400, 400, 1e-5, 0.0125)
+    assert 4.0 < perfect.epsilon < canary_bound(np.tile(coins, 4).astype(float), np.tile(coins, 4), 0).epsilon
+    assert canary_bound(-coins.astype(float), coins, 1e-5).epsilon == 0
+    assert canary_bound(coins.astype(float), coins, 0.01).epsilon < perfect.epsilon  # δ explains some of it
+    assert canary_bound(np.zeros(0), coins[:0], 1e-5).epsilon == 0
+    assert canary_bound(np.full(400, np.nan), coins, 1e-5).guesses > 0
+
+
+# canaries
+
+
+def test_coins_are_fair_and_never_the_same():
+    _, coins = tossed(20_000)
+    assert abs(coins.mean() - 0.5) < 5 * 0.5 / np.sqrt(20_000)
+    assert tossed(64)[0] != tossed(64)[0]
+    assert (tossed(64)[1] != tossed(64)[1]).any()
+
+
+@pytest.mark.parametrize("shape", [Images(3, 8), Vectors(20), Bags(5)])
+def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape):
+    included = np.arange(10) % 3 == 0
+    one, same, other = (canaries(seed, included, shape, 3, n_stains=2) for seed in (5, 5, 6))
+    rows = np.arange(10)
+    assert np.array_equal(one.examples.read(rows), same.examples.read(rows))
+    assert not np.array_equal(one.examples.read(rows), other.examples.read(rows))
+    assert set(one.examples.label) <= {0, 1, 2} and len(one.planted()) == 4
+    first = one.examples.read(rows)
+    train = Examples(
+        lambda chosen: first[chosen],
+        one.examples.label,
+        one.examples.slide,
+        one.examples.patient,
+        one.examples.allowed,
+        show=lambda chosen, stains: first[chosen],
+        n_stains=2,
+    )
+    both = joined([train, one.planted()])
+    assert both.show is not None and both.n_stains == 2
+    drawn = batches(
+        both, iter([np.array([1, 11, 13])]), augment=None, device=torch.device("cpu"), stain_seed=1
+    )
+    x, y = next(drawn)
+    assert len(x) == 3 and y.tolist() == one.examples.label[[1, 3, 9]].tolist()
+    model = build(
+        {Images: "mlp", Vectors: "linear_head", Bags: "deepset"}[type(shape)],
+        n_classes=3,
+        shape=shape,
+        seed=0,
+    )
+    with torch.no_grad():
+        p = probabilities(model, one.examples, torch.device("cpu"))
+    losses = cross_entropies(model, one.examples, torch.device("cpu"), batch_size=4)
+    assert losses == pytest.approx(-np.log(p[rows, one.examples.label]), abs=1e-5)
+    assert len(cross_entropies(model, joined([one.planted()]), torch.device("cpu"))) == 4
+
+
+# the whole way
+
+SHORT = ["audit.canaries=400", "model.private=mlp", "train.eval_every=100", "train.batch_size=64"]
+PLAN = [*SHORT, "train.rounds=20", "train.lr=0.002", "privacy.clip=1.0"]
+
+
+def models(document, name):
+    return [model for site in document["sites"] for model in site["models"] if model["model"] == name]
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """Two sites in strict mode with noise, 400 canaries each."""
+    study = make_study(tmp_path_factory.mktemp("audit") / "study", n_sites=2)
+    summary = train(study, method="proxyfl", overrides=[*PLAN, "privacy.sigma=8.0"], backend="local")
+    return study, summary, audit(study, summary["run"])
+
+
+def test_with_noise_the_bound_stays_below_epsilon(noisy):
+    study, summary, document = noisy
+    for row, site in zip(summary["sites"], document["sites"], strict=True):
+        assert (row["guarantee"], row["canaries"], row["n_train"], row["n_units"]) == (
+            "guaranteed",
+            400,
+            36,
+            436,
+        )
+        private, proxy = site["models"]
+        assert (private["model"], private["dp"]) == ("private", False)
+        assert (proxy["model"], proxy["dp"]) == ("proxy", True)
+        found = proxy["canaries"]
+        assert found["epsilon_upper"] == site["epsilon"] == row["epsilon"]
+        assert found["epsilon_lower"] < row["epsilon"] and found["broken"] is False
+        assert private["canaries"]["epsilon_upper"] is private["canaries"]["broken"] is None
+        lines = [json.loads(line) for line in study.ledger(row["site"]).read_text().splitlines()]
+        rates = {line["mechanism"]["sample_rate"] for line in lines if line.get("mechanism")}
+        assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
+
+
+def test_private_models_without_noise_give_their_canaries_away(noisy):
+    for model in models(noisy[2], "private"):
+        assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
+
+
+def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy):
+    study, summary, _ = noisy
+    bare = train(study, method="proxyfl", overrides=[*PLAN, "privacy.sigma=0.0"], backend="local")
+    for model, row in zip(models(audit(study, bare["run"]), "proxy"), summary["sites"], strict=True):
+        assert model["canaries"]["epsilon_lower"] > row["epsilon"]
+        assert model["canaries"]["epsilon_upper"] is None
+
+
+def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
+    study, summary, _ = noisy
+    run = RunFolder(study.root / summary["run"])
+    pipeline = study.pipeline(str(run.path / "config.toml"))
+    for index, site in enumerate(study.sites(pipeline)):
+        proxy = _attacked(run, pipeline, site, open_data(study, site.name, pipeline), index)[1]
+        lines = [json.loads(line) for line in study.ledger(site.name).read_text().splitlines()]
+        released = [
+            line["released"] for line in lines if line["run"].startswith(run.name) and "released" in line
+        ]
+        vector = torch.nn.utils.parameters_to_vector(proxy.network.parameters()).detach().numpy()
+        assert released[-1] == f"model {digest(vector)}"
+
+
+def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart(noisy):
+    study, summary, document = noisy
+    run = RunFolder(study.root / summary["run"])
+    kept = run.site("S0").canaries()
+    assert kept["n"] == len(kept["coins"]) == 400 and set(kept["coins"]) == {"0", "1"}
+    assert kept["coins"] != run.site("S1").canaries()["coins"]
+    told = [json.dumps(summary), json.dumps(document), (run.path / "audit" / "audit.json").read_text()]
+    told += [path.read_text() for path in run.path.glob("sites/*/metrics.jsonl")]
+    assert not any(kept["coins"] in text or kept["seed"] in text for text in told)
+    pipeline = study.pipeline(str(run.path / "config.toml"))
+    again = agreed_canaries(run.site("S0"), pipeline, open_data(study, "S0", pipeline))
+    assert "".join("01"[int(coin)] for coin in again.included) == kept["coins"]
+    assert str(again.seed) == kept["seed"]
+
+
+def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
+    study, summary, document = noisy
+    page = report(study, summary["run"]).read_text()
+    assert 'id="audit"' in page and "ε between its bounds" in page and "400 at S0" in page
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    proxy = models(document, "proxy")[0]["canaries"]
+    assert f"at most {proxy['epsilon_upper']:.2f}" in page
+    print_audit(document)
+    table = capsys.readouterr().err
+    assert f"{proxy['epsilon_upper']:.2f}" in table and "AUROC" in table
+
+
+def test_the_command_prints_one_document(noisy, wsi_fl):
+    study, summary, document = noisy
+    done = wsi_fl("audit", summary["run"], "--json", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == document
+    refused(lambda: audit(study, "99"), "no run '99'")
+
+
+def many_patients(study, site):
+    """Labels that nothing explains, and every test patch a patient of its own."""
+    with h5py.File(study.store(site), "r+") as file:
+        slides, labels = file["slide"][:], np.random.default_rng(0).integers(2, size=len(file["label"]))
+        file["label"][:] = labels
+        file["patient"][:] = [f"p{k}".encode() for k in range(len(labels))]
+    for slide in np.unique(slides):
+        with h5py.File(study.store(site).parent / "slides" / f"{slide.decode()}.h5", "r+") as file:
+            file["label"][:] = labels[slides == slide]
+
+
+@pytest.fixture(scope="module")
+def unexplained(tmp_path_factory):
+    study = make_study(tmp_path_factory.mktemp("leak") / "study", n_sites=1, n_patients=3, n_per_slide=40)
+    many_patients(study, "S0")
+    return study
+
+
+def test_a_planted_leak_is_caught(unexplained):
+    """σ = 0 and labels that can only be learned by heart."""
+    overrides = [*SHORT, "privacy.enabled=false", "train.rounds=30", "audit.canaries=60"]
+    run = train(unexplained, method="regular", overrides=overrides, backend="local")["run"]
+    (model,) = models(audit(unexplained, run), "private")
+    own = model["membership"]["own"]
+    assert (own["members"], own["non_members"]) == (80, 40)
+    assert own["auroc"] > 0.8 and own["interval"][0] > 0.5 and own["alarm"] is True
+    assert own["tpr_at_fpr"] == {"0.01": None, "0.001": None}
+    assert model["canaries"]["epsilon_lower"] > 1
+    assert "its losses tell who was in the training data" in report(unexplained, run).read_text()
+
+
+def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
+    overrides = [*SHORT, "privacy.sigma=100.0", "train.rounds=1", "privacy.insecure_seed=1", "train.lr=1e-6"]
+    run = train(unexplained, method="regular", overrides=overrides, backend="local")["run"]
+    document = audit(unexplained, run)
+    (model,) = models(document, "private")
+    assert model["membership"]["own"]["alarm"] is False
+    assert model["canaries"]["epsilon_lower"] < 0.5
+    assert model["canaries"]["epsilon_upper"] is None  # noise that others know promises nothing
+
+
+@pytest.mark.parametrize(
+    ("method", "names"),
+    [("fedavg", ["central", "released"]), ("joint", ["central"]), ("regular", ["private"])],
+)
+def test_every_kind_of_model_is_attacked(tmp_path, method, names):
+    study = make_study(tmp_path / "study", n_sites=2)
+    overrides = ["train.rounds=1", "privacy.unit=patient", "train.batch_size=2", "audit.canaries=9"]
+    summary = train(study, method=method, overrides=overrides, backend="local")
+    document = audit(study, summary["run"])
+    for site, row in zip(document["sites"], summary["sites"], strict=True):
+        assert [model["model"] for model in site["models"]] == names
+        assert (site["unit"], row["n_units"]) == ("patient", (6 if method == "joint" else 3) + 9)
+        for model in site["models"]:
+            assert model["canaries"]["n"] == 9 and model["dp"]
+            assert model["membership"]["own"]["members"] == (72 if method == "joint" else 36)
+            assert model["membership"]["merged"]["non_members"] == 24
+
+
+def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    document = audit(study, run)
+    assert document["sites"][0]["models"][0]["canaries"] is None
+    assert report(study, run).read_text().count('id="audit"') == 1
+    planted = train(
+        study, method="regular", overrides=["train.rounds=1", "audit.canaries=4"], backend="local"
+    )
+    (study.root / planted["run"] / "sites" / "S0" / "canaries.json").unlink()
+    refused(lambda: audit(study, planted["run"]), "nobody else knows what was planted", error=WsiFlError)
+    write_store(study, "S0", n_per_slide=8)
+    refused(lambda: audit(study, run), "made anew", error=UsageError)
+    (study.root / run / "summary.json").unlink()
+    refused(lambda: audit(study, run), "has not finished", error=WsiFlError)
+
+
+def test_a_hospital_audits_its_own_part(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    for name in ("S0", "S1"):
+        file = study.root / "sites" / f"{name}.toml"
+        file.write_text(file.read_text().replace("real = false", "real = true"))
+    study.store("S1").unlink()
+    document = audit(study, run)
+    assert [site["site"] for site in document["sites"]] == ["S0"]
+    assert set(document["sites"][0]["models"][0]["membership"]) == {"own"}

@@ -1,0 +1,391 @@
+"""Patients as units: clipped whole, sampled whole, accounted for by number; and what ε per row is worth to them."""
+
+import json
+from math import comb, exp, inf, log, log1p
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused, write_store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opacus.accountants import RDPAccountant
+from scipy.stats import norm
+from torch.nn import functional
+
+from wsi_fl.federation import loop
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.units import rows_alone, whole_patients
+from wsi_fl.models import Images, build
+from wsi_fl.privacy import groups
+from wsi_fl.privacy.accounting import WHOLE_ORDERS, Mechanism, epsilon, plan
+from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
+from wsi_fl.privacy.groups import by_mixture, by_textbook, group_epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.privacy.patients import summed_by_patient
+from wsi_fl.stages.plan import dry_run
+from wsi_fl.stages.privacy import privacy
+from wsi_fl.stages.report import report
+from wsi_fl.stages.stain import stain
+from wsi_fl.stages.train import resume, train
+from wsi_fl.types import WsiFlError
+
+PATIENT = "privacy.unit=patient"
+
+
+def net(kind="mlp", seed=0):
+    return build(kind, n_classes=3, shape=Images(3, 16), seed=seed)
+
+
+def batch(patients, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(len(patients), 3, 16, 16, generator=generator)
+    y = torch.randint(3, (len(patients),), generator=generator)
+    return x, y, torch.tensor(patients)
+
+
+def row_gradients(model, x, y):
+    """[b, d], one backward pass per row."""
+    rows = []
+    for k in range(len(x)):
+        loss = functional.cross_entropy(model(x[k : k + 1]), y[k : k + 1])
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
+    return torch.stack(rows)
+
+
+def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
+    """What one step of SGD with learning rate 1 subtracts from the parameters, [d]."""
+    before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = DPTrainer(model, optimizer, sigma=sigma, clip=clip, batch_size=divisor, unit="patient")
+    trainer.step(x, lambda z: functional.cross_entropy(z, y), entropy_generator(), patient)
+    return before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "cnn1", "gn_cnn_small"])
+@pytest.mark.parametrize("clip", [0.05, 0.8, 100.0])
+def test_a_step_sums_the_clipped_mean_gradient_of_every_patient(kind, clip):
+    patients = [7, 2, 7, 7, 0, 2, 7]
+    x, y, patient = batch(patients)
+    rows = row_gradients(net(kind), x, y)
+    wanted = torch.zeros_like(rows[0])
+    for one in set(patients):
+        mean = rows[torch.tensor(patients) == one].mean(0)
+        wanted += mean * min(1.0, clip / float(mean.norm()))
+    found = step(net(kind), x, y, patient, clip=clip, divisor=5)
+    torch.testing.assert_close(found, wanted / 5, rtol=1e-3, atol=1e-6)
+
+
+def test_rows_go_through_in_chunks_and_nothing_changes():
+    x, y, patient = batch([0] * 7 + [1] * 2)
+
+    def sums(chunk):
+        ends = summed_by_patient(
+            net(),
+            x,
+            patient,
+            lambda z: functional.cross_entropy(z, y),
+            lambda n: (0.1 / n).clamp(max=1),
+            chunk=chunk,
+        )
+        return torch.cat([g.flatten() for g in ends[0]]), ends[1]
+
+    (whole, loss), (parts, same) = sums(64), sums(2)
+    torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(same, loss)
+    torch.testing.assert_close(loss, functional.cross_entropy(net()(x), y))
+
+
+@pytest.mark.parametrize("n_rows", [1, 40])
+def test_a_patient_moves_the_model_by_at_most_C_over_B_however_many_rows(n_rows):
+    x, y, patient = batch([0, 0, 1] + [9] * n_rows)
+    x[3:] *= 50
+    clip, divisor = 0.3, 4
+    with_one = step(net(), x, y, patient, clip=clip, divisor=divisor)
+    without = step(net(), x[:3], y[:3], patient[:3], clip=clip, divisor=divisor)
+    moved = float((with_one - without).norm())
+    assert 0.9 * clip / divisor < moved <= clip / divisor * (1 + 1e-4)
+
+
+def test_without_knowing_whose_rows_they_are_there_is_no_step():
+    x, y, _ = batch([0, 1])
+    refused(lambda: step(net(), x, y, None, clip=1, divisor=2), "whose each row is", error=WsiFlError)
+
+
+def test_an_empty_batch_is_a_step_of_noise():
+    x, y, patient = batch([0])
+    moved = step(net(), x[:0], y[:0], patient[:0], clip=1.0, divisor=2, sigma=3.0)
+    assert abs(float(moved.std()) / 1.5 - 1) < 0.05
+
+
+def examples(patients):
+    names = np.array(patients)
+    return Examples(lambda rows: rows, np.zeros(len(names), np.int64), names, names)
+
+
+def test_patients_enter_whole_independently_and_at_their_rate():
+    """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever it has."""
+    names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
+    units = whole_patients(examples(names), None, "S")
+    generator = torch.Generator().manual_seed(0)
+    drawn = list(units.epoch(5, 800, sampler=generator, poisson=True))
+    assert len(drawn) == 800 * 5
+    counts = np.zeros((len(drawn), units.n))
+    for at, rows in enumerate(drawn):
+        which, n = np.unique(units.of_row[rows], return_counts=True)
+        assert (n == np.bincount(units.of_row)[which]).all()
+        counts[at, which] = 1
+    spread = np.sqrt(0.2 * 0.8 / len(drawn))
+    assert np.abs(counts.mean(0) - 0.2).max() < 4.5 * spread
+    correlation = np.corrcoef(counts.T)[~np.eye(units.n, dtype=bool)]
+    assert np.abs(correlation).max() < 6 / np.sqrt(len(drawn))
+
+
+def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
+    units = whole_patients(examples(["a"] * 50 + ["b"] * 3), 8, "S")
+    generator = torch.Generator().manual_seed(0)
+    drawn = [units.rows(np.array([0, 1]), generator) for _ in range(200)]
+    assert all(len(set(rows.tolist())) == 11 for rows in drawn)
+    assert all(set(rows[8:].tolist()) == {50, 51, 52} for rows in drawn)
+    times = np.bincount(np.concatenate([rows[:8] for rows in drawn]), minlength=50)
+    assert times.min() > 10 and times.max() < 60  # 32 ± 5 each
+
+
+def test_rows_without_a_patient_are_refused():
+    refused(lambda: whole_patients(examples(["a", "", ""]), 4, "S7"), "S7", "2 training rows have no patient")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coins_change_neither_rate_nor_number_of_steps(seed):
+    coins = np.random.default_rng(seed).random(9) < 0.5
+    for units in (rows_alone(20), whole_patients(examples(["a", "b"] * 10), 3, "S")):
+        planted = units.with_canaries(coins)
+        assert planted.n == units.n + 9
+        rows = planted.rows(np.arange(planted.n), torch.Generator())
+        assert sorted(r for r in rows.tolist() if r >= 20) == list(range(20, 20 + coins.sum()))
+        drawn = list(planted.epoch(4, 1, sampler=torch.Generator(), poisson=True))
+        assert len(drawn) == -(-planted.n // 4)
+
+
+# the whole way
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two sites of 6 and 9 training patients."""
+    study = make_study(tmp_path_factory.mktemp("patients") / "study", n_sites=2, n_patients=7)
+    write_store(study, "S1", n_patients=10, n_per_slide=6)
+    overrides = [PATIENT, "train.rounds=3", "train.batch_size=2", "privacy.max_rows=5", "privacy.clip=1.0"]
+    return study, overrides, train(study, method="proxyfl", overrides=overrides, backend="local")
+
+
+def hand_written_rdp(sigma, q, order):
+    """Mironov, Talwar and Zhang 2019, eq. for whole orders α: log Σ_k C(α,k)(1−q)^(α−k) q^k e^{(k²−k)/2σ²} / (α−1)."""
+    terms = [
+        log(comb(order, k)) + (order - k) * log1p(-q) + k * log(q) + (k * k - k) / (2 * sigma**2)
+        for k in range(order + 1)
+    ]
+    top = max(terms)
+    return (top + log(sum(exp(t - top) for t in terms))) / (order - 1)
+
+
+def hand_written_epsilon(sigma, q, steps, delta):
+    """The least ε over whole orders (Canonne, Kamath and Steinke 2020, proposition 12)."""
+    return min(
+        steps * hand_written_rdp(sigma, q, a) + log1p(-1 / a) - log(delta * a) / (a - 1) for a in range(2, 65)
+    )
+
+
+def test_epsilon_of_patients_is_what_independent_calculations_give(trained):
+    study, _, summary = trained
+    for row, n_patients in zip(summary["sites"], (6, 9), strict=True):
+        assert (row["unit"], row["n_units"]) == ("patient", n_patients)
+        steps_each = -(-n_patients // 2)
+        opacus = RDPAccountant()
+        opacus.history = [(1.4, 1 / steps_each, 3 * steps_each)]
+        assert row["epsilon"] == pytest.approx(opacus.get_epsilon(1e-5), rel=1e-9)
+        lines = [json.loads(line) for line in study.ledger(row["site"]).read_text().splitlines()]
+        spent = [line for line in lines if line.get("mechanism")]
+        assert [line["unit"] for line in spent] == ["patient"] * 3
+        assert spent[0]["mechanism"]["sample_rate"] == 1 / steps_each
+        whole = epsilon([Mechanism(**line["mechanism"]) for line in spent], 1e-5, WHOLE_ORDERS)
+        by_hand = hand_written_epsilon(1.4, 1 / steps_each, 3 * steps_each, 1e-5)
+        assert whole == pytest.approx(by_hand, rel=1e-9)
+        assert row["epsilon"] <= by_hand * (1 + 1e-9)
+    page = report(study, summary["run"]).read_text()
+    assert "one patient" in page and "largest patient" not in page
+
+
+def test_a_dry_run_and_a_target_count_patients(trained):
+    study, overrides, summary = trained
+    rows = dry_run(study, method="proxyfl", overrides=overrides)["sites"]
+    for row, done in zip(rows, summary["sites"], strict=True):
+        assert (row["unit"], row["n_units"], row["n_train"]) == (
+            "patient",
+            done["n_units"],
+            done["n_train"],
+        )
+        assert row["epsilon"] == pytest.approx(done["epsilon"])
+    rows = dry_run(study, method="proxyfl", overrides=[*overrides, "privacy.target_epsilon=6"])["sites"]
+    for row in rows:
+        assert 5.8 < row["epsilon"] <= 6
+        assert 1 <= row["batch_size"] <= row["n_units"] < row["n_train"]
+
+
+def test_patients_of_two_sites_with_one_name_are_two(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    for site in ("S0", "S1"):
+        with h5py.File(study.store(site), "r+") as file:
+            file["patient"][:] = [name[2:] for name in file["patient"][:]]
+    rows = dry_run(study, method="joint", overrides=[PATIENT])["sites"]
+    assert [row["n_units"] for row in rows] == [6, 6]
+
+
+def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", n_sites=2)
+    settings = [PATIENT, "train.rounds=3", "train.batch_size=2", "audit.canaries=12", "privacy.max_rows=4"]
+    finish, calls = loop._log_round, []
+
+    def die(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return finish(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "_log_round", die)
+    with pytest.raises(KeyboardInterrupt):
+        train(study, method="proxyfl", overrides=settings, backend="local")
+    monkeypatch.setattr(loop, "_log_round", finish)
+    (broken,) = study.runs.glob("0*")
+    planted = {file: file.read_text() for file in broken.glob("sites/*/canaries.json")}
+    assert len(planted) == 2
+    summary = resume(study, broken.name, backend="local")
+    assert planted == {file: file.read_text() for file in planted}
+    for row in summary["sites"]:
+        assert (row["n_units"], row["canaries"], row["rounds"]) == (15, 12, 3)
+        assert row["epsilon"] == pytest.approx(epsilon([plan(15, 2, 3, 1.4, 0.7)], 1e-5))
+
+
+def test_a_stain_counts_only_for_the_unit_it_was_released_for(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    (row,) = stain(study, site=None, overrides=[PATIENT])["sites"]
+    assert (row["n"], row["unit"]) == (3, "patient")
+    exchanged = ["stain.exchange=true", "train.rounds=1", "train.batch_size=2"]
+    done = train(study, method="regular", overrides=[PATIENT, *exchanged], backend="local")["sites"][0]
+    training = epsilon([plan(3, 2, 1, 1.4, 0.7)], 1e-5)
+    assert done["epsilon"] > max(training, row["epsilon"])
+    refused(
+        lambda: train(study, method="regular", overrides=exchanged, backend="local"),
+        "per patient, this run per row",
+        error=WsiFlError,
+    )
+
+
+def test_units_do_not_add_up(tmp_path):
+    def account(unit, **terms):
+        return PrivacyLedger(
+            tmp_path / "C1.jsonl", site="C1", run=f"run {unit}", terms=Terms(1e-5, unit=unit, **terms)
+        )
+
+    one = plan(100, 10, 1, 1.4, 1.0)
+    account("row").record(1, one)
+    simulated = account("patient", max_epsilon=5.0)
+    simulated.record(1, one)
+    assert simulated.epsilon() == epsilon([one], 1e-5)
+    assert simulated.epsilon(lifetime=True) is None
+    refused(
+        lambda: account("patient", max_epsilon=5.0, lifetime=True),
+        "per row, this run per patient",
+        error=WsiFlError,
+    )
+
+
+# group privacy
+
+
+def test_a_group_of_one_costs_what_a_row_costs():
+    for mechanism in (plan(600, 32, 20, 1.0, 1.0), Mechanism(2.0, 1.0, 1.0, 30)):
+        own = epsilon([mechanism], 1e-5)
+        assert own <= by_mixture([mechanism], 1e-5, 1) <= 1.03 * own
+        assert group_epsilon([mechanism], 1e-5, 1) == own
+        assert by_textbook([mechanism], 1e-5, 1) == pytest.approx(own)
+
+
+def test_of_full_batches_a_group_is_a_longer_vector():
+    """Without sampling k rows move the sum by k·C: the Gaussian mechanism with σ / k."""
+    assert by_mixture([Mechanism(8.0, 1.0, 1.0, 5)], 1e-5, 4) == pytest.approx(
+        epsilon([Mechanism(2.0, 1.0, 1.0, 5)], 1e-5), rel=0.03
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.floats(0.8, 5.0), st.floats(0.01, 0.6), st.integers(2, 6), st.floats(1e-6, 1e-3), st.integers(0, 99)
+)
+def test_no_gradients_of_a_group_do_more_than_the_bound(sigma, rate, k, delta, seed):
+    """One step on a grid in the plane: the exact hockey-stick divergence of k vectors stays below δ at the bound."""
+    bound = by_mixture([Mechanism(sigma, 1.0, rate, 1)], delta, k)
+    rng = np.random.default_rng(seed)
+    angles = rng.uniform(0, 2 * np.pi * rng.choice([0, 0.1, 1]), k)
+    vectors = np.stack([np.cos(angles), np.sin(angles)], 1)
+    side = np.linspace(-6 * sigma - k, 6 * sigma + k, 241)
+    u, v = np.meshgrid(side, side)
+    one, other = np.zeros_like(u), norm.pdf(u, 0, sigma) * norm.pdf(v, 0, sigma)
+    for subset in range(2**k):
+        inside = np.array([subset >> i & 1 for i in range(k)], bool)
+        centre = vectors[inside].sum(0)
+        chance = rate ** inside.sum() * (1 - rate) ** (k - inside.sum())
+        one += chance * norm.pdf(u, centre[0], sigma) * norm.pdf(v, centre[1], sigma)
+    cell = (side[1] - side[0]) ** 2
+    for p, q in ((one, other), (other, one)):
+        assert np.maximum(p - exp(bound) * q, 0).sum() * cell <= delta * (1 + 1e-3)
+
+
+def test_groups_cost_more_the_larger_and_what_says_nothing_is_none():
+    mechanism = plan(2338, 32, 30, 1.4, 0.7)
+    values = [group_epsilon([mechanism], 1e-5, k) for k in (1, 2, 5, 20, 60)]
+    assert values == sorted(values)
+    assert values[1] < by_textbook([mechanism], 1e-5, 2) < inf
+    assert group_epsilon([mechanism], 1e-5, 20_000) is None
+    assert group_epsilon([Mechanism(0.0, 1.0, 0.1, 3)], 1e-5, 2) is None
+    refused(lambda: group_epsilon([mechanism], 1e-5, 0), "at least one row")
+
+
+def test_textbook_bound_keeps_delta():
+    """At half and at twice the size of a step of the search: k·ε(δ') with δ' grown to no more than δ."""
+    mechanism, delta, k = Mechanism(4.0, 1.0, 0.05, 50), 1e-4, 3
+    value = by_textbook([mechanism], delta, k)
+    smaller = next(
+        delta * 10 ** (-power / 4)
+        for power in range(200)
+        if value == pytest.approx(k * epsilon([mechanism], delta * 10 ** (-power / 4)))
+    )
+    e = value / k
+    assert smaller * (exp(k * e) - 1) / (exp(e) - 1) <= delta
+    assert value > k * epsilon([mechanism], delta)
+
+
+def test_a_run_per_row_says_what_that_is_worth_to_its_largest_patient(tmp_path, wsi_fl):
+    study = make_study(tmp_path / "study", n_sites=1)
+    summary = train(study, method="regular", overrides=["privacy.sigma=3.0"], backend="local")
+    (row,) = summary["sites"]
+    found = row["group"]
+    assert found["rows"] == 12 and found["delta"] == row["delta"]
+    assert found["epsilon"] == group_epsilon([plan(36, 8, 3, 3.0, 0.7)], 1e-5, 12) > row["epsilon"]
+    kept = json.loads((study.root / summary["run"] / "sites" / "S0" / "ledger.json").read_text())
+    assert kept["group"] == found
+    assert "the 12 rows of its largest patient" in report(study, summary["run"]).read_text()
+    plans = {"n": 36, "batch_size": 8, "epochs": 3, "delta": 1e-5, "sigma": 3.0, "target_epsilon": None}
+    assert privacy(**plans, group=12)["group"] == {"rows": 12, "epsilon": pytest.approx(found["epsilon"])}
+    assert privacy(**plans)["group"] is None
+
+
+def test_huge_groups_are_answered_at_once(monkeypatch):
+    asked = []
+    original = groups._divergences
+    monkeypatch.setattr(
+        groups, "_divergences", lambda sigma, rate, k: asked.append(k) or original(sigma, rate, k)
+    )
+    assert group_epsilon([plan(9000, 32, 30, 1.4, 0.7)], 1e-5, 5000) is None
+    assert max(asked) < 5000

@@ -1,0 +1,79 @@
+"""Canaries: examples that mean nothing, each planted among the training rows or not as a coin falls.
+
+Whether a trained model tells those that were in from those that were out bounds the privacy of its training from
+below (`privacy/audit.py`). They are noise with a random label: nothing else in the data can teach a model their labels,
+so whatever it knows of one it has from that one.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.examples import Examples, Inputs, subset
+from wsi_fl.models import Bags, Images, Shape
+
+_INSTANCES = 8
+"""Patches of a bag."""
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """The canaries of a site in a run.
+
+    Attributes:
+        seed: what their pixels or features and their labels are made from.
+        included: bool[m], which ones are planted: m fair coins.
+        examples: all m.
+    """
+
+    seed: int
+    included: NDArray[np.bool_]
+    examples: Examples
+
+    def planted(self) -> Examples:
+        """Those that are in, in order."""
+        return subset(self.examples, np.flatnonzero(self.included))
+
+
+def tossed(m: int) -> tuple[int, NDArray[np.bool_]]:
+    """(seed, m fair coins), both from the operating system's entropy and never from a seed of the study."""
+    coins = np.frombuffer(secrets.token_bytes(m), np.uint8) < 128
+    return secrets.randbits(64), coins
+
+
+def canaries(
+    seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int, n_stains: int = 1
+) -> Canaries:
+    """The canaries of a seed, always the same ones, for models that see `shape`."""
+    m = len(included)
+    twister = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))  # its numbers are frozen
+    labels = twister.randint(n_classes, size=m).astype(np.int64)
+    inputs = _noise(twister, m, shape)
+    names = np.array([f"canary {k}" for k in range(m)])
+    allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
+    made = Examples(
+        lambda rows: inputs[rows],
+        labels,
+        names,
+        names,
+        allowed,
+        show=lambda rows, stains: inputs[rows],
+        n_stains=n_stains,
+    )
+    return Canaries(seed, included, made)
+
+
+def _noise(twister: np.random.RandomState, m: int, shape: Shape) -> Inputs:
+    """m images of uniform pixels, vectors of normal features, or bags of such."""
+    if isinstance(shape, Images):
+        size = (m, shape.size_px, shape.size_px, shape.channels)
+        return twister.randint(256, size=size, dtype=np.uint8)
+    if isinstance(shape, Bags):
+        bags = twister.standard_normal((m, _INSTANCES, shape.n_features + 1)).astype(np.float32)
+        bags[:, :, -1] = 1  # every patch is there
+        return bags
+    return twister.standard_normal((m, shape.n_features)).astype(np.float32)

@@ -1,0 +1,110 @@
+"""What privacy counts: rows or patients, how they are drawn, and which training rows a batch of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wsi_fl.learning.examples import Examples, epoch_rows
+from wsi_fl.learning.local import Batch
+from wsi_fl.types import UsageError
+
+
+@dataclass(frozen=True)
+class Units:
+    """The units of a site and their training rows.
+
+    Attributes:
+        kind: "row" or "patient".
+        n: how many there are; public, and fixed before anything is known of their rows. A unit may have none.
+        of_row: int64[rows], in [0, n): whose each training row is.
+        max_rows: the most rows that one unit has in one batch, a public constant; None for all.
+    """
+
+    kind: str
+    n: int
+    of_row: NDArray[np.int64]
+    max_rows: int | None = None
+
+    @cached_property
+    def _rows_of(self) -> list[NDArray[np.int64]]:
+        order = np.argsort(self.of_row, kind="stable")
+        return np.split(order, np.searchsorted(self.of_row[order], np.arange(1, self.n)))
+
+    @cached_property
+    def _each_a_row(self) -> bool:
+        return np.array_equal(self.of_row, np.arange(self.n))
+
+    def rows(self, chosen: NDArray[np.int64], sampler: torch.Generator) -> NDArray[np.int64]:
+        """int64[b]: the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
+        if self._each_a_row:
+            return chosen
+        found = [self._some(self._rows_of[k], sampler) for k in chosen]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _some(self, rows: NDArray[np.int64], sampler: torch.Generator) -> NDArray[np.int64]:
+        if self.max_rows is None or len(rows) <= self.max_rows:
+            return rows
+        some: NDArray[np.int64] = torch.randperm(len(rows), generator=sampler)[: self.max_rows].numpy()
+        return rows[some]
+
+    def epoch(
+        self, batch_size: int, epochs: int, *, sampler: torch.Generator, poisson: bool
+    ) -> Iterator[NDArray[np.int64]]:
+        """Rows of the batches of `epochs` epochs; the units are drawn as `epoch_rows` draws.
+
+        The batch size, rate 1 / ceil(n / batch_size) and number of steps are in units, and do not depend on the rows.
+        """
+        for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler, poisson=poisson):
+            yield self.rows(chosen, sampler)
+
+    def labelled(
+        self, drawn: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
+    ) -> Iterator[Batch]:
+        """The batches of these rows, where units are patients with whose each row is."""
+        if self.kind == "row":
+            yield from drawn
+            return
+        for (x, y), chosen in zip(drawn, rows, strict=True):
+            yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
+
+    def with_canaries(self, included: NDArray[np.bool_]) -> Units:
+        """And canaries, each a unit of its own; those that are not included have no row.
+
+        How many units there are, and so rate and number of steps, does not depend on the coins.
+
+        Args:
+            included: bool[m]; the rows of those come behind all others.
+        """
+        own = self.n + np.flatnonzero(included)
+        return replace(self, n=self.n + len(included), of_row=np.concatenate([self.of_row, own]))
+
+
+def rows_alone(n: int) -> Units:
+    """Each of n rows is a unit."""
+    return Units("row", n, np.arange(n))
+
+
+def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
+    """Each patient is a unit; every row must have one."""
+    require_patients(examples.patient, site)
+    names, which = np.unique(examples.patient, return_inverse=True)
+    return Units("patient", len(names), which.astype(np.int64), max_rows)
+
+
+def require_patients(patient: NDArray[np.str_], site: str) -> None:
+    """Refuses rows without a patient where patients are to be protected.
+
+    Taken for a patient of its own such a row would be promised what may not hold: whom it comes from may have others.
+    """
+    if n := int((patient == "").sum()):
+        raise UsageError(
+            f"site {site}: {n} training rows have no patient, so privacy.unit = 'patient' cannot protect whom they "
+            "come from; name the patients in the site's table of slides, or use privacy.unit = 'row'"
+        )

@@ -1,0 +1,192 @@
+"""Attacks on trained models, on plain arrays: who was in the training data, and what that says of ε.
+
+A *score* is higher the more an example looks like one that was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import binom, rankdata
+
+Scores = NDArray[np.float64]
+
+ENOUGH = 1000
+"""Non-members below which the true positive rate at a false positive rate of 1 % or less is not told."""
+SHARES = (1.0, 0.5, 0.25, 0.125)
+"""Of all canaries, how many are guessed: fixed beforehand, each at a fourth of the error that is allowed."""
+_MOST = 50.0
+"""Beyond what any number of canaries can show of ε."""
+
+
+def auroc(members: Scores, others: Scores) -> float | None:
+    """Probability that a member scores above another; ties count half. None where either are missing.
+
+    Example:
+        >>> auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0]))
+        0.875
+    """
+    if not (len(members) and len(others)):
+        return None
+    ranks = rankdata(np.concatenate([members, others]))[: len(members)]
+    return float((ranks.mean() - (len(members) + 1) / 2) / len(others))
+
+
+def auroc_interval(
+    members: Scores,
+    others: Scores,
+    member_of: NDArray[np.str_],
+    other_of: NDArray[np.str_],
+    *,
+    repeats: int,
+    seed: int = 0,
+    level: float = 0.95,
+) -> list[float] | None:
+    """Percentile interval when whole patients are drawn anew; None with fewer than two on either side.
+
+    Args:
+        member_of, other_of: the patient of each row.
+    """
+    (mine, n_mine), (theirs, n_theirs) = _numbered(member_of), _numbered(other_of)
+    if min(n_mine, n_theirs) < 2 or not repeats:
+        return None
+    values, rank = np.unique(np.concatenate([members, others]), return_inverse=True)
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(repeats):
+        weight, against = _redrawn(rng, mine, n_mine), _redrawn(rng, theirs, n_theirs)
+        above = np.bincount(rank[: len(members)], weight, len(values))
+        below = np.bincount(rank[len(members) :], against, len(values))
+        wins = (above * (np.cumsum(below) - below / 2)).sum()
+        drawn.append(wins / (weight.sum() * against.sum()))
+    return [float(q) for q in np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])]
+
+
+def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
+    """Clusters by number; a row without a patient is one of its own."""
+    alone = [name or f"row {k}" for k, name in enumerate(names.tolist())]
+    found, which = np.unique(alone, return_inverse=True)
+    return which, len(found)
+
+
+def _redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArray[np.float64]:
+    """How often each row is in a sample of n clusters with replacement."""
+    return np.bincount(rng.integers(n, size=n), minlength=n)[which].astype(np.float64)
+
+
+def tpr_at(members: Scores, others: Scores, fpr: float) -> float | None:
+    """The largest share of members that a threshold finds with at most `fpr` of the others.
+
+    None with fewer than 1000 others (Carlini et al., 2022: what matters is where false alarms are rare), or without
+    members.
+    """
+    if len(others) < ENOUGH or not len(members):
+        return None
+    return _found(members, np.sort(others)[::-1], fpr)
+
+
+def _found(members: Scores, descending: Scores, fpr: float) -> float:
+    allowed = int(np.floor(fpr * len(descending) + 1e-9))
+    if allowed >= len(descending):
+        return 1.0
+    return float((members > descending[allowed]).mean())
+
+
+def roc(members: Scores, others: Scores, n_points: int = 33) -> list[tuple[float, float]]:
+    """(false, true positive rate) at rates from 1 / n of the others to 1, evenly spaced on a log axis."""
+    if not (len(members) and len(others)):
+        return []
+    descending = np.sort(others)[::-1]
+    rates = np.unique(np.geomspace(1 / len(others), 1, n_points))
+    return [(float(rate), _found(members, descending, float(rate))) for rate in rates]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What guesses about canaries show.
+
+    Attributes:
+        n: canaries.
+        guesses: on how many of them a guess was made, half "in" and half "out".
+        right: how many guesses were right.
+        epsilon: ε is at least so much, with the confidence asked for.
+        accuracy: share of all canaries, the better-looking half guessed "in", that are guessed right.
+    """
+
+    n: int
+    guesses: int
+    right: int
+    epsilon: float
+    accuracy: float
+
+
+def canary_bound(
+    scores: Scores, included: NDArray[np.bool_], delta: float, *, confidence: float = 0.95
+) -> Bound:
+    """A lower bound on ε from one run in which each canary was in or out by a fair coin.
+
+    The highest scores are guessed "in", as many of the lowest "out" (Steinke, Nasr and Jagielski, 2023). How many is
+    one of four fixed shares; each is tested at a fourth of the error (Bonferroni), and the best bound holds.
+
+    Args:
+        scores: float64[m], computed without a look at the coins.
+        included: bool[m], the coins.
+        delta: of the guarantee that is tested.
+    """
+    m = len(scores)
+    order = np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")
+    error = (1 - confidence) / len(SHARES)
+    best: Bound | None = None
+    whole = _right(order, included, m // 2)
+    for share in SHARES:
+        each = int(m * share) // 2
+        if not each:
+            continue
+        right = _right(order, included, each)
+        found = Bound(
+            m, 2 * each, right, epsilon_lower(m, 2 * each, right, delta, error), whole / max(1, m // 2 * 2)
+        )
+        best = found if best is None or found.epsilon > best.epsilon else best
+    return best or Bound(m, 0, 0, 0.0, 0.0)
+
+
+def _right(order: NDArray[np.int64], included: NDArray[np.bool_], each: int) -> int:
+    """How many guesses are right when so many of the first are called in and so many of the last out."""
+    return int(included[order[:each]].sum() + (~included[order[len(order) - each :]]).sum())
+
+
+def p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """The largest chance of so many right guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
+
+    With f(v) = P[Binomial(r, e^ε / (e^ε + 1)) ≥ v] it is f(v) + 2mδ max_i (f(v − i) − f(v)) / i.
+    """
+    q = 1 / (1 + np.exp(-epsilon))
+    beyond = float(binom.sf(right - 1, guesses, q))
+    if not right:
+        return 1.0
+    near = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, q)) / np.arange(1, right + 1)
+    return min(1.0, beyond + 2 * m * delta * float(near.max()))
+
+
+def epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float) -> float:
+    """The ε below which so many right guesses would have a chance of at most `error`; 0 where any ε explains them.
+
+    Example:
+        >>> [round(epsilon_lower(1000, 500, right, 1e-5, 0.05), 2) for right in (250, 400, 500)]
+        [0.0, 1.2, 5.09]
+    """
+    if p_value(m, guesses, right, 0.0, delta) > error:
+        return 0.0
+    low, high = 0.0, _MOST
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if p_value(m, guesses, right, middle, delta) <= error else (low, middle)
+    return low
+
+
+def alarming(interval: Sequence[float] | None) -> bool | None:
+    """Whether members are told from others better than by chance; None where the interval is not known."""
+    return None if interval is None else interval[0] > 0.5
