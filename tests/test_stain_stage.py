@@ -71,7 +71,6 @@ def test_with_little_noise_it_is_the_mean_of_the_training_patches(study):
     assert released.stain == stain_of(released.moments.astype(np.float64))
 
 
-@pytest.mark.parametrize("place", ["write copy", "sending", "write file"])
 def test_dyes_are_released_and_exchanged_like_colours(study):
     dyes = ["stain.method=macenko"]
     rows = stain(study, site=None, overrides=dyes)["sites"]
@@ -89,6 +88,7 @@ def test_dyes_are_released_and_exchanged_like_colours(study):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("place", ["write copy", "sending", "write file"])
 def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, place):
     writes = []
 

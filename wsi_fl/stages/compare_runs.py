@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.config import Pipeline, toml_value
+from wsi_fl.config import Audit, Pipeline, toml_value
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
 from wsi_fl.runs import RunFolder
@@ -240,7 +240,8 @@ def baseline_settings(first: Run) -> dict[str, Any]:
 
 def _without_privacy(pipeline: Pipeline, **train_keys: Any) -> Pipeline:
     off = pipeline.privacy.model_copy(update={"enabled": False})
-    return pipeline.model_copy(update={"privacy": off, "train": pipeline.train.model_copy(update=train_keys)})
+    changed = {"privacy": off, "audit": Audit(), "train": pipeline.train.model_copy(update=train_keys)}
+    return pipeline.model_copy(update=changed)
 
 
 def _on_disk(study: Study, first: Run, seed: int) -> Run | None:

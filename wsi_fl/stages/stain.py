@@ -190,11 +190,14 @@ def _draw(sites: Sequence[_Site]) -> None:
 
 def _picture(one: _Site) -> bytes:
     study, name = one.study, one.site.name
-    others = {}
-    for other in (site.name for site in study.sites(one.pipeline)):
-        if other != name and (path := study.stain(other)).exists():
-            others[other] = read_stain(read_json(path), study.relative(path)).stain
-    own = read_stain(read_json(study.stain(name)), name).stain
+    here = {
+        other: read_stain(read_json(path), study.relative(path))
+        for other in dict.fromkeys([name, *(site.name for site in study.sites(one.pipeline))])
+        if (path := study.stain(other)).exists()
+    }
+    mine = here.pop(name)
+    own = mine.stain
+    others = {other: found.stain for other, found in here.items() if found.method == mine.method}
     with one.open() as store:
         rows = np.flatnonzero(store.table.split == "train")
         spread = np.unique(np.linspace(0, len(rows) - 1, _CANDIDATES).round().astype(np.int64))
