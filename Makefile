@@ -16,7 +16,7 @@ demo: env        ## four hospitals' slides → tile → ProxyFL on four MPI rank
 	$(BIN)/wsi-fl demo --out demo
 
 test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
 
 check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

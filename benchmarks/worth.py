@@ -97,6 +97,7 @@ SETTINGS = [
     Setting("250 patches, 90 % one class", (250,) * 4, share=0.9),
     Setting("250 patches, 90 % one class, ε = 1", (250,) * 4, 0.9, overrides=("privacy.target_epsilon=1",)),
     Setting("250 patches, 90 % one class, ε = 8", (250,) * 4, 0.9, overrides=("privacy.target_epsilon=8",)),
+    Setting("300 patches, 90 % one class", (300,) * 4, share=0.9),
     Setting("150 patches, 95 % one class", (150,) * 4, share=0.95),
     Setting("250 patches, a class missing at one site", (250,) * 4, missing=1),
 ]
@@ -213,6 +214,7 @@ def run_grid(base: Study, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per setting, seed and variant."""
     settings = [s for s in SETTINGS if not args.settings or any(word == s.name for word in args.settings)]
     variants = (*VARIANTS, *ABLATIONS) if args.ablations else VARIANTS
+    variants = tuple(v for v in variants if not args.variants or v.label in args.variants)
     for setting in settings:
         for seed in range(args.seeds):
             with tempfile.TemporaryDirectory() as folder:
@@ -263,6 +265,13 @@ def main() -> None:
     parser.add_argument("--pipeline", default="worth_joining")
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS], help="default: all")
     parser.add_argument("--seeds", type=int, default=5)
+    labels = [variant.label for variant in (*VARIANTS, *ABLATIONS)]
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        choices=labels,
+        help="default: all; where sites share a stain, those without exchange",
+    )
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--out", type=Path, help="rows as JSON lines, added to what is there")
     parser.add_argument("--show", type=Path, help="only print the tables of rows that are there")
