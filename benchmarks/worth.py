@@ -213,8 +213,8 @@ def paired_interval(
 def run_grid(base: Study, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per setting, seed and variant."""
     settings = [s for s in SETTINGS if not args.settings or any(word == s.name for word in args.settings)]
-    variants = (*VARIANTS, *ABLATIONS) if args.ablations else VARIANTS
-    variants = tuple(v for v in variants if not args.variants or v.label in args.variants)
+    everything: tuple[Variant, ...] = (*VARIANTS, *ABLATIONS) if args.ablations else VARIANTS
+    variants = tuple(v for v in everything if not args.variants or v.label in args.variants)
     for setting in settings:
         for seed in range(args.seeds):
             with tempfile.TemporaryDirectory() as folder:

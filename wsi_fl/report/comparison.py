@@ -113,7 +113,10 @@ def p_value(p: float | None) -> str:
 
 def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
     """What a reader has to know before believing the sentences."""
-    found = []
+    found = [
+        "The baseline trains with the settings of the first run. A hospital alone may do better with others (weight "
+        "decay, fewer rounds): tune it as well before believing in a gain."
+    ]
     if any(test["unit"] == "site" for test in tests):
         found.append(
             "Where fewer than three seeds are common to both, a test pairs the sites. Sites of one run learned from "

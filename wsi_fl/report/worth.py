@@ -21,7 +21,7 @@ Json = Mapping[str, Any]
 _KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
 """Colour, marker and place in the row of each model."""
 _SAYS = {"alone": "alone, without DP", "joined": "joined", "pooled": "all data pooled, which nobody may do"}
-_ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 2.35, 8.0
+_ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 3.0, 8.6
 _TOKENS = {
     "ink": figures.INK,
     "muted": figures.MUTED,
@@ -136,7 +136,14 @@ def _tell(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
         "va": "center",
     }
     for y, (_, row) in enumerate(rows):
-        axes.annotate(gain_words(row), (1.0, y - 0.13), (12, 0), fontsize=9.5, color=colors["ink"], **place)
+        axes.annotate(
+            f"joining: {gain_words(row)}",
+            (1.0, y - 0.13),
+            (12, 0),
+            fontsize=9.5,
+            color=colors["ink"],
+            **place,
+        )
         axes.annotate(price(row), (1.0, y + 0.2), (12, 0), fontsize=8.5, color=colors["muted"], **place)
 
 
@@ -144,15 +151,14 @@ def gain_words(row: Json) -> str:
     """What joining brings, with its interval.
 
     >>> gain_words({"gain": {"mean": 0.0612, "low": 0.04, "high": 0.083}})
-    'gains +0.061 (+0.040 to +0.083)'
+    '+0.061 (+0.040 to +0.083)'
     """
     gain = row.get("gain")
     if not gain:
         return "not measured with the same seeds"
-    verb = "gains" if gain["mean"] >= 0 else "loses"
     if not known(gain["low"]):
-        return f"{verb} {gain['mean']:+.3f}"
-    return f"{verb} {gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
+        return f"{gain['mean']:+.3f}"
+    return f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
 
 
 def price(row: Json) -> str:

@@ -73,7 +73,7 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     if not of_images(pipeline):
         without += ["train.augment", "train.input_px"]
     if not pipeline.stain.exchange:
-        without.append("stain.")
+        without += ["stain.method", "stain.sigma", "stain.clip"]
     if not private:
         without += ["privacy.", "train.after_budget"]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own
@@ -180,7 +180,7 @@ def _odd_site(first: Run, other: Run) -> str:
 def with_baseline(
     study: Study, given: Sequence[Run], *, train_missing: bool, watcher: Watcher
 ) -> tuple[list[Run], list[str]]:
-    """(given runs and those of their baseline, notes): every hospital alone without DP, for every seed given.
+    """(given runs and those of their baseline, notes): every hospital alone, for every seed given.
 
     The baseline has the settings of the first run. Runs of the study that are that are taken; missing ones are
     trained, or named in a note where they may not or cannot be.
@@ -225,7 +225,7 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 
 def is_baseline(run: Run, first: Run) -> bool:
-    """Whether `run` is every hospital alone without DP, with the settings and stores of the first run."""
+    """Whether `run` is every hospital alone, with the settings and stores of the first run."""
     return (
         run.method == BASELINE
         and not run.pipeline.privacy.enabled
@@ -235,12 +235,19 @@ def is_baseline(run: Run, first: Run) -> bool:
 
 
 def baseline_settings(first: Run) -> dict[str, Any]:
-    return settings(BASELINE, _without_privacy(first.pipeline))
+    return settings(BASELINE, _alone(first.pipeline))
 
 
-def _without_privacy(pipeline: Pipeline, **train_keys: Any) -> Pipeline:
+def _alone(pipeline: Pipeline, **train_keys: Any) -> Pipeline:
+    """Without DP, which nobody alone needs, others' stains, which nobody alone has, and canaries."""
     off = pipeline.privacy.model_copy(update={"enabled": False})
-    changed = {"privacy": off, "audit": Audit(), "train": pipeline.train.model_copy(update=train_keys)}
+    own = pipeline.stain.model_copy(update={"exchange": False})
+    changed = {
+        "privacy": off,
+        "stain": own,
+        "audit": Audit(),
+        "train": pipeline.train.model_copy(update=train_keys),
+    }
     return pipeline.model_copy(update=changed)
 
 
@@ -268,7 +275,7 @@ def _cannot_train(study: Study, first: Run) -> str:
 
 def _recipe(study: Study, first: Run, seed: int) -> tuple[str, list[str]]:
     """(pipeline, overrides) that give the first run's settings without DP, with this seed."""
-    wanted = _flat(_without_privacy(first.pipeline, seed=seed))
+    wanted = _flat(_alone(first.pipeline, seed=seed))
     name = str(read_json(first.folder.path / "manifest.json")["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
         base = _flat(study.pipeline(name))
@@ -277,7 +284,7 @@ def _recipe(study: Study, first: Run, seed: int) -> tuple[str, list[str]]:
         if None not in changed.values():
             return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
     whole = first.folder.path / "config.toml"
-    return str(whole), ["privacy.enabled=false", f"train.seed={seed}"]
+    return str(whole), ["privacy.enabled=false", "stain.exchange=false", f"train.seed={seed}"]
 
 
 def _command(name: str, overrides: Sequence[str]) -> str:
