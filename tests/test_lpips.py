@@ -101,9 +101,9 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(tmp_path, lpips):
     refused(lambda: load_lpips("random:x"), "random:SEED", error=UsageError)
     refused(lambda: load_lpips(str(tmp_path / "none.safetensors")), "lpips.weights", error=WsiFlError)
     save_file({"features.0.weight": torch.zeros(64, 3, 3, 3)}, tmp_path / "part.safetensors")
-    refused(lambda: load_lpips("part.safetensors", tmp_path), "features.0.bias", error=WsiFlError)
+    refused(lambda: load_lpips(str(tmp_path / "part.safetensors")), "features.0.bias", error=WsiFlError)
     (tmp_path / "pickle.pth").write_bytes(b"x")
-    refused(lambda: load_lpips("pickle.pth", tmp_path), "pickle", error=WsiFlError)
+    refused(lambda: load_lpips(str(tmp_path / "pickle.pth")), "pickle", error=WsiFlError)
     refused(lambda: lpips(images(1, 8)), "16 px", error=UsageError)
 
 

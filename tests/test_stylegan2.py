@@ -286,6 +286,19 @@ def test_training_depends_on_its_seed_alone():
     assert not torch.equal(found[0], found[2])
 
 
+def test_half_precision_changes_little(monkeypatch):
+    """What a GPU does, on a processor: features in bfloat16, weights, styles and regularisers in single precision."""
+    images, labels = tiny_images()
+    plain, half = tiny_state(), tiny_state()
+    expected = [step(plain, images, labels) for _ in range(2)]
+    monkeypatch.setattr(gan, "_precision", lambda state: torch.autocast("cpu", torch.bfloat16))
+    found = [step(half, images, labels) for _ in range(2)]
+    assert found[0].generator == pytest.approx(expected[0].generator, rel=0.05)
+    assert found[0].discriminator == pytest.approx(expected[0].discriminator, rel=0.05)
+    assert found[0] != expected[0]
+    assert all(value.dtype == torch.float32 for value in half.generator.state_dict().values())
+
+
 def test_regularisers_come_every_so_many_steps():
     images, labels = tiny_images()
     state = tiny_state(r1_every=3, path_every=2)

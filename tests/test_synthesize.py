@@ -1,7 +1,6 @@
 """`synthesize train | sample | check`: resumption, verdicts, refusals, synthetic stores, and a planted copier."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from wsi_fl.stages.synthesize_sample import sample
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study import Study
+from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.layers import upsampled
 from wsi_fl.synthesis.sampling import to_pixels
 from wsi_fl.types import UsageError, WsiFlError
@@ -129,34 +129,38 @@ def test_other_settings_want_again(trained, tmp_path):
     assert (study.generator("S1") / "after.safetensors").exists()
 
 
-def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
-    """SIGKILL from outside, then the same command; against a training that nobody disturbed."""
-    alone, killed = make_study(tmp_path / "alone"), make_study(tmp_path / "killed")
-    settings = ["gan.iterations=30", "gan.privacy_iterations=10", "gan.checkpoint_every=10"]
-    train_generator(alone, site="S1", overrides=settings)
+def interrupted(study, settings, how, after):
+    """The command line, ended by a signal once a checkpoint later than iteration `after` is there; what it said."""
     command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
     command += [word for one in settings for word in ("--set", one)]
-    process = subprocess.Popen(command, cwd=killed.root, stderr=subprocess.PIPE, env={**os.environ})
-    state = killed.generator("S1") / "state"
+    process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
+    folder = GeneratorFolder(study.generator("S1"))
     deadline = time.monotonic() + 60
-    while not list(state.glob("iteration_*.safetensors")):
+    while max(folder.iterations(), default=0) <= after:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stderr.close()
-    assert not trained_or_none(killed)
-    refused(lambda: trained_folder(killed, "S1"), "has not finished", error=WsiFlError)
+    process.send_signal(how)
+    said = process.communicate()[1]
+    refused(lambda: trained_folder(study, "S1"), "has not finished", error=WsiFlError)
+    return process.returncode, said
+
+
+def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
+    """Ctrl-C, then SIGKILL, then the same command; against a training that nobody disturbed."""
+    alone, killed = make_study(tmp_path / "alone"), make_study(tmp_path / "killed")
+    settings = ["gan.iterations=60", "gan.privacy_iterations=20", "gan.checkpoint_every=5"]
+    train_generator(alone, site="S1", overrides=settings)
+    code, said = interrupted(killed, settings, signal.SIGINT, 0)
+    assert code == 1
+    assert "start the same command again" in said
+    assert "Traceback" not in said
+    interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator("S1")).iterations()))
     train_generator(killed, site="S1", overrides=settings)
     assert same(tensors(alone, "before"), tensors(killed, "before"))
     assert same(tensors(alone), tensors(killed))
     lines = [json.loads(line) for line in (killed.generator("S1") / "metrics.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == [20, 40]
-
-
-def trained_or_none(study):
-    return json.loads((study.generator("S1") / "gan.json").read_text())["finished"]
+    assert [line["iteration"] for line in lines] == [20, 40, 60, 80]
 
 
 def test_a_real_site_gets_no_untrained_distance(tmp_path):

@@ -72,9 +72,6 @@ def sample(
     n_per_class: Annotated[int, typer.Option(help="Synthetic patches of each class.")],
     name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
     seed: Annotated[int, typer.Option(help="Of the latents.")] = 0,
-    truncation: Annotated[
-        float, typer.Option(help="Less than 1 draws styles towards their mean: cleaner, less varied.")
-    ] = 1.0,
     as_site: Annotated[
         bool,
         typer.Option(
@@ -100,7 +97,6 @@ def sample(
         n_per_class=n_per_class,
         name=name,
         seed=seed,
-        truncation=truncation,
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )

@@ -206,6 +206,7 @@ class Gan(Section):
     privacy_quantile: float = Field(0.5, gt=0, le=1)
     """The margin of the privacy loss is this quantile of LPIPS between different training images."""
     truncation: float = Field(1.0, gt=0, le=1)
+    """Less than 1 draws styles towards their mean, in `check` and so in `sample`: cleaner images, less varied."""
     checkpoint_every: int = Field(500, ge=1)
     """Iterations."""
     check_images: int = Field(1000, ge=1)

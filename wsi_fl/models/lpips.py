@@ -11,7 +11,6 @@ beside this file with the package's licence.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -92,20 +91,19 @@ class Lpips(nn.Module):
         return nullcontext()
 
 
-def load_lpips(weights: str | None, folder: Path | None = None) -> Lpips:
+def load_lpips(weights: str | None) -> Lpips:
     """LPIPS on a VGG-16 trunk.
 
     Args:
-        weights: a safetensors file with torchvision's names, as is or below `folder`; None for torchvision's
-        weights as timm publishes
-            them; "random:SEED" for the substitute.
+        weights: a safetensors file with torchvision's names; None for torchvision's weights as timm publishes them;
+            "random:SEED" for the substitute.
 
     Raises:
         WsiFlError: when the weights cannot be had or do not fit.
     """
     if weights is not None and weights.startswith(RANDOM):
         return _random_lpips(weights)
-    path = published_weights("vgg16", _HUB) if weights is None else (folder or Path()) / weights
+    path = published_weights("vgg16", _HUB) if weights is None else Path(weights)
     try:
         state = read_weights(path)
     except WsiFlError as error:
@@ -165,11 +163,6 @@ def _fill(trunk: nn.ModuleList, state: dict[str, Tensor], path: Path) -> None:
 def _heads() -> list[Tensor]:
     state = load_file(_HEADS)
     return [state[f"lin{k}"] for k in range(len(_BLOCKS))]
-
-
-def heads_digest() -> str:
-    """SHA-256 of the shipped linear weights."""
-    return hashlib.sha256(_HEADS.read_bytes()).hexdigest()
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:

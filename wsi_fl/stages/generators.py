@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,7 +101,9 @@ def lpips_of(study: Study, pipeline: Pipeline, site: str, device: torch.device) 
         raise UsageError(
             f"lpips.weights = {weights!r}: an untrained network measures nothing; site {site} is real, give it weights"
         )
-    lpips: Lpips = load_lpips(weights, study.root).to(device)
+    if weights is not None and not weights.startswith(RANDOM):
+        weights = str(study.resolve(weights))
+    lpips: Lpips = load_lpips(weights).to(device)
     return lpips
 
 
@@ -161,7 +162,3 @@ def settings_document(
         "privacy": privacy if gan.privacy_iterations else None,
         "seed": gan.seed,
     }
-
-
-def png_path(folder: GeneratorFolder, iteration: int) -> Path:
-    return folder.path / "samples" / f"iteration_{iteration:07d}.png"

@@ -26,7 +26,6 @@ from wsi_fl.stages.generators import (
     lpips_of,
     open_site,
     pictures_of,
-    png_path,
     settings_document,
     shared_phase,
 )
@@ -174,7 +173,7 @@ def _train(job: _Job) -> None:
         if done == gan.iterations:
             _keep(job, "before")
         if done % gan.checkpoint_every == 0 or done in {gan.iterations, job.total}:
-            write_bytes(png_path(job.folder, done), _picture(job))
+            write_bytes(job.folder.sample_path(done), _picture(job))
             job.folder.save_state(state)
     _finish(job)
 

@@ -202,6 +202,7 @@ def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase
         **judged,
         "generator": {"phase": phase, "sha256": job.folder.digest(phase)},
         "lpips": job.lpips.label,
+        "truncation": job.pipeline.gan.truncation,
         "n_training": len(real.training),
         "n_held_out": len(real.held_out),
         "n_samples": len(found[phase].samples),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study import Study
+from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
 from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
@@ -36,7 +37,6 @@ def sample(
     n_per_class: int,
     name: str | None = None,
     seed: int = 0,
-    truncation: float = 1.0,
     as_site: bool = False,
     despite_failed_check: bool = False,
 ) -> dict[str, Any]:
@@ -49,41 +49,23 @@ def sample(
 
     Raises:
         WsiFlError: when the check of exactly this generator was not passed.
-        UsageError: when the name is taken by a store that is not synthetic.
+        UsageError: when the name is taken by anything that is not synthetic.
     """
     began = time.perf_counter()
     name = name or f"{site}-synthetic"
-    target = _target(name, n_per_class, seed, truncation)
+    target = _target(name, n_per_class, seed)
     folder, document = trained_folder(study, site)
-    phase = shared_phase(document)
-    digest = folder.digest(phase)
-    state, reasons = check_state(folder, digest)
-    if state != "passed" and not despite_failed_check:
-        outcome = "not passed" if state == "failed" else state
+    provenance = _provenance(folder, document, seed)
+    if provenance["check"] != "passed" and not despite_failed_check:
         raise WsiFlError(
-            f"site {site}: no shareable set is written, the check of this generator was {outcome}: "
-            f"{'; '.join(reasons)}. --despite-failed-check writes it all the same"
+            f"site {site}: no shareable set is written, the check of this generator was {_outcome(provenance)}. "
+            "--despite-failed-check writes it all the same"
         )
-    path = study.store(name)
     _refuse_taken(study, name, as_site)
-    generator = folder.load_generator(phase, device_of_rank())
-    provenance = {
-        "site": site,
-        "sha256": digest,
-        "phase": phase,
-        "iterations": document["phases"][phase]["iterations"],
-        "seed": seed,
-        "truncation": truncation,
-        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
-        "check": state,
-        "reasons": reasons if state != "passed" else [],
-        "differential_privacy": False,
-    }
-    real = document["store"]
-    spec = _spec(real["size_px"], real["mpp"], document["settings"]["shape"]["resolution"])
-    meta = StoreMeta(name, tuple(real["classes"]), spec, json.dumps(provenance, sort_keys=True))
-    with locked(path.parent, name):
-        table = _write(study, meta, generator, n_per_class, seed, truncation)
+    meta = _meta(name, document, provenance)
+    with locked(study.store(name).parent, name):
+        generator = folder.load_generator(provenance["phase"], device_of_rank())
+        table = _write(study, meta, generator, n_per_class, provenance)
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         first = f"# made by {command}; every patch is synthetic"
@@ -91,7 +73,7 @@ def sample(
     return {
         "site": site,
         "name": name,
-        "store": study.relative(path),
+        "store": study.relative(study.store(name)),
         "patches": len(table),
         "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
         "generator": provenance,
@@ -100,17 +82,48 @@ def sample(
     }
 
 
-def _target(name: str, n_per_class: int, seed: int, truncation: float) -> Site:
+def _provenance(folder: GeneratorFolder, document: dict[str, Any], seed: int) -> dict[str, Any]:
+    """What the store will say of its generator; what is sampled is drawn as it was checked."""
+    phase = shared_phase(document)
+    digest = folder.digest(phase)
+    state, reasons = check_state(folder, digest)
+    check = folder.check() if state != "not run" else None
+    return {
+        "site": document["site"],
+        "sha256": digest,
+        "phase": phase,
+        "iterations": document["phases"][phase]["iterations"],
+        "seed": seed,
+        "truncation": check["truncation"] if check else 1.0,
+        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
+        "check": state,
+        "reasons": reasons,
+        "differential_privacy": False,
+    }
+
+
+def _outcome(provenance: dict[str, Any]) -> str:
+    """Of a check that was not passed, with the reasons."""
+    outcome = "not passed" if provenance["check"] == "failed" else provenance["check"]
+    return f"{outcome}: {'; '.join(provenance['reasons'])}"
+
+
+def _meta(name: str, document: dict[str, Any], provenance: dict[str, Any]) -> StoreMeta:
+    """The grid of the real patches, reduced: as many µm on fewer pixels."""
+    real, resolution = document["store"], document["settings"]["shape"]["resolution"]
+    spec = GridSpec(resolution, real["mpp"] * real["size_px"] / resolution, resolution)
+    return StoreMeta(name, tuple(real["classes"]), spec, json.dumps(provenance, sort_keys=True))
+
+
+def _target(name: str, n_per_class: int, seed: int) -> Site:
     if n_per_class < 1:
         raise UsageError("--n-per-class must be at least 1")
     if seed < 0:
         raise UsageError("--seed must be at least 0")
-    if not 0 < truncation <= 1:
-        raise UsageError("--truncation must be above 0 and at most 1")
     return validated(Site, {"name": name, "real": False}, f"--name {name!r}")
 
 
-def _site_file(study: Study, name: str) -> Any:
+def _site_file(study: Study, name: str) -> Path:
     return study.root / "sites" / f"{name}.toml"
 
 
@@ -129,13 +142,8 @@ def _refuse_taken(study: Study, name: str, as_site: bool) -> None:
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
 
-def _spec(size_px: int, mpp: float, resolution: int) -> GridSpec:
-    """The grid of reduced patches: as many µm, on fewer pixels."""
-    return GridSpec(resolution, mpp * size_px / resolution, resolution)
-
-
 def _write(
-    study: Study, meta: StoreMeta, generator: Generator, n_per_class: int, seed: int, truncation: float
+    study: Study, meta: StoreMeta, generator: Generator, n_per_class: int, provenance: dict[str, Any]
 ) -> PatchTable:
     labels = balanced_labels(len(meta.classes), n_per_class)
     n = len(labels)
@@ -150,7 +158,7 @@ def _write(
     path = study.store(meta.site)
     shard = path.parent / "slides" / f"{_SLIDE}.h5"
     shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
-    images = sampled(generator, labels, seed=seed, truncation=truncation)
+    images = sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
     pixels = images.permute(0, 2, 3, 1).numpy()
     write_shard(shard, shard_meta, table, _chunks(pixels), channels=pixels.shape[-1])
     return write_columns(path, meta, [shard])
@@ -166,12 +174,5 @@ def print_sampled(document: dict[str, Any]) -> None:
     generator = document["generator"]
     say(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
-        reasons = "; ".join(generator["reasons"])
-        say(
-            f"  written although its check was {re.sub('^failed', 'not passed', generator['check'])}: {reasons}",
-            "red",
-        )
-    say(
-        "  a check is evidence, not differential privacy: nothing here bounds what a patch may reveal",
-        "yellow",
-    )
+        say(f"  written although its check was {_outcome(generator)}", "red")
+    say("  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow")

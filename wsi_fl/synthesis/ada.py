@@ -13,7 +13,7 @@ from math import pi, sqrt
 import torch
 from torch import Tensor
 
-from wsi_fl.synthesis.layers import downsampled, upsampled
+from wsi_fl.synthesis.layers import downsampled, single_precision, upsampled
 
 _TRANSLATION = 0.125
 """Of the image's size: the most for whole pixels, the standard deviation for fractions."""
@@ -47,7 +47,8 @@ def augmented(images: Tensor, p: float, generator: torch.Generator) -> Tensor:
     if p <= 0:
         return images
     draws = Draws(len(images), p, generator)
-    return coloured(warped(shifted(images, draws), draws), draws)
+    with single_precision(images.device):
+        return coloured(warped(shifted(images, draws), draws), draws)
 
 
 def shifted(images: Tensor, draws: Draws) -> Tensor:

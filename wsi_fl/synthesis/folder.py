@@ -58,6 +58,9 @@ class GeneratorFolder:
         """The verdict, where `check` was run."""
         return dict(read_json(self.check_path)) if self.check_path.exists() else None
 
+    def sample_path(self, iteration: int) -> Path:
+        return self.path / "samples" / f"iteration_{iteration:07d}.png"
+
     def generator_path(self, phase: Phase) -> Path:
         return self.path / f"{phase}.safetensors"
 

@@ -23,6 +23,11 @@ def activated(x: Tensor) -> Tensor:
     return functional.leaky_relu(x, _SLOPE) * sqrt(2)
 
 
+def single_precision(device: torch.device) -> torch.autocast:
+    """Inside, autocast lowers nothing: styles and coordinates need more digits than features do."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def full_precision(x: Tensor) -> Tensor:
     """Half precision made single; what is finer stays."""
     return x.float() if x.dtype in {torch.bfloat16, torch.float16} else x
@@ -66,7 +71,8 @@ class EqualLinear(nn.Module):
         self.gain, self.multiplier, self.active = multiplier / sqrt(inputs), multiplier, active
 
     def forward(self, x: Tensor) -> Tensor:
-        y = functional.linear(x, self.weight * self.gain, self.bias * self.multiplier)
+        with single_precision(x.device):
+            y = functional.linear(full_precision(x), self.weight * self.gain, self.bias * self.multiplier)
         return activated(y) if self.active else y
 
 
@@ -107,8 +113,9 @@ class EqualConv(nn.Module):
 
 def demodulation(weight: Tensor, style: Tensor) -> Tensor:
     """float[b, o]: what brings each filter weight[o] · style[b] of shape [i, k, k] to unit norm (eq. 3)."""
-    squares = weight.square().sum(dim=(2, 3))
-    return (style.square() @ squares.T + _DEMODULATION_EPSILON).rsqrt()
+    with single_precision(style.device):
+        squares = weight.square().sum(dim=(2, 3))
+        return (style.square() @ squares.T + _DEMODULATION_EPSILON).rsqrt()
 
 
 def modulated_conv(
