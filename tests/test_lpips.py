@@ -8,9 +8,17 @@ from safetensors.torch import save_file
 from scipy.ndimage import gaussian_filter
 from torch.nn import functional
 
-from wsi_fl.models.lpips import Lpips, _heads, load_lpips, paired_lpips, pairwise_lpips, squared_distances
+from wsi_fl.models.lpips import (
+    Lpips,
+    _heads,
+    embeddings,
+    load_lpips,
+    paired_lpips,
+    pairwise_lpips,
+    squared_distances,
+)
 from wsi_fl.synthesis.gan import to_images
-from wsi_fl.synthesis.privacy_loss import clamped, hinged, margin_of, privacy_loss
+from wsi_fl.synthesis.privacy_loss import Keepaway, clamped, hinged, margin_of, privacy_loss
 from wsi_fl.types import UsageError, WsiFlError
 
 WEIGHTS = SHARED / "weights" / "vgg16_features.fp16.safetensors"
@@ -133,8 +141,16 @@ def test_the_loss_is_the_sum_over_all_pairs(lpips):
         [paired_lpips(lpips, real, synthetic[k].expand_as(real)) for k in range(4)], dim=1
     )
     margin = float(distances.median())
-    expected = (1 - distances / margin).clamp_min(0).square().sum() / 3
+    expected = (1 - distances / margin).clamp_min(0).square().sum() / 4
     assert float(privacy_loss(lpips, real, synthetic, margin)) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_kept_images_stand_for_those_of_the_batch(lpips):
+    real, synthetic = images(5), images(2, seed=1)
+    kept = Keepaway(lpips, 0.9, embeddings(lpips, real, piece=2))
+    assert float(kept(images(1, seed=3), synthetic)) == pytest.approx(
+        float(Keepaway(lpips, 0.9)(real, synthetic)), rel=1e-4
+    )
 
 
 def test_the_loss_is_bounded_and_silent_beyond_the_margin():

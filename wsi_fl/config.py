@@ -205,6 +205,9 @@ class Gan(Section):
     privacy_weight: float = Field(1.0, ge=0)
     privacy_quantile: float = Field(0.5, gt=0, le=1)
     """The margin of the privacy loss is this quantile of LPIPS between different training images."""
+    privacy_images: int = Field(0, ge=0)
+    """Real images that every synthetic one is kept away from, their embeddings held in memory; 0: those of the batch,
+    as in the paper."""
     truncation: float = Field(1.0, gt=0, le=1)
     """Less than 1 draws styles towards their mean, in `check` and so in `sample`: cleaner images, less varied."""
     checkpoint_every: int = Field(500, ge=1)

@@ -190,9 +190,9 @@ def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PA
     out = torch.empty(len(a), len(b))
     piece, block = _pieces(lpips, a, memory_bytes)
     for rows in _slices(len(a), block):
-        left = _embeddings(lpips, a[rows], piece)
+        left = embeddings(lpips, a[rows], piece)
         for columns in _slices(len(b), piece):
-            out[rows, columns] = squared_distances(left, _embeddings(lpips, b[columns], piece)).cpu()
+            out[rows, columns] = squared_distances(left, embeddings(lpips, b[columns], piece)).cpu()
     return out
 
 
@@ -206,7 +206,8 @@ def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _embeddings(lpips: Lpips, images: Tensor, piece: int) -> Tensor:
+def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
+    """Embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
     device = lpips.shift.device
     return torch.cat([lpips(images[rows].to(device)) for rows in _slices(len(images), piece)])
 

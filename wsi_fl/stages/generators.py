@@ -153,7 +153,12 @@ def settings_document(
 ) -> dict[str, Any]:
     """All that decides a training, as gan.json keeps it; a resumed one must agree."""
     gan = pipeline.gan
-    privacy = {"weight": gan.privacy_weight, "quantile": gan.privacy_quantile, "lpips": lpips_label}
+    privacy = {
+        "weight": gan.privacy_weight,
+        "quantile": gan.privacy_quantile,
+        "images": gan.privacy_images,
+        "lpips": lpips_label,
+    }
     return {
         "shape": asdict(shape),
         "terms": asdict(terms),

@@ -13,7 +13,7 @@ from typing import Any
 from wsi_fl import __version__
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes
-from wsi_fl.models.lpips import Lpips
+from wsi_fl.models.lpips import Lpips, embeddings
 from wsi_fl.report.grids import grid, png_of
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.data import store_digest
@@ -33,7 +33,7 @@ from wsi_fl.stages.tile_shards import locked
 from wsi_fl.study import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.gan import GanState, Losses, step, to_images
-from wsi_fl.synthesis.privacy_loss import margin_of
+from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -146,21 +146,36 @@ def _remember(
     where = study.relative(folder.path)
     if known["store"] != store:
         raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
-    if other := [key for key, value in settings.items() if known["settings"].get(key) != value]:
+    first, second = _by_phase(settings), _by_phase(known["settings"])
+    if other := [key for key, value in first[0].items() if second[0].get(key) != value]:
         raise UsageError(
             f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew"
         )
+    if first[1] != second[1]:
+        if known["finished"] or max(folder.iterations(), default=0) > settings["iterations"]:
+            raise UsageError(
+                f"{where}: a generator with other settings of the privacy loss is there; --again trains anew"
+            )
+        folder.write_document(known | {"settings": settings})  # nothing has depended on them yet
+
+
+def _by_phase(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What decides the first phase, and what the second alone."""
+    terms = dict(settings["terms"])
+    later = {key: settings[key] for key in ("privacy", "privacy_iterations")}
+    later["weight"] = terms.pop("privacy_weight")
+    return {**settings, "terms": terms, "privacy": None, "privacy_iterations": None}, later
 
 
 def _train(job: _Job) -> None:
     """Both phases from wherever the state is; each checkpoint is whole, and what follows from it is written again."""
     gan, state = job.pipeline.gan, job.state
-    began = time.monotonic()
+    began, keepaway = time.monotonic(), None
     while state.iteration < job.total:
         second = state.iteration >= gan.iterations
-        if second and state.margin is None:
-            state.margin = _margin(job)
-        losses = step(state, job.pictures.images, job.pictures.labels, job.lpips if second else None)
+        if second and keepaway is None:
+            keepaway = _keepaway(job)
+        losses = step(state, job.pictures.images, job.pictures.labels, keepaway)
         done = state.iteration
         if not (isfinite(losses.generator) and isfinite(losses.discriminator)):
             raise WsiFlError(
@@ -195,13 +210,18 @@ def _keep(job: _Job, phase: Any) -> None:
     job.folder.write_document(document | {"phases": document["phases"] | {phase: entry}})
 
 
-def _margin(job: _Job) -> float:
-    """Of the privacy loss: how far apart the site's own images are."""
+def _keepaway(job: _Job) -> Keepaway:
+    """The privacy loss: its margin, how far apart the site's own images are, and the images it always looks at."""
+    gan, state = job.pipeline.gan, job.state
     assert job.lpips is not None
-    few = Pictures(job.pictures.images.cpu(), job.pictures.labels.cpu()).some(
-        _MARGIN_IMAGES, job.pipeline.gan.seed
-    )
-    return margin_of(job.lpips, to_images(few.images), job.pipeline.gan.privacy_quantile)
+    all_images = Pictures(job.pictures.images.cpu(), job.pictures.labels.cpu())
+    if state.margin is None:
+        few = all_images.some(_MARGIN_IMAGES, gan.seed)
+        state.margin = margin_of(job.lpips, to_images(few.images), gan.privacy_quantile)
+    if not gan.privacy_images:
+        return Keepaway(job.lpips, state.margin)
+    many = to_images(all_images.some(gan.privacy_images, gan.seed).images)
+    return Keepaway(job.lpips, state.margin, embeddings(job.lpips, many))
 
 
 def _line(job: _Job, losses: Losses, seconds: float) -> dict[str, Any]:

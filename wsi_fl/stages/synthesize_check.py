@@ -114,6 +114,9 @@ def check(
     with locked(folder.path, site):
         real = _real(study, site, job)
         phases: list[Phase] = ["before", "after"] if "after" in document["phases"] else ["before"]
+        for phase in phases:  # so that progress is of the whole from the beginning
+            n_projected = len(real.projected_training) + len(real.projected_held_out)
+            job.watcher.update(_part_name(phase), 0, n_projected)
         found = {phase: _measured(job, real, phase) for phase in phases}
         result = _result(study, site, job, real, found)
         result["seconds"] = time.perf_counter() - began
@@ -178,8 +181,12 @@ def _projections(job: _Check, generator: Generator, real: _Real, phase: Phase) -
         steps=gan.projection_steps,
         candidates=gan.check_samples,
         seed=gan.seed,
-        told=lambda done: job.watcher.update(f"projections {phase}", done, len(images)),
+        told=lambda done: job.watcher.update(_part_name(phase), done, len(images)),
     )
+
+
+def _part_name(phase: Phase) -> str:
+    return f"projections {phase}"
 
 
 def _part(found: Projections, rows: slice) -> Projections:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.models.lpips import Lpips
 from wsi_fl.synthesis.ada import Controller, augmented
-from wsi_fl.synthesis.privacy_loss import privacy_loss
+from wsi_fl.synthesis.privacy_loss import Keepaway
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, averaged
 
 _W_MEAN_DECAY = 0.998
@@ -158,19 +157,19 @@ def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.
     return torch.optim.Adam(network.parameters(), lr=lr * c, betas=(0.0, 0.99**c), eps=1e-8)
 
 
-def step(state: GanState, images: Tensor, labels: Tensor, lpips: Lpips | None = None) -> Losses:
+def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None) -> Losses:
     """One step of discriminator, generator, averages and augmentation, on the site's training images.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
         labels: int64[n].
-        lpips: given in the second phase, whose `state.margin` is set.
+        keepaway: given in the second phase.
     """
     terms = state.terms
     regularise_d = state.iteration % terms.r1_every == 0
     real, classes = _drawn(state, images, labels)
     discriminator, r1 = _train_discriminator(state, real, classes, regularise_d)
-    generator, privacy = _train_generator(state, real, labels, lpips)
+    generator, privacy = _train_generator(state, real, labels, keepaway)
     path = None
     if terms.path_weight > 0 and state.iteration % terms.path_every == 0:
         path = _shorten_paths(state, labels)
@@ -263,7 +262,7 @@ def r1_penalty(
 
 
 def _train_generator(
-    state: GanState, real: Tensor, labels: Tensor, lpips: Lpips | None
+    state: GanState, real: Tensor, labels: Tensor, keepaway: Keepaway | None
 ) -> tuple[float, float | None]:
     state.discriminator.requires_grad_(False)
     optimizer = state.generator_optimizer
@@ -274,9 +273,8 @@ def _train_generator(
         logits = state.discriminator(augmented(fake, state.ada.p, state.random), classes)
         loss = functional.softplus(-logits).mean()
     total, distance_loss = loss, None
-    if lpips is not None:
-        assert state.margin is not None
-        distance_loss = privacy_loss(lpips, real, fake, state.margin)
+    if keepaway is not None:
+        distance_loss = keepaway(real, fake)
         total = loss + state.terms.privacy_weight * distance_loss
     torch.autograd.backward(total)
     optimizer.step()

@@ -21,6 +21,8 @@ never pushed further from a real one than real images are from one another.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -37,18 +39,44 @@ def hinged(distances: Tensor, margin: float) -> Tensor:
     return (1 - distances / margin).clamp_min(0).square()
 
 
+@dataclass(frozen=True)
+class Keepaway:
+    """What the second phase keeps synthetic images away from.
+
+    Attributes:
+        margin: m above.
+        kept: embeddings [n, d] of real images that every batch is compared with; None for those of its own batch
+            alone, as in eq. 3. Of a small batch hardly any image is near, so the margin has to be wide; of many
+            images the nearest few are, and a narrow margin pushes away from them alone.
+    """
+
+    lpips: Lpips
+    margin: float
+    kept: Tensor | None = None
+
+    def __call__(self, real: Tensor, synthetic: Tensor) -> Tensor:
+        """The loss of synthetic [b, c, h, w] beside the real images [b, c, h, w] of the same batch."""
+        if self.kept is not None:
+            return embedded_loss(self.kept, self.lpips(clamped(synthetic)), self.margin)
+        return privacy_loss(self.lpips, real, synthetic, self.margin)
+
+
 def privacy_loss(lpips: Lpips, real: Tensor, synthetic: Tensor, margin: float) -> Tensor:
-    """The bounded eq. 3 over all pairs of real [b, c, h, w] and synthetic [b', c, h, w] images in [−1, 1].
+    """The bounded eq. 3 over all pairs of real [n, c, h, w] and synthetic [b, c, h, w] images in [−1, 1].
 
     Images leave [−1, 1] at no gain: they are clamped as a store would clamp them.
 
     Returns:
-        A scalar in [0, b'], divided by b as in eq. 3.
+        A scalar in [0, n]: the sum over pairs, divided by b as in eq. 3.
     """
     with torch.no_grad():
         fixed = lpips(real)
-    distances = squared_distances(fixed, lpips(clamped(synthetic)))
-    return hinged(distances, margin).sum() / len(real)
+    return embedded_loss(fixed, lpips(clamped(synthetic)), margin)
+
+
+def embedded_loss(real: Tensor, synthetic: Tensor, margin: float) -> Tensor:
+    """The same of embeddings [n, d] and [b, d]."""
+    return hinged(squared_distances(real, synthetic), margin).sum() / len(synthetic)
 
 
 def clamped(images: Tensor) -> Tensor:
