@@ -8,7 +8,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wsi_fl.cli import app
-from wsi_fl.models import BAG_BUILDERS, BUILDERS, Images, build
+from wsi_fl.models import BAG_BUILDERS, BUILDERS, VECTOR_BUILDERS, Images, build
 from wsi_fl.stages.partition import partition
 from wsi_fl.stages.train import train
 from wsi_fl.study import Study, shipped
@@ -142,5 +142,5 @@ def shapes_of(name):
 @pytest.mark.parametrize("path", sorted(shipped("pipelines").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_shipped_pipeline_names_models_that_exist(study, path):
     pipeline = study.pipeline(path.stem)
-    known = BUILDERS if pipeline.train.data == "patches" else BAG_BUILDERS
+    known = {"patches": BUILDERS, "features": VECTOR_BUILDERS, "mosaics": BAG_BUILDERS}[pipeline.train.data]
     assert {pipeline.model.private, pipeline.model.proxy} <= set(known)
