@@ -223,9 +223,38 @@ def run_grid(base: Study, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield measured(study, args.pipeline, setting, variant, seed)
 
 
+OVERVIEW = ("alone", "alone, tuned", "ProxyFL + exchange", "FedAvg + exchange", "pooled + exchange")
+
+
+def overview(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: a line per setting; the gain is that of ProxyFL + exchange over a hospital alone at its best."""
+    lines = [
+        "| setting | "
+        + " | ".join(OVERVIEW)
+        + " | proxies alone | gain over *alone* | over *alone, tuned* | seeds |",
+        "|---|" + "---|" * (len(OVERVIEW) + 4),
+    ]
+    for name in dict.fromkeys(row["setting"] for row in rows):
+        by_variant: dict[str, list[Mapping[str, Any]]] = {}
+        for row in rows:
+            if row["setting"] == name:
+                by_variant.setdefault(row["variant"], []).append(row)
+        joined = by_variant.get("ProxyFL + exchange", [])
+        cells = [_mean([row["merged"] for row in by_variant.get(variant, [])]) for variant in OVERVIEW]
+        cells.append(_mean([row["models"].get("proxy") for row in joined]))
+        cells += [_gain(joined, by_variant.get(alone, [])) for alone in OVERVIEW[:2]]
+        lines.append(f"| {name} | {' | '.join(cells)} | {len(joined)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _gain(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> str:
+    gain = paired_interval(a, b)
+    return "" if gain is None else f"{gain[0]:+.3f} ({gain[1]:+.3f} to {gain[2]:+.3f})"
+
+
 def tables(rows: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: a line per setting and variant; paired differences to alone as it is and at its best."""
-    lines = []
+    lines = [overview(rows)]
     for name in dict.fromkeys(row["setting"] for row in rows):
         mine = [row for row in rows if row["setting"] == name]
         by_variant = {
@@ -242,8 +271,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> str:
             ]
             cells += [_mean([r["models"].get(answer) for r in some]) for answer in ANSWERS]
             for reference in ("alone", "alone, tuned"):
-                gain = paired_interval(some, by_variant[reference]) if reference != variant else None
-                cells.append("" if gain is None else f"{gain[0]:+.3f} ({gain[1]:+.3f} to {gain[2]:+.3f})")
+                cells.append("" if reference == variant else _gain(some, by_variant.get(reference, [])))
             spent = [r["epsilon"] for r in some if r["epsilon"] is not None]
             cells.append(f"{max(spent):.2f} {'/'.join(some[0]['guarantee'])}" if spent else "–")
             lines.append(f"| {variant} | " + " | ".join(cells) + " |")

@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import h5py
 import numpy as np
@@ -15,7 +14,8 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created
-from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs
+from wsi_fl.stores.fields import encoded_text, spec_attrs
+from wsi_fl.stores.file import StoreFile
 from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
 
 FEATURE_FORMAT = "wsi-fl feature store"
@@ -109,44 +109,20 @@ def _write_optional(file: h5py.File, bags: Sequence[Bag], mpp_l0: NDArray[np.flo
         file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
 
 
-class FeatureStore:
+class FeatureStore(StoreFile):
     """A feature store, read-only.
 
     Attributes:
         meta, table: of its bags.
         n_features: d.
         mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
-
-    Raises:
-        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.exists():
-            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl mosaic`")
-        try:
-            self._file = h5py.File(path, "r")
-        except OSError as error:
-            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
-        try:
-            self._load()
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            self._file.close()
-            raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl mosaic` again") from None
-        except BaseException:
-            self._file.close()
-            raise
+    format = FEATURE_FORMAT, FEATURE_VERSION
+    command = "mosaic"
 
-    def _load(self) -> None:
-        file, attrs = self._file, self._file.attrs
-        if attrs.get("format") != FEATURE_FORMAT:
-            raise WsiFlError(f"{self.path}: not a {FEATURE_FORMAT} (format {attrs.get('format')!r})")
-        if attrs["version"] not in range(1, FEATURE_VERSION + 1):
-            raise WsiFlError(
-                f"{self.path}: {FEATURE_FORMAT} version {attrs['version']}, this wsi-fl reads up to "
-                f"{FEATURE_VERSION}; update wsi-fl"
-            )
+    def _load(self, file: h5py.File) -> None:
+        attrs = file.attrs
         spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
         types = {name: tuple(classes) for name, classes in json.loads(attrs["tumor_types"]).items()}
         classes = tuple(json.loads(attrs["classes"]))
@@ -164,19 +140,8 @@ class FeatureStore:
             raise ValueError("not one group and weight for every patch")
         self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
 
-    def __enter__(self) -> FeatureStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __len__(self) -> int:
         return len(self.table)
-
-    def close(self) -> None:
-        self._file.close()
 
     @property
     def sizes(self) -> NDArray[np.int64]:

@@ -62,14 +62,14 @@ def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
     return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
-def check_format(node: Any, expected: str, path: Path) -> None:
+def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) -> None:
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
         raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
-    if version not in range(1, VERSION + 1):
+    if version not in range(1, newest + 1):
         raise WsiFlError(
-            f"{path}: {expected} version {version}, this wsi-fl reads up to {VERSION}; "
-            "update wsi-fl or tile again"
+            f"{path}: {expected} version {version}, this wsi-fl reads up to {newest}; "
+            "update wsi-fl or make it again"
         )
 
 

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -16,7 +15,8 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created, table_bytes, write_table
-from wsi_fl.stores.fields import StoreMeta, first_line, read_meta, read_table, spec_attrs
+from wsi_fl.stores.fields import StoreMeta, read_meta, read_table, spec_attrs
+from wsi_fl.stores.file import StoreFile
 from wsi_fl.types import PatchTable, WsiFlError
 
 FORMAT, SHARD_FORMAT = "wsi-fl patch features", "wsi-fl patch feature shard"
@@ -105,7 +105,7 @@ def _read_shards(shards: Sequence[Path]) -> Iterator[tuple[Features, dict[str, F
             yield file["features"][:], {str(site): group[site][:] for site in group}
 
 
-class PatchFeatures:
+class PatchFeatures(StoreFile):
     """The features of a site's patches, read-only.
 
     Attributes:
@@ -113,37 +113,13 @@ class PatchFeatures:
         encoder, stains: see `FeaturesMeta`.
         table: the columns of all n patches, as in the patch store.
         n_features: d.
-
-    Raises:
-        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.exists():
-            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl features`")
-        try:
-            self._file = h5py.File(path, "r")
-        except OSError as error:
-            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
-        try:
-            self._load()
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            self._file.close()
-            raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl features` again") from None
-        except BaseException:
-            self._file.close()
-            raise
+    format = FORMAT, FEATURES_VERSION
+    command = "features"
 
-    def _load(self) -> None:
-        file, attrs = self._file, self._file.attrs
-        if attrs.get("format") != FORMAT:
-            raise WsiFlError(f"{self.path}: not {FORMAT} (format {attrs.get('format')!r})")
-        if attrs["version"] not in range(1, FEATURES_VERSION + 1):
-            raise WsiFlError(
-                f"{self.path}: {FORMAT} version {attrs['version']}, this wsi-fl reads up to "
-                f"{FEATURES_VERSION}; update wsi-fl"
-            )
+    def _load(self, file: h5py.File) -> None:
+        attrs = file.attrs
         self.meta, self.table = read_meta(file), read_table(file)
         self.encoder = str(attrs["encoder"])
         self.stains = {str(site): str(digest) for site, digest in json.loads(attrs["stains"]).items()}
@@ -162,19 +138,8 @@ class PatchFeatures:
     def _variant(self, site: str) -> Any:
         return self._file["variants"][site]
 
-    def __enter__(self) -> PatchFeatures:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __len__(self) -> int:
         return len(self.table)
-
-    def close(self) -> None:
-        self._file.close()
 
     def read(self, rows: NDArray[np.int64]) -> Features:
         """float32[b, d] of the rows, in the order asked for."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any
 
 import h5py
@@ -23,12 +22,14 @@ from wsi_fl.stores.contents import ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     STORE_FORMAT,
+    VERSION,
     check_format,
     first_line,
     read_meta,
     read_table,
     spec_attrs,
 )
+from wsi_fl.stores.file import StoreFile
 from wsi_fl.types import WsiFlError
 
 _OPEN_SHARDS = 128
@@ -37,7 +38,7 @@ _MOST_THREADS = 8
 _ROWS_PER_TASK = 4
 
 
-class PatchStore:
+class PatchStore(StoreFile):
     """A patch store, read-only; linked and packed stores read the same, whatever stands for the pixels.
 
     Args:
@@ -48,31 +49,18 @@ class PatchStore:
         version: of the format of `patches.h5`.
         table: the columns of all n patches.
         slides: slide names in row order.
-
-    Raises:
-        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
     """
 
+    format = STORE_FORMAT, VERSION
+    command = "tile"
+
     def __init__(self, path: Path, read_slide: ReadSlide | None = None) -> None:
-        self.path = path
         self._read_slide = read_slide
-        if not path.exists():
-            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl tile`")
-        try:
-            self._file = h5py.File(path, "r")
-        except OSError as error:
-            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
-        try:
-            check_format(self._file, STORE_FORMAT, path)
-            self.version = int(self._file.attrs["version"])
-            self.meta = read_meta(self._file)
-            self.table = read_table(self._file)
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            self._file.close()
-            raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl tile` again") from None
-        except BaseException:
-            self._file.close()
-            raise
+        super().__init__(path)
+
+    def _load(self, file: h5py.File) -> None:
+        self.version = int(file.attrs["version"])
+        self.meta, self.table = read_meta(file), read_table(file)
         names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]
@@ -82,14 +70,6 @@ class PatchStore:
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
 
-    def __enter__(self) -> PatchStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __len__(self) -> int:
         return len(self.table)
 
@@ -98,7 +78,7 @@ class PatchStore:
             self._pool.shutdown()
             self._pool = None
         self._shards.clear()
-        self._file.close()
+        super().close()
 
     @property
     def channels(self) -> int:

@@ -1,0 +1,63 @@
+"""A store's file, opened for reading: found, of the right format and version, whole, and closed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+import h5py
+
+from wsi_fl.stores.fields import check_format, first_line
+from wsi_fl.types import WsiFlError
+
+
+class StoreFile:
+    """What readers of all stores have in common; a context manager.
+
+    Attributes:
+        path: of the file.
+        format: that it must say, and the newest version that is read.
+        command: which makes such files.
+
+    Raises:
+        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
+    """
+
+    format: ClassVar[tuple[str, int]]
+    command: ClassVar[str]
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            raise WsiFlError(f"{path}: no such store; make it with `wsi-fl {self.command}`")
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as error:
+            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
+        try:
+            check_format(self._file, self.format[0], path, self.format[1])
+            self._load(self._file)
+        except (KeyError, OSError, TypeError, ValueError) as error:
+            self._file.close()
+            raise WsiFlError(
+                f"{path}: damaged ({first_line(error)}); run `wsi-fl {self.command}` again"
+            ) from None
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _load(self, file: h5py.File) -> None:
+        """Reads what is held in memory; KeyError, TypeError and ValueError say that the file is damaged."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
