@@ -11,7 +11,7 @@ from conftest import make_study, refused
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
-from wsi_fl.learning.competence import measured
+from wsi_fl.learning.competence import fitting_answer, measured
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.validation import answered, best_answer, with_validation
 from wsi_fl.runs import RunFolder
@@ -243,6 +243,28 @@ def test_few_rows_must_show_more():
 def test_one_class_alone_cannot_tell():
     found = judge(np.zeros(9, int), np.zeros(9, int))
     assert (found.score, found.share) == (None, 0)
+
+
+def test_specialised_sites_ask_the_proxy_others_the_mean_and_nobody_one_at_chance():
+    assert fitting_answer(judge(accurate(SPECIAL, 0.9), SPECIAL)) == "proxy"
+    assert fitting_answer(judge(accurate(ALIKE, 0.9), ALIKE)) == "mean"
+    assert fitting_answer(judge(accurate(ALIKE, 0.5), ALIKE)) == "private"
+    assert fitting_answer(judge(np.zeros(9, int), np.zeros(9, int))) == "proxy"
+
+
+def test_a_run_answers_by_competence_in_every_round_and_remembers_it(study):
+    path = run(study, SEEDED, "predict.with=competence", "train.rounds=2")
+    document = evaluate(study, str(path))
+    for row in document["sites"]:
+        choice = json.loads((path / "sites" / row["site"] / "choice.json").read_text())
+        assert choice["by"] == "competence" and 0 <= choice["competence"]["known"] <= 1
+        assert row["with"] == choice["with"] == metrics(path, row["site"])[-1]["with"]
+        assert row["accuracy"] == row["models"][choice["with"]]["accuracy"]
+    without = run(study, SEEDED, "train.rounds=1")
+    refused(lambda: evaluate(study, str(without), overrides=["predict.with=competence"]), "trained without")
+    refused(
+        lambda: run(study, "predict.with=competence", "privacy.enabled=false"), "predict.with = 'competence'"
+    )
 
 
 def test_what_validation_shows_goes_before_the_labels():

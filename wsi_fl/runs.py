@@ -137,13 +137,14 @@ class SiteFolder:
         return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
 
     def remember_choice(self, choice: Mapping[str, Any]) -> None:
-        """Notes what answers best at this site: {"with": "private", "proxy" or "mean", …}."""
+        """Notes what answers best at this site: {"with": "private", "proxy" or "mean", "by": …}."""
         write_json(self.path / "choice.json", choice)
 
-    def choice(self) -> str | None:
-        """What `remember_choice` noted; None where nothing was to be chosen."""
+    def choice(self, by: str = "validation") -> str | None:
+        """What `remember_choice` noted; None where nothing was to be chosen, or it was chosen otherwise."""
         path = self.path / "choice.json"
-        return str(read_json(path)["with"]) if path.exists() else None
+        noted = read_json(path) if path.exists() else {"by": None}
+        return str(noted["with"]) if noted.get("by", "validation") == by else None
 
     def remember_spending(self, spending: Mapping[str, Any]) -> None:
         """Notes the batch size and noise of a site with a target ε, before its first round; they never change."""

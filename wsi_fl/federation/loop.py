@@ -83,7 +83,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := chosen(site, method, partial(report, last))) is not None:
+        if (choice := chosen(site, method, schedule, partial(report, last))) is not None:
             site.folder.remember_choice(choice)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.competence import measured
+from wsi_fl.learning.competence import Measured, fitting_answer, measured
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities, macro_accuracy, scores
@@ -21,8 +21,8 @@ def evaluated(site: Site, method: Method, schedule: Schedule, alive: Callable[[]
     answer = "private"
     if "proxy" in site.learners:
         answer = schedule.answer
-        if answer == "auto":
-            answer = (chosen(site, method, alive) or {"with": "private"})["with"]
+        if answer in ("auto", "competence"):
+            answer = (chosen(site, method, schedule, alive) or {"with": "private"})["with"]
         line["with"] = answer
     sets = list(site.tests.items())
     for name, examples in sets:
@@ -36,14 +36,29 @@ def evaluated(site: Site, method: Method, schedule: Schedule, alive: Callable[[]
     return line
 
 
-def chosen(site: Site, method: Method, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """What does best on the site's validation split, as its run remembers it; None where nothing can be chosen."""
+def chosen(
+    site: Site, method: Method, schedule: Schedule, alive: Callable[[], None]
+) -> dict[str, Any] | None:
+    """What should answer, as its run remembers it; None where nothing can be chosen.
+
+    By what does best on the site's validation split, or by competence where that is asked for.
+    """
     examples = site.validation
-    if "proxy" not in site.learners or examples is None:
+    if "proxy" not in site.learners:
+        return None
+    if schedule.answer == "competence":
+        found = _judged(site, method, alive)
+        return {"with": fitting_answer(found), "by": "competence", "competence": _told(found)}
+    if examples is None:
         return None
     said = {role: _said(site, method, role, examples, alive) for role in ("private", "proxy")}
     reached = {answer: macro_accuracy(answered(said, answer), examples.label) for answer in ANSWERS}
-    return {"with": best_answer(said, examples.label), "n": len(examples), "macro_accuracy": reached}
+    return {
+        "with": best_answer(said, examples.label),
+        "by": "validation",
+        "n": len(examples),
+        "macro_accuracy": reached,
+    }
 
 
 def heeded(
@@ -58,6 +73,13 @@ def heeded(
     weights = schedule.weights
     if not schedule.by_competence or "proxy" not in site.learners:
         return weights, {}
+    found = _judged(site, method, alive)
+    alpha = weights.alpha * found.share
+    return replace(weights, alpha=alpha), {"alpha": alpha, "competence": _told(found)}
+
+
+def _judged(site: Site, method: Method, alive: Callable[[], None]) -> Measured:
+    """What the site finds out about its proxy."""
     validation = site.validation
     protected = site.mechanism is not None and site.mechanism.sigma > 0
     parts = [examples for examples in (validation, site.train if protected else None) if examples is not None]
@@ -67,17 +89,14 @@ def heeded(
     if validation is not None:
         pupil = _said(site, method, "private", validation, alive)
         duel = teacher[: len(validation)], pupil, validation.label
-    found = measured(
+    return measured(
         teacher, judged.label, allowed=judged.allowed, training_labels=site.train.label, duel=duel
     )
-    alpha = weights.alpha * found.share
-    competence = {
-        "score": found.score,
-        "chance": found.chance,
-        "known": found.known,
-        "lacking": found.lacking,
-    }
-    return replace(weights, alpha=alpha), {"alpha": alpha, "competence": competence}
+
+
+def _told(found: Measured) -> dict[str, float | None]:
+    """What is logged of it."""
+    return {"score": found.score, "chance": found.chance, "known": found.known, "lacking": found.lacking}
 
 
 def _said(

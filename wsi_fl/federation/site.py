@@ -34,7 +34,8 @@ class Schedule:
         self_weight: P[i, i] where the graph leaves it open.
         graph: instead of the method's own.
         batch_size: units (rows or patients) of a batch, where a site has no number of its own.
-        answer: what a site with a proxy predicts with: "private", "proxy", "mean", or "auto" by its validation split.
+        answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
+            "competence" by what the proxy is worth and the site lacks.
         by_competence: whether α is scaled by what the proxy is worth.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.

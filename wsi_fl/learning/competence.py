@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.validation import Answer
 
 _ONE_SIDED = 1.645
 """Standard errors that chance exceeds in one case of twenty."""
@@ -76,6 +77,20 @@ def measured(
     margin = max(_ONE_SIDED * spread, _LEAST_KNOWN * (1 - chance))
     known = min(1.0, max(0.0, (score - chance) / margin - 1)) if margin else 0.0
     return Measured(score, chance, known, lacking)
+
+
+def fitting_answer(found: Measured) -> Answer:
+    """Whose probabilities a site should answer with, where no rows are left to choose by.
+
+    A model that saw one class alone can say nothing else, whatever its proxy is worth. One that saw mostly one class
+    spoils a mean. Sites that see all alike do best with the mean of two models that err in different ways, unless
+    chance may explain one of them (docs/WORTH.md has the numbers).
+    """
+    if found.score is None:
+        return "proxy"
+    if not found.known:
+        return "private"
+    return "proxy" if found.lacking >= 1 else "mean"
 
 
 def _chance(labels: Labels, allowed: NDArray[np.bool_] | None, n_classes: int) -> float:

@@ -97,9 +97,11 @@ def _validated(
                 f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
             )
         train = learned
-    if pipeline.train.listen == "competence" and not pipeline.privacy.noisy and not len(validation):
+    asked = {"train.listen": pipeline.train.listen, "predict.with": pipeline.predict.with_}
+    judging = next((key for key, value in asked.items() if value == "competence"), None)
+    if judging and not pipeline.privacy.noisy and not len(validation):
         raise UsageError(
-            "train.listen = 'competence' without noise needs rows that no proxy has learned from; set "
+            f"{judging} = 'competence' without noise needs rows that no proxy has learned from; set "
             "train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None

@@ -115,11 +115,25 @@ def has_proxy(run: RunFolder) -> bool:
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.with` says, `auto` being what the run found best on its validation split."""
+    """What answers for a site: as `predict.with` says, `auto` and `competence` being what the run itself found.
+
+    Raises:
+        UsageError: when it did not look for what is asked.
+    """
     if not has_proxy(run):
         return "private"
     wanted = pipeline.predict.with_
-    return wanted if wanted != "auto" else run.site(site).choice() or "private"
+    if wanted == "auto":
+        return run.site(site).choice() or "private"
+    if wanted != "competence":
+        return wanted
+    found = run.site(site).choice("competence")
+    if found is None:
+        raise UsageError(
+            f"{run.name}: trained without predict.with = 'competence', so it was not found out what should answer; "
+            "train with it, or ask for private, proxy or mean"
+        )
+    return found
 
 
 def answering(
