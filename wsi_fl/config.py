@@ -179,7 +179,7 @@ class Predict(Section):
     with_: Literal["auto", "private", "proxy", "mean", "competence"] = Field("auto", alias="with")
     """The model that answers, or the mean of both models' probabilities; `auto` is what does best on the site's own
     validation split, and private without one; `competence` needs none: the proxy where the site sees mostly one class,
-    else the mean, and private while chance may explain the proxy. Methods without a proxy have the private model alone."""
+    else the mean, and private while chance may explain the proxy. Without a proxy the private model answers."""
     threshold: float = Field(0.5, gt=0, le=1)
     """Patches of this probability or more are outlined and counted."""
     top_k: int = Field(20, ge=1)
