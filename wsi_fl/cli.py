@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from wsi_fl import __version__
+from wsi_fl import __version__, cli_synthesize
 from wsi_fl.types import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ app = typer.Typer(
     help="Hospitals learn together from whole-slide images they may not share.",
     epilog="Start with: wsi-fl demo",
 )
+app.add_typer(cli_synthesize.app, name="synthesize")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 Pipeline = Annotated[

@@ -184,6 +184,57 @@ class Predict(Section):
     """A slide's score is the mean of its so many highest patches."""
 
 
+class Gan(Section):
+    """The StyleGAN2-ADA of a site, and how it is checked; `synthesize` alone reads it."""
+
+    resolution: Literal[16, 32, 64, 128, 256, 512] = 256
+    iterations: int = Field(800_000, ge=1)
+    """Of the first phase, without the privacy loss."""
+    privacy_iterations: int = Field(150_000, ge=0)
+    """Of the second phase, with it."""
+    batch_size: int = Field(32, ge=2)
+    lr: float = Field(0.0025, gt=0)
+    z_dim: int = Field(512, ge=1)
+    w_dim: int = Field(512, ge=1)
+    mapping_layers: int = Field(8, ge=1)
+    channel_base: int = Field(16384, ge=64)
+    """Feature maps at resolution r are channel_base / r, at most channel_max."""
+    channel_max: int = Field(512, ge=1)
+    r1_gamma: float | None = Field(None, ge=0)
+    """Default: 0.0002 · resolution² / batch_size."""
+    path_weight: float = Field(2.0, ge=0)
+    """Of path-length regularisation; 0 leaves it out, which pays at low resolutions."""
+    mixing: float = Field(0.9, ge=0, le=1)
+    ema_images: float = Field(10_000, gt=0)
+    """Half-life of the moving average of the generator, in images."""
+    ada_target: float = Field(0.6, ge=0, le=1)
+    """Of r_t; 1 switches augmentation off."""
+    ada_images: float = Field(500_000, gt=0)
+    """Images shown while the probability of augmentation would go from 0 to 1."""
+    privacy_weight: float = Field(1.0, ge=0)
+    privacy_quantile: float = Field(0.5, gt=0, le=1)
+    """The margin of the privacy loss is this quantile of LPIPS between different training images."""
+    truncation: float = Field(1.0, gt=0, le=1)
+    """Less than 1 draws styles towards their mean, in `check` and so in `sample`: cleaner images, less varied."""
+    checkpoint_every: int = Field(500, ge=1)
+    """Iterations."""
+    check_images: int = Field(1000, ge=1)
+    """Most real images of each kind, training and held out, whose nearest synthetic images `check` looks for."""
+    check_samples: int = Field(2000, ge=2)
+    projections: int = Field(64, ge=1)
+    """Most real images of each kind that are projected."""
+    projection_steps: int = Field(200, ge=0)
+    seed: int = 0
+
+
+class Lpips(Section):
+    weights: str | None = None
+    """A local safetensors file of a VGG-16 with torchvision's names, or "random:SEED", an untrained substitute for
+    tests; default: torchvision's weights as timm publishes them."""
+    memory_mb: int = Field(512, ge=16)
+    """Embeddings held at a time while sets are compared."""
+
+
 class Pipeline(Section):
     """One study: what to do."""
 
@@ -205,6 +256,8 @@ class Pipeline(Section):
     audit: Audit = Audit()
     evaluate: Evaluate = Evaluate()
     predict: Predict = Predict()
+    gan: Gan = Gan()
+    lpips: Lpips = Lpips()
 
     @property
     def encoding(self) -> Mosaic:

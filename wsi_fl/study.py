@@ -59,6 +59,10 @@ class Study:
         """A site's released stain, its own or a copy of another's."""
         return self.root / "stains" / f"{site}.json"
 
+    def generator(self, site: str) -> Path:
+        """The folder of a site's generator."""
+        return self.root / "generators" / site
+
     def ledger(self, site: str) -> Path:
         return self.root / "ledgers" / f"{site}.jsonl"
 

@@ -32,6 +32,8 @@ class StoreMeta:
     site: str
     classes: tuple[str, ...]
     spec: GridSpec
+    generator: str | None = None
+    """Of synthetic patches: where they come from, a JSON object; None for patches of slides and images."""
 
 
 def spec_attrs(spec: GridSpec) -> dict[str, Any]:
@@ -49,6 +51,7 @@ def write_root(file: h5py.File, meta: StoreMeta, version: int) -> None:
             "site": meta.site,
             "classes": json.dumps(meta.classes),
         }
+        | ({} if meta.generator is None else {"synthetic": True, "generator": meta.generator})
     )
 
 
@@ -73,7 +76,8 @@ def check_format(node: Any, expected: str, path: Path) -> None:
 def read_meta(file: h5py.File) -> StoreMeta:
     attrs = file.attrs
     spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
-    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec)
+    generator = str(attrs["generator"]) if "generator" in attrs else None
+    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec, generator)
 
 
 def read_table(file: h5py.File) -> PatchTable:

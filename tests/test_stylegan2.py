@@ -1,0 +1,343 @@
+"""StyleGAN2 layer by layer, against definitions in double precision."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.signal import convolve2d, upfirdn
+from torch import nn
+
+from wsi_fl.models.lpips import load_lpips
+from wsi_fl.synthesis import gan
+from wsi_fl.synthesis.gan import GanState, GanTerms, ema_decay, path_penalty, r1_penalty, step
+from wsi_fl.synthesis.layers import (
+    EqualConv,
+    EqualLinear,
+    demodulation,
+    downsampled,
+    modulated_conv,
+    upsampled,
+    with_minibatch_std,
+)
+from wsi_fl.synthesis.projection import projected
+from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_pixels
+from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, averaged
+from wsi_fl.types import UsageError
+
+TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)
+
+
+def double(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_demodulated_filter_has_unit_norm():
+    weight, style = double(5, 4, 3, 3), double(7, 4, seed=1)
+    filters = (
+        weight[None] * style[:, None, :, None, None] * demodulation(weight, style)[:, :, None, None, None]
+    )
+    assert torch.allclose(
+        filters.square().sum(dim=(2, 3, 4)), torch.ones(7, 5, dtype=torch.float64), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("demodulate", [True, False])
+def test_modulation_is_each_image_under_its_own_filters(demodulate):
+    x, weight, style = double(3, 4, 6, 6), double(5, 4, 3, 3, seed=1), double(3, 4, seed=2)
+    expected = []
+    for image, s in zip(x, style, strict=True):
+        filters = weight * s[None, :, None, None]
+        if demodulate:
+            filters = filters / filters.square().sum(dim=(1, 2, 3), keepdim=True).add(1e-8).sqrt()
+        expected.append(torch.conv2d(image[None], filters, padding=1))
+    assert torch.allclose(modulated_conv(x, weight, style, demodulate=demodulate), torch.cat(expected))
+
+
+def test_upsampling_modulation_is_zeros_between_then_filters_then_binomial():
+    x, weight, style = double(2, 3, 4, 4), double(2, 3, 3, 3, seed=1), double(2, 3, seed=2)
+    found = modulated_conv(x, weight, style, up=True).numpy()
+    taps = np.array([1, 3, 3, 1]) / 8
+    kernel = 4 * np.outer(taps, taps)
+    scale = demodulation(weight, style).numpy()
+    for b in range(2):
+        for o in range(2):
+            total = np.zeros((9, 9))
+            for i in range(3):
+                spread = np.zeros((7, 7))
+                spread[::2, ::2] = x[b, i].numpy() * float(style[b, i])
+                total += convolve2d(spread, weight[o, i].numpy(), "full")
+            expected = convolve2d(total, kernel, "full")[2:10, 2:10] * scale[b, o]
+            assert np.allclose(found[b, o], expected)
+
+
+@pytest.mark.parametrize(
+    ("resample", "gain", "rate", "first"), [(upsampled, 2, (2, 1), 1), (downsampled, 1, (1, 2), 1)]
+)
+def test_resampling_is_scipys(resample, gain, rate, first):
+    x = double(2, 3, 8, 8)
+    expected = x.numpy()
+    n = 8 * rate[0] // rate[1]
+    for axis in (2, 3):
+        full = upfirdn(gain * np.array([1, 3, 3, 1]) / 8, expected, *rate, axis=axis)
+        expected = np.take(full, np.arange(first, first + n), axis=axis)
+    assert np.allclose(resample(x).numpy(), expected)
+
+
+def test_resampling_keeps_a_constant_image():
+    x = torch.full((1, 1, 8, 8), 3.0)
+    assert torch.allclose(upsampled(x)[:, :, 2:-2, 2:-2], torch.tensor(3.0))
+    assert torch.allclose(downsampled(x)[:, :, 1:-1, 1:-1], torch.tensor(3.0))
+
+
+def test_the_learning_rate_is_equalised():
+    """Weights of any fan-in are N(0, 1) and outputs of unit variance; the multiplier slows learning, not the output."""
+    torch.manual_seed(0)
+    x = torch.randn(4000, 64)
+    for multiplier in (1.0, 0.01):
+        layer = EqualLinear(64, 64, multiplier=multiplier)
+        assert (layer.weight * multiplier).std().item() == pytest.approx(1, abs=0.05)
+        assert layer(x).std().item() == pytest.approx(1, abs=0.05)
+    conv = EqualConv(16, 8, 3, active=False)
+    assert conv(torch.randn(8, 16, 16, 16))[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1, abs=0.15)
+
+
+def test_a_convolution_halves_the_resolution_where_asked():
+    for size in (1, 3):
+        assert EqualConv(3, 5, size, down=True)(torch.randn(2, 3, 16, 16)).shape == (2, 5, 8, 8)
+
+
+def test_minibatch_std_is_the_mean_spread_within_groups():
+    x = double(8, 3, 2, 2)
+    found = with_minibatch_std(x.float(), 4)
+    assert found.shape == (8, 4, 2, 2)
+    for start in (0, 1):  # image k of group k % 2
+        group = x[start::2].numpy()
+        expected = np.sqrt(group.var(axis=0) + 1e-8).mean()
+        assert np.allclose(found[start::2, 3].numpy(), expected, atol=1e-5)
+    assert with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
+
+
+@pytest.mark.parametrize("resolution", [16, 32, 64])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_every_resolution_has_its_shape(resolution, channels):
+    shape = GanShape(
+        resolution, channels, 3, z_dim=4, w_dim=4, mapping_layers=1, channel_base=64, channel_max=4
+    )
+    labels = torch.tensor([0, 2])
+    image = Generator(shape)(torch.randn(2, 4), labels)
+    assert image.shape == (2, channels, resolution, resolution)
+    assert Discriminator(shape)(image, labels).shape == (2,)
+
+
+def test_an_odd_resolution_is_refused():
+    with pytest.raises(UsageError, match=r"gan\.resolution = 48"):
+        GanShape(48, 3, 2)
+
+
+def test_classes_and_latents_both_matter_to_both_networks():
+    torch.manual_seed(0)
+    generator, discriminator = Generator(TINY), Discriminator(TINY)
+    z, labels = torch.randn(1, 6), torch.tensor([0])
+    image = generator(z, labels)
+    assert torch.equal(image, generator(z, labels))
+    assert not torch.allclose(image, generator(z, labels + 1))
+    assert not torch.allclose(image, generator(torch.randn(1, 6), labels))
+    assert not torch.allclose(discriminator(image, labels), discriminator(image, labels + 1))
+
+
+def test_noise_comes_from_the_generator_or_is_fixed():
+    torch.manual_seed(0)
+    network = Generator(TINY)
+    for conv in network.synthesis.second:
+        nn.init.ones_(conv.strength)
+    z, labels = torch.randn(1, 6), torch.tensor([0])
+    drawn = [network(z, labels, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.allclose(drawn[0], drawn[2])
+    assert torch.equal(network(z, labels), network(z, labels))
+
+
+def test_truncation_draws_styles_to_their_mean():
+    network = Generator(TINY)
+    network.mapping.w_mean.fill_(0.5)
+    z, labels = torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)
+    full, half = network.styles(z, labels), network.styles(z, labels, 0.5)
+    assert torch.allclose(half, 0.5 + 0.5 * (full - 0.5))
+    assert network.styles(z, labels).shape == (4, TINY.n_styles, 6)
+
+
+# losses
+
+
+class _Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(double(3, 4, 4))
+
+    def forward(self, images, labels):
+        return (images * self.a).sum(dim=(1, 2, 3))
+
+
+def test_r1_of_a_linear_critic_is_the_square_of_its_weights():
+    critic = _Linear()
+    found = r1_penalty(critic, double(5, 3, 4, 4), torch.zeros(5), 0.0, torch.Generator())
+    assert float(found) == pytest.approx(float(critic.a.square().sum()))
+    found.backward()
+    assert torch.allclose(critic.a.grad, 2 * critic.a)
+
+
+def test_r1_of_the_discriminator_is_autograd_image_by_image():
+    torch.manual_seed(0)
+    network = Discriminator(TINY).double()
+    images, labels = double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
+    found = r1_penalty(network, images, labels, 0.0, torch.Generator())
+    jacobian = torch.autograd.functional.jacobian(lambda x: network(x, labels), images)
+    # minibatch std ties the images of a batch: the gradient is of the sum of logits
+    expected = jacobian.sum(dim=0).square().sum(dim=(1, 2, 3)).mean()
+    assert float(found.detach()) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_r1_can_be_learned_from():
+    """Its derivative with respect to a weight, against finite differences: second derivatives are right."""
+    torch.manual_seed(0)
+    network = Discriminator(TINY).double()
+    images, labels = double(4, 3, 16, 16), torch.tensor([0, 1, 0, 1])
+    weight = network.blocks[0].first.weight
+
+    def penalty():
+        return r1_penalty(network, images, labels, 1.0, torch.Generator().manual_seed(3))
+
+    penalty().backward()
+    derivative = float(weight.grad[0, 0, 1, 1])
+    values = []
+    for move in (1e-5, -2e-5):
+        with torch.no_grad():
+            weight[0, 0, 1, 1] += move
+        values.append(penalty().item())
+    assert derivative == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-3, abs=1e-7)
+
+
+def test_path_lengths_of_a_linear_generator():
+    a = double(3, 4, 4, 5)
+    w = double(6, 2, 5, seed=1).requires_grad_(True)
+    images = torch.einsum("chwd,bd->bchw", a, w.sum(dim=1))
+    penalty, mean = path_penalty(images, w, 2.0, torch.Generator().manual_seed(0))
+    y = torch.randn(images.shape, generator=torch.Generator().manual_seed(0)).double() / 4
+    lengths = torch.einsum("chwd,bchw->bd", a, y).square().sum(dim=1).sqrt()
+    assert mean == pytest.approx(2.0 + 0.01 * (float(lengths.mean()) - 2.0), rel=1e-6)
+    assert float(penalty.detach()) == pytest.approx(float((lengths - mean).square().mean()), rel=1e-5)
+
+
+def test_the_moving_average_is_arithmetic():
+    mine, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
+    expected = 0.9 * mine.weight.detach() + 0.1 * theirs.weight.detach()
+    averaged(mine, theirs, 0.9)
+    assert torch.allclose(mine.weight, expected)
+
+
+def test_the_moving_average_halves_after_its_half_life():
+    terms = GanTerms(batch_size=10, ema_images=1000)
+    assert ema_decay(10**6, terms) ** 100 == pytest.approx(0.5)
+    assert ema_decay(200, terms) == pytest.approx(0.5)  # few images seen: looks back on a twentieth of them
+    assert ema_decay(0, terms) == 0.0
+
+
+# training
+
+
+def tiny_state(seed=0, **terms):
+    given = {"batch_size": 4, "r1_every": 2, "path_every": 2, "ada_p": 0.3, "ada_images": 100} | terms
+    return GanState(TINY, GanTerms(**given), seed=seed, device=torch.device("cpu"))
+
+
+def tiny_images(n=12):
+    rng = np.random.default_rng(0)
+    return torch.from_numpy(rng.integers(0, 256, (n, 3, 16, 16)).astype(np.uint8)), torch.arange(n) % 2
+
+
+def test_a_restored_state_goes_on_bit_for_bit():
+    images, labels = tiny_images()
+    lpips = load_lpips("random:0")
+    straight, broken = tiny_state(), tiny_state()
+    for k in range(6):
+        for state in (straight, broken):
+            state.margin = 0.5 if k >= 3 else None
+        step(straight, images, labels, lpips if k >= 3 else None)
+        step(broken, images, labels, lpips if k >= 3 else None)
+        if k in {1, 4}:
+            fresh = tiny_state(seed=99)
+            fresh.load(broken.tensors(), broken.document())
+            broken = fresh
+    one, other = straight.tensors(), broken.tensors()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert straight.document() == broken.document()
+    assert straight.ada.p != 0.3
+
+
+def test_training_depends_on_its_seed_alone():
+    images, labels = tiny_images()
+    found = []
+    for seed, disturbance in ((1, 0), (1, 7), (2, 0)):
+        state = tiny_state(seed=seed)
+        torch.manual_seed(disturbance)
+        step(state, images, labels)
+        found.append(sampled(state.average, balanced_labels(2, 2), seed=0))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_half_precision_changes_little(monkeypatch):
+    """What a GPU does, on a processor: features in bfloat16, weights, styles and regularisers in single precision."""
+    images, labels = tiny_images()
+    plain, half = tiny_state(), tiny_state()
+    expected = [step(plain, images, labels) for _ in range(2)]
+    monkeypatch.setattr(gan, "_precision", lambda state: torch.autocast("cpu", torch.bfloat16))
+    found = [step(half, images, labels) for _ in range(2)]
+    assert found[0].generator == pytest.approx(expected[0].generator, rel=0.05)
+    assert found[0].discriminator == pytest.approx(expected[0].discriminator, rel=0.05)
+    assert found[0] != expected[0]
+    assert all(value.dtype == torch.float32 for value in half.generator.state_dict().values())
+
+
+def test_regularisers_come_every_so_many_steps():
+    images, labels = tiny_images()
+    state = tiny_state(r1_every=3, path_every=2)
+    seen = [step(state, images, labels) for _ in range(6)]
+    assert [one.r1 is not None for one in seen] == [True, False, False, True, False, False]
+    assert [one.path is not None for one in seen] == [True, False] * 3
+    assert gan.GanTerms(batch_size=32).gamma(256) == pytest.approx(0.4096)
+
+
+def test_a_gan_learns_the_colour_of_each_class():
+    """Red for class 0, blue for class 1: a claim about learning, not only about running."""
+    images = torch.full((16, 3, 16, 16), 40, dtype=torch.uint8)
+    labels = torch.arange(16) % 2
+    images[labels == 0, 0] = 220
+    images[labels == 1, 2] = 220
+    terms = GanTerms(batch_size=8, path_weight=0, ema_images=100, ada_target=None)
+    state = GanState(TINY, terms, seed=0, device=torch.device("cpu"))
+    for _ in range(150):
+        step(state, images, labels)
+    made = sampled(state.average, balanced_labels(2, 8), seed=0).float().mean(dim=(2, 3))
+    red, blue = made[0::2].mean(dim=0), made[1::2].mean(dim=0)
+    assert red[0] - red[2] > 60
+    assert blue[2] - blue[0] > 60
+
+
+# projection
+
+
+def test_a_projection_finds_an_image_that_the_generator_can_make():
+    """It beats the nearest of the starting points, and never loses to it; foreign images stay far."""
+    torch.manual_seed(0)
+    network, lpips = Generator(TINY).requires_grad_(False), load_lpips("random:0")
+    own = to_pixels(network(torch.randn(3, 6), torch.tensor([0, 1, 0])))
+    foreign = tiny_images(3)[0]
+    both = torch.cat([own, foreign])
+    start = projected(network, lpips, both, steps=0, candidates=16)
+    found = projected(network, lpips, both, steps=40, candidates=16)
+    assert bool((found.distance <= start.distance).all())
+    assert bool((found.distance[:3] < 0.1 * start.distance[:3]).all())
+    assert float(found.distance[:3].max()) < 0.01 * float(found.distance[3:].min())
+    assert found.images.shape == both.shape
+    assert found.images.dtype == torch.uint8

@@ -1,0 +1,383 @@
+"""`synthesize train | sample | check`: resumption, verdicts, refusals, synthetic stores, and a planted copier."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import patches_of, refused
+from PIL import Image
+from safetensors.torch import load_file
+
+from wsi_fl.config import Pipeline
+from wsi_fl.stages.data import open_store
+from wsi_fl.stages.generators import load_generator, trained_folder
+from wsi_fl.stages.partition import partition
+from wsi_fl.stages.synthesize import train_generator
+from wsi_fl.stages.synthesize_check import check
+from wsi_fl.stages.synthesize_sample import sample
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.shards import pack
+from wsi_fl.study import Study
+from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.layers import upsampled
+from wsi_fl.synthesis.sampling import to_pixels
+from wsi_fl.types import UsageError, WsiFlError
+
+SMALL = """
+[gan]
+resolution = 16
+iterations = 4
+privacy_iterations = 2
+batch_size = 4
+z_dim = 8
+w_dim = 8
+mapping_layers = 2
+channel_base = 128
+channel_max = 16
+checkpoint_every = 2
+check_images = 40
+check_samples = 40
+projections = 6
+projection_steps = 3
+[lpips]
+weights = "random:0"
+[train]
+rounds = 1
+batch_size = 8
+augment = "none"
+[model]
+private = "cnn1"
+proxy = "mlp"
+"""
+
+
+def make_study(root, *, n=60, classes=2, seed=0, real=False):
+    """One site S1 of n 16-px patches, 40 % of them held out."""
+    for name in ("pipelines", "sites"):
+        (root / name).mkdir(parents=True)
+    (root / "pipelines" / "gan.toml").write_text(SMALL)
+    rng = np.random.default_rng(seed)
+    y = np.arange(n) % classes
+    x = patches_of(rng, y % 2, 16, (0, 0, 0))
+    np.savez(root / "data.npz", x=x, y=y)
+    study = Study(root)
+    partition(study, root / "data.npz", n_sites=1, test_fraction=0.4, seed=seed)
+    if real:
+        (root / "sites" / "S1.toml").write_text('name = "S1"\nreal = true\n')
+    return study
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    study = make_study(tmp_path_factory.mktemp("gan") / "study")
+    train_generator(study, site="S1")
+    return study
+
+
+@pytest.fixture(scope="module")
+def checked(trained):
+    return trained, check(trained, site="S1")
+
+
+def tensors(study, phase="after"):
+    return load_file(study.generator("S1") / f"{phase}.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+# training
+
+
+def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
+    folder, document = trained_folder(trained, "S1")
+    assert document["finished"]
+    assert [document["phases"][phase]["iterations"] for phase in ("before", "after")] == [4, 6]
+    assert all(document["phases"][phase]["sha256"] == folder.digest(phase) for phase in ("before", "after"))
+    assert document["margin"] > 0
+    assert "UNTRAINED" in document["settings"]["privacy"]["lpips"]
+    assert not same(tensors(trained, "before"), tensors(trained))
+    assert folder.metrics()[-1]["phase"] == "after"
+    assert folder.metrics()[-1]["privacy"] is not None
+    picture = Image.open(sorted((folder.path / "samples").glob("*.png"))[-1])
+    assert picture.size[0] > 8 * 16
+    assert not [path for path in folder.path.rglob("*") if path.suffix in {".pt", ".pth", ".pkl"}]
+
+
+def test_a_finished_training_is_not_done_again(trained):
+    before = (trained.generator("S1") / "after.safetensors").stat().st_mtime_ns
+    document = train_generator(trained, site="S1")
+    assert document["shared"]["phase"] == "after"
+    assert (trained.generator("S1") / "after.safetensors").stat().st_mtime_ns == before
+
+
+def test_other_settings_want_again(trained, tmp_path):
+    refused(lambda: train_generator(trained, site="S1", overrides=["gan.lr=0.001"]), "terms", "--again")
+    study = make_study(tmp_path / "study")
+    train_generator(study, site="S1", overrides=["gan.privacy_iterations=0"])
+    assert not (study.generator("S1") / "after.safetensors").exists()
+    assert load_generator(study, "S1", torch.device("cpu"))[1]["phases"].keys() == {"before"}
+    train_generator(study, site="S1", again=True)
+    assert (study.generator("S1") / "after.safetensors").exists()
+
+
+def interrupted(study, settings, how, after):
+    """The command line, ended by a signal once a checkpoint later than iteration `after` is there; what it said."""
+    command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1"]
+    command += [word for one in settings for word in ("--set", one)]
+    process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.PIPE, text=True)
+    folder = GeneratorFolder(study.generator("S1"))
+    deadline = time.monotonic() + 60
+    while max(folder.iterations(), default=0) <= after:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(how)
+    said = process.communicate()[1]
+    refused(lambda: trained_folder(study, "S1"), "has not finished", error=WsiFlError)
+    return process.returncode, said
+
+
+def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
+    """Ctrl-C, then SIGKILL, then the same command; against a training that nobody disturbed."""
+    alone, killed = make_study(tmp_path / "alone"), make_study(tmp_path / "killed")
+    settings = ["gan.iterations=60", "gan.privacy_iterations=20", "gan.checkpoint_every=5"]
+    train_generator(alone, site="S1", overrides=settings)
+    code, said = interrupted(killed, settings, signal.SIGINT, 0)
+    assert code == 1
+    assert "start the same command again" in said
+    assert "Traceback" not in said
+    interrupted(killed, settings, signal.SIGKILL, max(GeneratorFolder(killed.generator("S1")).iterations()))
+    train_generator(killed, site="S1", overrides=settings)
+    assert same(tensors(alone, "before"), tensors(killed, "before"))
+    assert same(tensors(alone), tensors(killed))
+    lines = [json.loads(line) for line in (killed.generator("S1") / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [20, 40, 60, 80]
+
+
+def test_a_real_site_gets_no_untrained_distance(tmp_path):
+    study = make_study(tmp_path / "study", real=True)
+    refused(lambda: train_generator(study, site="S1"), "lpips.weights", "real")
+
+
+def test_patches_are_never_enlarged(trained):
+    refused(lambda: train_generator(trained, site="S1", overrides=["gan.resolution=32"]), "patches of 16 px")
+
+
+def test_the_paper_is_the_default():
+    gan = Pipeline().gan
+    assert (gan.iterations, gan.privacy_iterations) == (800_000, 150_000)
+    assert (gan.resolution, gan.batch_size, gan.lr) == (256, 32, 0.0025)
+
+
+# the check
+
+
+def test_the_verdict_has_all_that_was_asked_for(checked):
+    study, document = checked
+    assert document["passed"], document["reasons"]
+    assert document == json.loads((study.generator("S1") / "check.json").read_text())
+    assert document["generator"] == {
+        "phase": "after",
+        "sha256": trained_folder(study, "S1")[0].digest("after"),
+    }
+    for phase in ("before", "after"):
+        for what in ("nearest sample", "projection"):
+            comparison = document["copying"][phase][what]
+            assert comparison["training"]["n"] == (36 if what == "nearest sample" else 6)
+            assert 0 <= comparison["p_nearer"] <= 1
+        assert document["projection"][phase]["q05"] <= document["projection"][phase]["median"]
+    assert document["projection"]["moved"]["n"] == 6
+    assert any("UNTRAINED" in note for note in document["notes"])
+    assert any("not differential privacy" in note for note in document["notes"])
+    assert any("FID and KID were not computed" in note for note in document["notes"])
+
+
+def test_the_figures_exist_and_the_page_needs_nothing_else(checked):
+    study, document = checked
+    for name in ("histograms", "projections"):
+        picture = Image.open(study.root / document["files"][name])
+        assert min(picture.size) > 100
+        assert len(np.unique(np.asarray(picture.convert("L")))) > 3
+    html = (study.root / document["files"]["page"]).read_text()
+    assert "Passed" in html
+    assert html.count("data:image/jpeg") == 5 * 10 - 3 * 4  # three rows of the 6 projected, two of 10 samples
+    assert "http" not in html.replace("http://www.w3.org", "")
+    assert "<svg" in html
+
+
+def test_too_few_held_out_images_fail(tmp_path):
+    study = make_study(tmp_path / "study", n=30)
+    train_generator(study, site="S1", overrides=["gan.privacy_iterations=0"])
+    document = check(study, site="S1", overrides=["gan.privacy_iterations=0"])
+    assert not document["passed"]
+    assert "only 12 held-out" in document["reasons"][0]
+
+
+# sampling
+
+
+def copied(study, tmp_path):
+    """The study as it is now, to be changed."""
+    shutil.copytree(study.root, tmp_path / "study")
+    return Study(tmp_path / "study")
+
+
+def test_without_its_check_nothing_is_written(checked, tmp_path, wsi_fl):
+    study = copied(checked[0], tmp_path)
+    (study.generator("S1") / "check.json").unlink()
+    found = wsi_fl("synthesize", "sample", "--site", "S1", "--n-per-class", "3", cwd=study.root)
+    assert found.returncode == 1
+    assert len(found.stderr.strip().splitlines()) == 1
+    assert "`synthesize check` was not run" in found.stderr
+    assert not (study.root / "stores" / "S1-synthetic").exists()
+    document = sample(study, site="S1", n_per_class=3, despite_failed_check=True)
+    assert document["generator"]["check"] == "not run"
+
+
+def test_a_check_of_another_generator_does_not_count(checked, tmp_path):
+    study = copied(checked[0], tmp_path)
+    sample(study, site="S1", n_per_class=2)
+    path = study.generator("S1") / "check.json"
+    document = json.loads(path.read_text())
+    document["generator"]["sha256"] = "0" * 64
+    path.write_text(json.dumps(document))
+    refused(lambda: sample(study, site="S1", n_per_class=2), "another generator", error=WsiFlError)
+
+
+def test_a_synthetic_store_is_a_patch_store_that_says_so(checked):
+    study, _ = checked
+    document = sample(study, site="S1", n_per_class=5, name="twin", seed=3, as_site=True)
+    with open_store(study, "twin") as store:
+        assert len(store) == 10
+        assert np.bincount(store.table.label).tolist() == [5, 5]
+        assert store.meta.spec.size_px == 16
+        assert len(np.unique(store.table.patient)) == 10
+        assert set(store.table.split) == {"train"}
+        pixels = store.read(np.arange(10))
+        assert pixels.std() > 1
+        provenance = json.loads(store.meta.generator)
+        assert provenance == document["generator"]
+        assert provenance["sha256"] == trained_folder(study, "S1")[0].digest("after")
+        assert provenance["check"] == "passed"
+        assert provenance["differential_privacy"] is False
+    with h5py.File(study.store("twin")) as file:
+        assert bool(file.attrs["synthetic"])
+        assert int(file.attrs["version"]) == 1
+    packed = study.root / "packed.h5"
+    pack(study.store("twin"), packed)
+    with PatchStore(packed) as store:
+        assert json.loads(store.meta.generator) == provenance
+        assert np.array_equal(store.read(np.arange(10)), pixels)
+    with open_store(study, "S1") as store:
+        assert store.meta.generator is None
+    refused(lambda: train_generator(study, site="twin"), "synthetic already")
+
+
+def test_the_same_seed_gives_the_same_patches(checked):
+    study, _ = checked
+    read = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        sample(study, site="S1", n_per_class=2, name=name, seed=seed)
+        with open_store(study, name) as store:
+            read.append(store.read(np.arange(4)))
+    assert np.array_equal(read[0], read[1])
+    assert not np.array_equal(read[0], read[2])
+
+
+def test_models_train_on_a_synthetic_store(checked):
+    from wsi_fl.stages.train import train
+
+    study, _ = checked
+    sample(study, site="S1", n_per_class=8, name="both", as_site=True)
+    given = {"overrides": ['sites=["both", "S1"]', "privacy.enabled=false"], "backend": "local"}
+    summary = train(study, method="fedavg", pipeline_name="gan", **given)
+    assert {row["site"] for row in summary["sites"]} == {"both", "S1"}
+
+
+def test_real_patches_are_never_written_over(checked):
+    study, _ = checked
+    refused(lambda: sample(study, site="S1", n_per_class=2, name="S1"), "real patches")
+    refused(lambda: sample(study, site="S1", n_per_class=0), "at least 1")
+    refused(lambda: sample(study, site="S2", n_per_class=2), "unknown site", error=UsageError)
+
+
+# a generator that copies
+
+
+def soft_images(rng, n):
+    """Images [n, 3, 16, 16] in [−1, 1] of 4 × 4 colours, enlarged as the generator enlarges its own first image."""
+    coarse = torch.from_numpy(rng.uniform(-1, 1, (n, 3, 4, 4)))
+    return coarse, upsampled(upsampled(coarse)).clamp(-1, 1)
+
+
+def plant_copier(study, coarse, labels):
+    """Makes the trained generator show the training images [n, 3, 4, 4], two of each class, and nothing else.
+
+    With one latent dimension, normalised, z is −1 or 1: two styles per class. The 4-px features are made independent of
+    the style, so the first image is linear in its own style, for which two linear systems are solved.
+    """
+    folder, document = trained_folder(study, "S1")
+    copier = folder.load_generator("after", torch.device("cpu")).double()
+    synthesis = copier.synthesis
+    z = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(labels) // 2)[:, None]
+    w = copier.mapping(z, labels)
+    for conv in [*synthesis.first, *synthesis.second]:
+        conv.strength.zero_()
+    for later in synthesis.images[1:]:
+        later.weight.zero_()
+        later.bias.zero_()
+    synthesis.second[0].style.weight.zero_()
+    synthesis.second[0].bias.normal_()
+    first = synthesis.images[0]
+    features = synthesis.second[0](synthesis.constant[None], w[:1], None)[0].flatten(1)
+    system = torch.einsum("kc,cp->kpc", first.weight[:, :, 0, 0], features).flatten(0, 1) * first.scale
+    wanted = (coarse - first.bias[:, None, None]).flatten(1)
+    styles = torch.linalg.lstsq(system.expand(len(w), -1, -1), wanted[:, :, None]).solution[:, :, 0]
+    linear = torch.linalg.lstsq(w, styles - first.style.bias).solution.T
+    first.style.weight.copy_(linear / first.style.gain)
+    digest = folder.save_generator("after", copier.float())
+    document["phases"]["after"]["sha256"] = digest
+    folder.write_document(document)
+
+
+def test_a_generator_that_copies_is_caught_and_no_set_is_written(tmp_path, wsi_fl):
+    for name in ("pipelines", "sites"):
+        (tmp_path / "study" / name).mkdir(parents=True)
+    study = Study(tmp_path / "study")
+    (study.root / "pipelines" / "gan.toml").write_text(SMALL)
+    coarse, soft = soft_images(np.random.default_rng(5), 64)
+    x, y = to_pixels(soft).permute(0, 2, 3, 1).numpy(), np.arange(64) // 2 % 12
+    np.savez(study.root / "data.npz", x_train=x[:24], y_train=y[:24], x_test=x[24:], y_test=y[24:])
+    partition(study, study.root / "data.npz", n_sites=1)
+    wide = ["gan.z_dim=1", "gan.w_dim=32", "gan.channel_max=64", "gan.channel_base=256"]
+    train_generator(study, site="S1", overrides=wide)
+    plant_copier(study, coarse[:24], torch.from_numpy(y[:24]))
+    command = ["synthesize", "check", "--site", "S1", "--json", "--set", "gan.check_samples=96"]
+    found = wsi_fl(*command, cwd=study.root)
+    assert found.returncode == 1, found.stderr
+    document = json.loads(found.stdout)
+    assert not document["passed"]
+    assert document["copying"]["after"]["nearest sample"]["copies_training"] == 24
+    assert document["copying"]["after"]["nearest sample"]["copies_held_out"] == 0
+    assert any("met almost exactly" in reason for reason in document["reasons"])
+    honest = document["copying"]["before"]["nearest sample"]
+    assert honest["copies_training"] == 0
+    refused(
+        lambda: sample(study, site="S1", n_per_class=2),
+        "not passed",
+        "--despite-failed-check",
+        error=WsiFlError,
+    )
+    assert not study.store("S1-synthetic").exists()
+    told = sample(study, site="S1", n_per_class=2, despite_failed_check=True)
+    assert told["generator"]["check"] == "failed"
+    assert told["generator"]["reasons"]

@@ -1,0 +1,215 @@
+"""LPIPS (Zhang et al., CVPR 2018): perceptual distance of images from the layers of a VGG-16, here as a squared length.
+
+The distance of the paper's eq. 1 sums, over five layers, the mean over positions of w_c (f_c − g_c)², where f and
+g are feature maps scaled to unit length per position. The weights w are not negative, so with sqrt(w_c /
+positions) on every feature an image becomes one vector, its *embedding*, and LPIPS the squared Euclidean distance
+of two embeddings. Each image goes through the network once; all pairs of two sets then cost one matrix product.
+
+The linear weights are those of the `lpips` package (version 0.1, VGG), five vectors of 1472 numbers in all, kept
+beside this file with the package's licence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wsi_fl.models.weights import digest_of, published_weights, read_weights
+from wsi_fl.types import UsageError, WsiFlError
+
+PAIRWISE_BYTES = 512 << 20
+"""Embeddings held at a time unless told otherwise."""
+
+RANDOM = "random:"
+"""`lpips.weights = "random:SEED"`: a substitute for tests, a trunk that never saw an image."""
+
+_BLOCKS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+"""Channels of the convolutions before each pooling (configuration D of the VGG paper)."""
+_SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+"""Of images in [−1, 1], as the trunk expects them."""
+_HUB = "timm/vgg16.tv_in1k"
+_HEADS = Path(__file__).with_name("lpips_vgg16.safetensors")
+_EPSILON = 1e-10
+_SMALLEST_PX = 16
+"""Below that nothing is left for the last block."""
+_DIGITS = 16
+
+
+class Lpips(nn.Module):
+    """Embeds images so that squared Euclidean distance is LPIPS.
+
+    Attributes:
+        label: which weights, by digest; or in plain words that the trunk is random.
+        trained: False for the random substitute.
+    """
+
+    shift: Tensor
+    scale: Tensor
+
+    def __init__(self, trunk: nn.ModuleList, heads: list[Tensor], label: str, *, trained: bool) -> None:
+        super().__init__()
+        self.trunk, self.label, self.trained = trunk, label, trained
+        for k, head in enumerate(heads):
+            self.register_buffer(f"head{k}", head.clamp_min(0).sqrt().view(1, -1, 1, 1))
+        self.register_buffer("shift", torch.tensor(_SHIFT).view(1, 3, 1, 1))
+        self.register_buffer("scale", torch.tensor(_SCALE).view(1, 3, 1, 1))
+        self.requires_grad_(False).eval()
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embeddings float32[b, d] of images float[b, c, h, w] in [−1, 1], c = 3 or 1; d grows with h · w."""
+        if images.shape[-1] < _SMALLEST_PX:
+            raise UsageError(f"LPIPS needs images of at least {_SMALLEST_PX} px, not {images.shape[-1]}")
+        x = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
+        x = (x.float() - self.shift) / self.scale
+        parts = []
+        with self._precision(images.device):
+            for k, block in enumerate(self.trunk):
+                x = block(functional.max_pool2d(x, 2) if k else x)
+                parts.append(self._embedded(x.float(), k))
+        return torch.cat(parts, dim=1)
+
+    def _embedded(self, features: Tensor, layer: int) -> Tensor:
+        """One layer's share: unit length per position, weighted, averaged over positions."""
+        length = features.square().sum(dim=1, keepdim=True).add(_EPSILON).sqrt()
+        positions = features.shape[2] * features.shape[3]
+        weight: Tensor = getattr(self, f"head{layer}")
+        weighted: Tensor = features / length * (weight / positions**0.5)
+        return weighted.flatten(1)
+
+    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """bfloat16 on GPUs that have it; distances of processors are reproducible to the last digit that matters."""
+        if device.type == "cuda" and torch.cuda.is_bf16_supported():
+            return torch.autocast("cuda", torch.bfloat16)
+        return nullcontext()
+
+
+def load_lpips(weights: str | None) -> Lpips:
+    """LPIPS on a VGG-16 trunk.
+
+    Args:
+        weights: a safetensors file with torchvision's names; None for torchvision's weights as timm publishes them;
+            "random:SEED" for the substitute.
+
+    Raises:
+        WsiFlError: when the weights cannot be had or do not fit.
+    """
+    if weights is not None and weights.startswith(RANDOM):
+        return _random_lpips(weights)
+    path = published_weights("vgg16", _HUB) if weights is None else Path(weights)
+    try:
+        state = read_weights(path)
+    except WsiFlError as error:
+        raise WsiFlError(str(error).replace("mosaic.weights", "lpips.weights")) from None
+    trunk = _trunk()
+    _fill(trunk, state, path)
+    label = f"vgg16 sha256:{digest_of(trunk)[:_DIGITS]}"
+    return Lpips(trunk, _heads(), label, trained=True)
+
+
+def _random_lpips(weights: str) -> Lpips:
+    seed = weights.removeprefix(RANDOM)
+    if not seed.isdecimal():
+        raise UsageError(f"lpips.weights = {weights!r}: write {RANDOM}SEED with a whole number")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(seed))
+        trunk = _trunk()
+        for one in trunk.modules():
+            if isinstance(one, nn.Conv2d):
+                nn.init.kaiming_normal_(one.weight, nonlinearity="relu")
+    label = f"UNTRAINED vgg16, random from seed {seed}: a substitute for tests, no perceptual distance"
+    return Lpips(trunk, _heads(), label, trained=False)
+
+
+def _trunk() -> nn.ModuleList:
+    """The five blocks of VGG-16 without their poolings."""
+    blocks, channels = nn.ModuleList(), 3
+    for widths in _BLOCKS:
+        layers: list[nn.Module] = []
+        for width in widths:
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+        blocks.append(nn.Sequential(*layers))
+    return blocks
+
+
+def _fill(trunk: nn.ModuleList, state: dict[str, Tensor], path: Path) -> None:
+    """Torchvision numbers the layers through, poolings included."""
+    number = 0
+    for block in trunk:
+        for layer in block:  # type: ignore[attr-defined]
+            if isinstance(layer, nn.Conv2d):
+                for name in ("weight", "bias"):
+                    found = state.get(f"features.{number}.{name}")
+                    wanted = getattr(layer, name)
+                    if found is None or found.shape != wanted.shape:
+                        raise WsiFlError(
+                            f"{path}: features.{number}.{name} of a VGG-16 is missing or of another shape; "
+                            "lpips.weights wants torchvision's names"
+                        )
+                    with torch.no_grad():
+                        wanted.copy_(found)
+            number += 1
+        number += 1
+
+
+def _heads() -> list[Tensor]:
+    state = load_file(_HEADS)
+    return [state[f"lin{k}"] for k in range(len(_BLOCKS))]
+
+
+def squared_distances(a: Tensor, b: Tensor) -> Tensor:
+    """float[n, m] of embeddings a [n, d] and b [m, d]; rounding never makes one negative.
+
+    In single precision it is exact to about 1e-6 of the embeddings' squared lengths, which are of order 1.
+    """
+    lengths = a.square().sum(1)[:, None] + b.square().sum(1)[None, :]
+    return torch.addmm(lengths, a, b.T, alpha=-2).clamp_min(0)
+
+
+def paired_lpips(lpips: Lpips, a: Tensor, b: Tensor) -> Tensor:
+    """LPIPS float32[n] between a[k] and b[k]."""
+    difference: Tensor = lpips(a) - lpips(b)
+    return difference.square().sum(1)
+
+
+@torch.no_grad()
+def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PAIRWISE_BYTES) -> Tensor:
+    """LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.
+
+    Embeddings of at most `memory_bytes` exist at a time: a goes through in blocks as large as that allows, and b,
+    in small pieces, again for each block.
+    """
+    out = torch.empty(len(a), len(b))
+    piece, block = _pieces(lpips, a, memory_bytes)
+    for rows in _slices(len(a), block):
+        left = _embeddings(lpips, a[rows], piece)
+        for columns in _slices(len(b), piece):
+            out[rows, columns] = squared_distances(left, _embeddings(lpips, b[columns], piece)).cpu()
+    return out
+
+
+def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
+    """(images per pass of the network, images whose embeddings are kept) within so many bytes."""
+    h, w = images.shape[-2:]
+    per_image = 4 * sum(widths[-1] * (h >> k) * (w >> k) for k, widths in enumerate(_BLOCKS))
+    most = max(2, memory_bytes // per_image)
+    piece = max(1, min(32, most // 8))
+    return piece, max(1, most - 2 * piece)
+
+
+@torch.no_grad()
+def _embeddings(lpips: Lpips, images: Tensor, piece: int) -> Tensor:
+    device = lpips.shift.device
+    return torch.cat([lpips(images[rows].to(device)) for rows in _slices(len(images), piece)])
+
+
+def _slices(n: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, n)) for start in range(0, n, step))

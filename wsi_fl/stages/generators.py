@@ -1,0 +1,164 @@
+"""From configuration and stores to what the synthesis room needs: shapes, terms, images, generators, verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wsi_fl import config
+from wsi_fl.config import Pipeline
+from wsi_fl.models.lpips import RANDOM, Lpips, load_lpips
+from wsi_fl.stages.data import examples_of, open_store
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.gan import GanTerms
+from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+from wsi_fl.types import UsageError, WsiFlError
+
+HELD_OUT = ("test", "val")
+"""Splits that no generator is trained on."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Real images at the generator's resolution: uint8[n, c, h, h] and their labels int64[n]."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def some(self, n: int, seed: int) -> Pictures:
+        """At most n of them, drawn at random, in order."""
+        rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
+        return Pictures(self.images[rows], self.labels[rows])
+
+
+def gan_shape(settings: config.Gan, store: PatchStore) -> GanShape:
+    """The networks' shape for the patches of a store.
+
+    Raises:
+        UsageError: when the stored patches are smaller than what is to be generated.
+    """
+    if store.meta.spec.size_px < settings.resolution:
+        raise UsageError(
+            f"gan.resolution = {settings.resolution}: site {store.meta.site} stores patches of "
+            f"{store.meta.spec.size_px} px; generate no larger ones"
+        )
+    return GanShape(
+        resolution=settings.resolution,
+        channels=store.channels,
+        n_classes=len(store.meta.classes),
+        z_dim=settings.z_dim,
+        w_dim=settings.w_dim,
+        mapping_layers=settings.mapping_layers,
+        channel_base=settings.channel_base,
+        channel_max=settings.channel_max,
+    )
+
+
+def gan_terms(settings: config.Gan) -> GanTerms:
+    return GanTerms(
+        batch_size=settings.batch_size,
+        lr=settings.lr,
+        r1_gamma=settings.r1_gamma,
+        path_weight=settings.path_weight,
+        mixing=settings.mixing,
+        ema_images=settings.ema_images,
+        ada_target=settings.ada_target if settings.ada_target < 1 else None,
+        ada_images=settings.ada_images,
+        privacy_weight=settings.privacy_weight,
+    )
+
+
+def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
+    """The patches of these splits, reduced to the resolution, in memory."""
+    parts = [examples_of(store, split, resolution) for split in splits]
+    pixels = [part.read(np.arange(len(part))) for part in parts if len(part)]
+    if not pixels:
+        shape = (0, store.channels, resolution, resolution)
+        return Pictures(torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+    images = np.ascontiguousarray(np.concatenate(pixels).transpose(0, 3, 1, 2))
+    labels = np.concatenate([part.label for part in parts])
+    return Pictures(torch.from_numpy(images), torch.from_numpy(labels))
+
+
+def open_site(study: Study, site: str) -> PatchStore:
+    """The patch store of a named site."""
+    return open_store(study, study.site(site).name)
+
+
+def lpips_of(study: Study, pipeline: Pipeline, site: str, device: torch.device) -> Lpips:
+    """LPIPS as the pipeline says; a real site gets no untrained substitute."""
+    weights = pipeline.lpips.weights
+    if weights is not None and weights.startswith(RANDOM) and study.site(site).real:
+        raise UsageError(
+            f"lpips.weights = {weights!r}: an untrained network measures nothing; site {site} is real, give it weights"
+        )
+    if weights is not None and not weights.startswith(RANDOM):
+        weights = str(study.resolve(weights))
+    lpips: Lpips = load_lpips(weights).to(device)
+    return lpips
+
+
+def folder_of(study: Study, site: str) -> GeneratorFolder:
+    return GeneratorFolder(study.generator(study.site(site).name))
+
+
+def trained_folder(study: Study, site: str) -> tuple[GeneratorFolder, dict[str, Any]]:
+    """The folder of a generator whose training has finished, and its gan.json."""
+    folder = folder_of(study, site)
+    document = folder.document()
+    where = study.relative(folder.path)
+    if document is None:
+        raise WsiFlError(f"{where}: no generator yet; run `wsi-fl synthesize train --site {site}`")
+    if not document["finished"]:
+        raise WsiFlError(
+            f"{where}: its training has not finished; the same `wsi-fl synthesize train --site {site}` goes on with it"
+        )
+    return folder, document
+
+
+def shared_phase(document: dict[str, Any]) -> Phase:
+    """Which generator is sampled and shared: the one with the privacy loss, where there was a second phase."""
+    return "after" if "after" in document["phases"] else "before"
+
+
+def load_generator(
+    study: Study, site: str, device: torch.device, phase: Phase | None = None
+) -> tuple[Generator, dict[str, Any]]:
+    """A site's trained generator, by default the one that may be shared, and gan.json."""
+    folder, document = trained_folder(study, site)
+    return folder.load_generator(phase or shared_phase(document), device), document
+
+
+def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
+    """("passed", "failed" or "not run", reasons) of the check of exactly this generator."""
+    check = folder.check()
+    if check is None:
+        return "not run", ["`synthesize check` was not run"]
+    if check["generator"]["sha256"] != digest:
+        return "not run", ["the check belongs to another generator; run `synthesize check` again"]
+    return ("passed" if check["passed"] else "failed"), list(check["reasons"])
+
+
+def settings_document(
+    pipeline: Pipeline, shape: GanShape, terms: GanTerms, lpips_label: str | None
+) -> dict[str, Any]:
+    """All that decides a training, as gan.json keeps it; a resumed one must agree."""
+    gan = pipeline.gan
+    privacy = {"weight": gan.privacy_weight, "quantile": gan.privacy_quantile, "lpips": lpips_label}
+    return {
+        "shape": asdict(shape),
+        "terms": asdict(terms),
+        "iterations": gan.iterations,
+        "privacy_iterations": gan.privacy_iterations,
+        "privacy": privacy if gan.privacy_iterations else None,
+        "seed": gan.seed,
+    }

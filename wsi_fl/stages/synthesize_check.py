@@ -1,0 +1,330 @@
+"""`synthesize check`: does a site's generator copy its training images, and what did the privacy loss do?
+
+Every distance of a *training* image to the generator is set beside that of a *held-out* image (split test or val)
+to the same synthetic set, once to the nearest of many samples and once to the image's own latent projection.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wsi_fl.config import Pipeline
+from wsi_fl.files import write_bytes, write_json, write_text
+from wsi_fl.models.encoder import encode
+from wsi_fl.models.lpips import Lpips, pairwise_lpips
+from wsi_fl.report import synthesis as page
+from wsi_fl.report.grids import grid, png_of
+from wsi_fl.stages.console import Silent, Watcher, say
+from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.generators import (
+    HELD_OUT,
+    Pictures,
+    lpips_of,
+    open_site,
+    pictures_of,
+    shared_phase,
+    trained_folder,
+)
+from wsi_fl.stages.mosaic import encoder_of
+from wsi_fl.stages.tile_shards import locked
+from wsi_fl.study import Study
+from wsi_fl.synthesis.evidence import (
+    LEAST_HELD_OUT,
+    Comparison,
+    compared,
+    copy_threshold,
+    frechet_distance,
+    kernel_distance,
+    moved,
+    spread,
+    verdict,
+)
+from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.gan import to_images
+from wsi_fl.synthesis.projection import Projections, projected
+from wsi_fl.synthesis.sampling import balanced_labels, sampled
+from wsi_fl.synthesis.stylegan2 import Generator
+from wsi_fl.types import UsageError, WsiFlError
+
+_SHOWN = 10
+_ENCODED = 64
+
+
+@dataclass(frozen=True)
+class _Real:
+    """What the generators are compared with: their training images and held-out ones, and the few to be projected."""
+
+    training: Pictures
+    held_out: Pictures
+    projected_training: Pictures
+    projected_held_out: Pictures
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was measured of one generator."""
+
+    samples: Tensor
+    nearest_training: NDArray[np.float64]
+    nearest_held_out: NDArray[np.float64]
+    projected_training: Projections
+    projected_held_out: Projections
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One check in progress."""
+
+    pipeline: Pipeline
+    folder: GeneratorFolder
+    document: dict[str, Any]
+    lpips: Lpips
+    device: torch.device
+    watcher: Watcher
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.pipeline.lpips.memory_mb << 20
+
+
+def check(
+    study: Study,
+    *,
+    site: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Writes `check.json` and `check/` beside the generator; returns the verdict, the `--json` document."""
+    began = time.perf_counter()
+    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+    folder, document = trained_folder(study, site)
+    device = device_of_rank()
+    lpips = lpips_of(study, pipeline, site, device)
+    job = _Check(pipeline, folder, document, lpips, device, watcher or Silent())
+    with locked(folder.path, site):
+        real = _real(study, site, job)
+        phases: list[Phase] = ["before", "after"] if "after" in document["phases"] else ["before"]
+        found = {phase: _measured(job, real, phase) for phase in phases}
+        result = _result(study, site, job, real, found)
+        result["seconds"] = time.perf_counter() - began
+        _write(study, job, real, found, result)
+    return result
+
+
+def _real(study: Study, site: str, job: _Check) -> _Real:
+    gan, resolution = job.pipeline.gan, job.document["settings"]["shape"]["resolution"]
+    with open_site(study, site) as store:
+        training = pictures_of(store, resolution, "train")
+        held_out = pictures_of(store, resolution, *HELD_OUT)
+    if len(training) != job.document["store"]["n"]:
+        raise UsageError(
+            f"site {site}: its store was made anew since the generator was trained; train --again"
+        )
+    if len(held_out) < LEAST_HELD_OUT:
+        job.watcher.say(
+            f"  site {site} holds out {len(held_out)} images; {LEAST_HELD_OUT} are the least for a verdict"
+        )
+    some_training = training.some(gan.check_images, gan.seed)
+    some_held_out = held_out.some(gan.check_images, gan.seed)
+    return _Real(
+        some_training,
+        some_held_out,
+        some_training.some(gan.projections, gan.seed + 1),
+        some_held_out.some(gan.projections, gan.seed + 1),
+    )
+
+
+def _measured(job: _Check, real: _Real, phase: Phase) -> _Found:
+    gan = job.pipeline.gan
+    generator = job.folder.load_generator(phase, job.device)
+    n_classes = generator.shape.n_classes
+    labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
+    samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
+    both = torch.cat([real.training.images, real.held_out.images])
+    nearest = _distances(job, both, samples)
+    n = len(real.training)
+    projections = _projections(job, generator, real, phase)
+    m = len(real.projected_training)
+    return _Found(
+        samples, nearest[:n], nearest[n:], _part(projections, slice(m)), _part(projections, slice(m, None))
+    )
+
+
+def _distances(job: _Check, images: Tensor, others: Tensor) -> NDArray[np.float64]:
+    """LPIPS of each image to its nearest among the others; uint8 in."""
+    found = pairwise_lpips(job.lpips, to_images(images), to_images(others), memory_bytes=job.memory_bytes)
+    nearest: NDArray[np.float64] = found.amin(dim=1).double().numpy()
+    return nearest
+
+
+def _projections(job: _Check, generator: Generator, real: _Real, phase: Phase) -> Projections:
+    """Of training and held-out images alike, from the same starting points."""
+    gan = job.pipeline.gan
+    images = torch.cat([real.projected_training.images, real.projected_held_out.images])
+    return projected(
+        generator,
+        job.lpips,
+        images,
+        steps=gan.projection_steps,
+        candidates=gan.check_samples,
+        seed=gan.seed,
+        told=lambda done: job.watcher.update(f"projections {phase}", done, len(images)),
+    )
+
+
+def _part(found: Projections, rows: slice) -> Projections:
+    return Projections(found.distance[rows], found.images[rows])
+
+
+def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase, _Found]) -> dict[str, Any]:
+    """The document: what is known of each generator, and the verdict on the one that may be shared."""
+    phase = shared_phase(job.document)
+    comparisons: dict[Phase, dict[str, Comparison]] = {}
+    calibration = None
+    if len(real.held_out) >= LEAST_HELD_OUT:
+        between_real = _distances(job, real.held_out.images, real.training.images)
+        calibration = copy_threshold(between_real)
+        comparisons = {name: _comparisons(one, calibration) for name, one in found.items()}
+    judged = verdict(list(comparisons.get(phase, {}).items()), len(real.held_out))
+    quality, note = _quality(study, job, real, found)
+    return {
+        "site": site,
+        **judged,
+        "generator": {"phase": phase, "sha256": job.folder.digest(phase)},
+        "lpips": job.lpips.label,
+        "truncation": job.pipeline.gan.truncation,
+        "n_training": len(real.training),
+        "n_held_out": len(real.held_out),
+        "n_samples": len(found[phase].samples),
+        "copy_below": calibration,
+        "copying": {
+            name: {what: asdict(one) for what, one in both.items()} for name, both in comparisons.items()
+        },
+        "projection": _projection_document(job, found),
+        "nearest": {name: asdict(spread(one.nearest_training)) for name, one in found.items()},
+        "quality": quality,
+        "notes": [*([note] if note else []), *_cautions(job)],
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _comparisons(found: _Found, copy_below: float) -> dict[str, Comparison]:
+    pairs = {
+        "nearest sample": (found.nearest_training, found.nearest_held_out),
+        "projection": (
+            found.projected_training.distance.double().numpy(),
+            found.projected_held_out.distance.double().numpy(),
+        ),
+    }
+    return {what: compared(a, b, copy_below=copy_below) for what, (a, b) in pairs.items()}
+
+
+def _projection_document(job: _Check, found: dict[Phase, _Found]) -> dict[str, Any]:
+    """Fig. 3 in numbers: projected distances of training images without and with the privacy loss, paired."""
+    distances = {name: one.projected_training.distance.double().numpy() for name, one in found.items()}
+    paired = None
+    if len(distances) == 2:
+        paired = asdict(moved(distances["after"], distances["before"]))
+    return {
+        "steps": job.pipeline.gan.projection_steps,
+        **{name: asdict(spread(values)) for name, values in distances.items()},
+        "moved": paired,
+    }
+
+
+def _quality(
+    study: Study, job: _Check, real: _Real, found: dict[Phase, _Found]
+) -> tuple[dict[str, Any], str | None]:
+    """(FID and KID of each generator and of training images, all against held-out images; why there are none)."""
+    reference = real.held_out
+    if len(reference) < LEAST_HELD_OUT:
+        return {}, "FID and KID need held-out images"
+    try:
+        encoder = encoder_of(study, job.pipeline.encoding, torch.get_num_threads(), "features")
+    except WsiFlError as error:
+        return {}, f"FID and KID were not computed: {error}"
+
+    def features(images: Tensor) -> NDArray[np.float32]:
+        pixels = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+        return encode((pixels[k : k + _ENCODED] for k in range(0, len(pixels), _ENCODED)), encoder)
+
+    target = features(reference.images)
+    sets: dict[str, Tensor] = {name: one.samples[: len(reference)] for name, one in found.items()}
+    rows: dict[str, Any] = {"encoder": encoder.label, "n": len(reference)}
+    sets["training"] = real.training.images[: len(reference)]
+    for name, images in sets.items():
+        mine = features(images)
+        rows[name] = {"fid": frechet_distance(mine, target), "kid": kernel_distance(mine, target)}
+    return rows, None
+
+
+def _cautions(job: _Check) -> list[str]:
+    notes = ["A passed check is evidence against copying, not differential privacy: it bounds nothing."]
+    if not job.lpips.trained:
+        notes.append(f"LPIPS ran on an {job.lpips.label}; its distances are not the paper's.")
+    if "after" not in job.document["phases"]:
+        notes.append("The generator was trained without the privacy loss.")
+    return notes
+
+
+def _write(
+    study: Study, job: _Check, real: _Real, found: dict[Phase, _Found], result: dict[str, Any]
+) -> None:
+    """Pictures first, the verdict last: whoever finds it finds them too."""
+    folder = job.folder.path / "check"
+    distances: dict[str, NDArray[np.float64]] = {
+        name: one.projected_training.distance.double().numpy() for name, one in found.items()
+    }
+    rows = _shown(real, found)
+    names = {"page": "index.html", "histograms": "histograms.png", "projections": "projections.png"}
+    result["files"] = {key: study.relative(folder / name) for key, name in names.items()}
+    write_bytes(folder / names["histograms"], page.histogram_png(distances))
+    write_bytes(folder / names["projections"], png_of(grid([images for _, images in rows])))
+    samples = [(name, _pixels(one.samples[:_SHOWN])) for name, one in found.items()]
+    write_text(folder / names["page"], page.render(result, distances, rows, samples))
+    write_json(job.folder.check_path, result)
+
+
+def _shown(real: _Real, found: dict[Phase, _Found]) -> list[tuple[str, NDArray[np.uint8]]]:
+    """Fig. 4: the training images that are met most closely without the privacy loss, and their projections."""
+    order = found["before"].projected_training.distance.argsort()[:_SHOWN]
+    rows = [("real", _pixels(real.projected_training.images[order]))]
+    return rows + [(name, _pixels(one.projected_training.images[order])) for name, one in found.items()]
+
+
+def _pixels(images: Tensor) -> NDArray[np.uint8]:
+    """uint8[n, c, h, w] → uint8[n, h, w, 3]."""
+    pixels: NDArray[np.uint8] = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    return pixels
+
+
+def print_check(document: dict[str, Any]) -> None:
+    """The verdict, its reasons, and where the pictures are."""
+    passed = document["passed"]
+    say(
+        f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}",
+        "green" if passed else "red",
+    )
+    for reason in document["reasons"]:
+        say(f"  {reason}", "red")
+    for name in ("before", "after"):
+        if one := document["projection"].get(name):
+            say(
+                f"  projections {name}: median LPIPS {one['median']:.4f}, "
+                f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
+            )
+        if one := document["quality"].get(name):
+            say(f"  quality {name}: FID {one['fid']:.1f}, KID {one['kid']:.4f}")
+    for note in document["notes"]:
+        say(f"  {note}", "yellow")
+    say(f"  {document['files']['page']}")

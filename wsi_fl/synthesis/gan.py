@@ -1,0 +1,307 @@
+"""Training of one conditional StyleGAN2-ADA in two phases: without, then with the privacy loss.
+
+Non-saturating logistic loss (Goodfellow et al., 2014), R1 (Mescheder et al., 2018) every few steps, path-length
+regularisation, style mixing and exponential moving average (Karras et al., 2019, 2020), adaptive augmentation
+(Karras et al., 2020b); the second phase adds the loss of Pennisi et al. All that a step depends on is in
+`GanState`, so a checkpoint continues bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wsi_fl.models.lpips import Lpips
+from wsi_fl.synthesis.ada import Controller, augmented
+from wsi_fl.synthesis.privacy_loss import privacy_loss
+from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, averaged
+
+_W_MEAN_DECAY = 0.998
+_PATH_DECAY = 0.01
+_PATH_SHRINK = 2
+"""Path lengths are measured on so much smaller a batch."""
+_ADA_EVERY = 4
+_EMA_RAMP = 0.05
+"""Early on the moving average looks back on this share of the images seen so far."""
+
+
+@dataclass(frozen=True)
+class GanTerms:
+    """How a GAN is trained.
+
+    Attributes:
+        r1_gamma: None for 0.0002 · resolution² / batch_size, the paper's rule of thumb.
+        path_weight: 0 leaves path-length regularisation out.
+        mixing: probability that an image takes its styles from two latents.
+        ema_images: half-life of the moving average of the generator.
+        ada_target: of r_t; None leaves augmentation at `ada_p`.
+        ada_images: shown while p would go from 0 to 1.
+        privacy_weight: of the second phase; see `privacy_loss`.
+    """
+
+    batch_size: int = 32
+    lr: float = 0.0025
+    r1_gamma: float | None = None
+    r1_every: int = 16
+    path_weight: float = 2.0
+    path_every: int = 4
+    mixing: float = 0.9
+    ema_images: float = 10_000
+    ada_target: float | None = 0.6
+    ada_p: float = 0.0
+    ada_images: float = 500_000
+    privacy_weight: float = 1.0
+
+    def gamma(self, resolution: int) -> float:
+        return 0.0002 * resolution**2 / self.batch_size if self.r1_gamma is None else self.r1_gamma
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one step; None for what was not computed in it."""
+
+    generator: float
+    discriminator: float
+    r1: float | None
+    path: float | None
+    privacy: float | None
+
+
+class GanState:
+    """Networks, optimizers, counters and the random generator of one training.
+
+    Attributes:
+        average: the moving average of the generator, the one that is used.
+        iteration: steps done in both phases.
+        ada: the augmentation's controller.
+        path_mean: moving mean of path lengths.
+        margin: of the privacy loss, once the second phase has begun.
+    """
+
+    def __init__(self, shape: GanShape, terms: GanTerms, *, seed: int, device: torch.device) -> None:
+        self.shape, self.terms, self.device = shape, terms, device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.generator = Generator(shape).to(device)
+            self.discriminator = Discriminator(shape).to(device)
+        self.average = deepcopy(self.generator).requires_grad_(False).eval()
+        self.random = torch.Generator(device).manual_seed(seed)
+        self.generator_optimizer = _adam(self.generator, terms.lr, terms.path_every, terms.path_weight > 0)
+        self.discriminator_optimizer = _adam(self.discriminator, terms.lr, terms.r1_every, True)
+        self.ada = Controller(terms.ada_p, terms.ada_target, terms.ada_images)
+        self.iteration = 0
+        self.path_mean = 0.0
+        self.margin: float | None = None
+
+    @property
+    def images_seen(self) -> int:
+        return self.iteration * self.terms.batch_size
+
+    def _networks(self) -> dict[str, torch.nn.Module]:
+        return {"generator": self.generator, "discriminator": self.discriminator, "average": self.average}
+
+    def _optimizers(self) -> dict[str, torch.optim.Adam]:
+        return {"generator": self.generator_optimizer, "discriminator": self.discriminator_optimizer}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is a tensor, by name, for a checkpoint."""
+        found = {"random": self.random.get_state()}
+        for name, network in self._networks().items():
+            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
+        for name, optimizer in self._optimizers().items():
+            for index, slots in optimizer.state_dict()["state"].items():
+                found |= {f"adam/{name}/{index}/{key}": torch.as_tensor(v) for key, v in slots.items()}
+        return {key: value.cpu().clone() for key, value in found.items()}
+
+    def document(self) -> dict[str, Any]:
+        """Everything else, as JSON."""
+        ada = {"p": self.ada.p, "sign_sum": self.ada.sign_sum, "seen": self.ada.seen}
+        return {
+            "iteration": self.iteration,
+            "path_mean": self.path_mean,
+            "margin": self.margin,
+            "ada": ada,
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+        """Restores what `tensors` and `document` gave."""
+        self.random.set_state(tensors["random"])
+        for name, network in self._networks().items():
+            network.load_state_dict(_under(tensors, f"{name}/"))
+        for name, optimizer in self._optimizers().items():
+            slots: dict[int, dict[str, Tensor]] = {}
+            for key, value in _under(tensors, f"adam/{name}/").items():
+                index, slot = key.split("/")
+                slots.setdefault(int(index), {})[slot] = value
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self.iteration = int(document["iteration"])
+        self.path_mean, self.margin = float(document["path_mean"]), document["margin"]
+        self.ada = replace(self.ada, **document["ada"])
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.optim.Adam:
+    """Adam with β = (0, 0.99), corrected for a regulariser that comes every so many steps (appendix B of StyleGAN2)."""
+    c = every / (every + 1) if lazy else 1.0
+    return torch.optim.Adam(network.parameters(), lr=lr * c, betas=(0.0, 0.99**c), eps=1e-8)
+
+
+def step(state: GanState, images: Tensor, labels: Tensor, lpips: Lpips | None = None) -> Losses:
+    """One step of discriminator, generator, averages and augmentation, on the site's training images.
+
+    Args:
+        images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
+        labels: int64[n].
+        lpips: given in the second phase, whose `state.margin` is set.
+    """
+    terms = state.terms
+    regularise_d = state.iteration % terms.r1_every == 0
+    real, classes = _drawn(state, images, labels)
+    discriminator, r1 = _train_discriminator(state, real, classes, regularise_d)
+    generator, privacy = _train_generator(state, real, labels, lpips)
+    path = None
+    if terms.path_weight > 0 and state.iteration % terms.path_every == 0:
+        path = _shorten_paths(state, labels)
+    state.iteration += 1
+    averaged(state.average, state.generator, ema_decay(state.images_seen, terms))
+    if state.iteration % _ADA_EVERY == 0:
+        state.ada = state.ada.moved()
+    return Losses(generator, discriminator, r1, path, privacy)
+
+
+def ema_decay(images_seen: int, terms: GanTerms) -> float:
+    """What remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
+    half_life = min(terms.ema_images, max(images_seen * _EMA_RAMP, 1e-8))
+    return float(0.5 ** (terms.batch_size / half_life))
+
+
+def to_images(pixels: Tensor) -> Tensor:
+    """uint8 → float32 in [−1, 1]."""
+    return pixels.float() / 127.5 - 1
+
+
+def _drawn(state: GanState, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    rows = _rows(state, len(images))
+    return to_images(images[rows]), labels[rows]
+
+
+def _rows(state: GanState, n: int, size: int | None = None) -> Tensor:
+    shape = (size or state.terms.batch_size,)
+    return torch.randint(n, shape, generator=state.random, device=state.device)
+
+
+def _latents(state: GanState, n: int) -> Tensor:
+    return torch.randn(n, state.shape.z_dim, generator=state.random, device=state.device)
+
+
+def _styles(state: GanState, labels: Tensor) -> Tensor:
+    """[b, n_styles, w_dim] of fresh latents, mixed from two of them behind a random place; moves the mean w."""
+    generator, n = state.generator, len(labels)
+    w = generator.mapping(_latents(state, n), labels)
+    with torch.no_grad():
+        generator.mapping.w_mean.copy_(w.mean(dim=0).lerp(generator.mapping.w_mean, _W_MEAN_DECAY))
+    styles = generator.spread(w)
+    if state.terms.mixing > 0:
+        uniform = torch.rand(2, n, generator=state.random, device=state.device)
+        last = state.shape.n_styles
+        cut = torch.where(uniform[0] < state.terms.mixing, 1 + (uniform[1] * (last - 1)).long(), last)
+        other = generator.spread(generator.mapping(_latents(state, n), labels))
+        behind = torch.arange(last, device=state.device)[None, :, None] >= cut[:, None, None]
+        styles = torch.where(behind, other, styles)
+    return styles
+
+
+def _precision(state: GanState) -> AbstractContextManager[Any]:
+    """bfloat16 on GPUs that have it. Regularisers, which take second derivatives, stay in single precision."""
+    if state.device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.autocast("cuda", torch.bfloat16)
+    return nullcontext()
+
+
+def _train_discriminator(
+    state: GanState, real: Tensor, classes: Tensor, regularise: bool
+) -> tuple[float, float | None]:
+    network, optimizer = state.discriminator.requires_grad_(True), state.discriminator_optimizer
+    optimizer.zero_grad(set_to_none=True)
+    with _precision(state):
+        with torch.no_grad():
+            fake = state.generator.synthesis(_styles(state, classes), state.random)
+        fake_logits = network(augmented(fake, state.ada.p, state.random), classes)
+        real_logits = network(augmented(real, state.ada.p, state.random), classes)
+        loss = functional.softplus(fake_logits).mean() + functional.softplus(-real_logits).mean()
+    torch.autograd.backward(loss)
+    state.ada = state.ada.observed(real_logits)
+    penalty = None
+    if regularise:
+        terms = state.terms
+        penalty = r1_penalty(network, real, classes, state.ada.p, state.random)
+        torch.autograd.backward(penalty * (terms.gamma(state.shape.resolution) / 2 * terms.r1_every))
+    optimizer.step()
+    return float(loss.detach()), None if penalty is None else float(penalty.detach())
+
+
+def r1_penalty(
+    network: torch.nn.Module, real: Tensor, classes: Tensor, p: float, generator: torch.Generator
+) -> Tensor:
+    """Mean squared norm of the logit's gradient with respect to each real image, through the augmentation."""
+    images = real.detach().requires_grad_(True)
+    logits = network(augmented(images, p, generator), classes)
+    (gradient,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
+    return gradient.square().sum(dim=(1, 2, 3)).mean()
+
+
+def _train_generator(
+    state: GanState, real: Tensor, labels: Tensor, lpips: Lpips | None
+) -> tuple[float, float | None]:
+    state.discriminator.requires_grad_(False)
+    optimizer = state.generator_optimizer
+    optimizer.zero_grad(set_to_none=True)
+    classes = labels[_rows(state, len(labels))]
+    with _precision(state):
+        fake = state.generator.synthesis(_styles(state, classes), state.random)
+        logits = state.discriminator(augmented(fake, state.ada.p, state.random), classes)
+        loss = functional.softplus(-logits).mean()
+    total, distance_loss = loss, None
+    if lpips is not None:
+        assert state.margin is not None
+        distance_loss = privacy_loss(lpips, real, fake, state.margin)
+        total = loss + state.terms.privacy_weight * distance_loss
+    torch.autograd.backward(total)
+    optimizer.step()
+    return float(loss.detach()), None if distance_loss is None else float(distance_loss.detach())
+
+
+def _shorten_paths(state: GanState, labels: Tensor) -> float:
+    """A step of the generator on its path-length penalty alone."""
+    state.generator_optimizer.zero_grad(set_to_none=True)
+    classes = labels[_rows(state, len(labels), max(1, state.terms.batch_size // _PATH_SHRINK))]
+    styles = _styles(state, classes)
+    images = state.generator.synthesis(styles, state.random)
+    penalty, state.path_mean = path_penalty(images, styles, state.path_mean, state.random)
+    torch.autograd.backward(penalty * (state.terms.path_weight * state.terms.path_every))
+    state.generator_optimizer.step()
+    return float(penalty.detach())
+
+
+def path_penalty(
+    images: Tensor, styles: Tensor, mean: float, generator: torch.Generator
+) -> tuple[Tensor, float]:
+    """((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
+    pixels = images.shape[2] * images.shape[3]
+    y = torch.randn(images.shape, generator=generator, device=images.device) / sqrt(pixels)
+    (gradient,) = torch.autograd.grad((images * y).sum(), styles, create_graph=True)
+    lengths = gradient.square().sum(dim=2).mean(dim=1).sqrt()
+    moved = mean + _PATH_DECAY * (float(lengths.detach().mean()) - mean)
+    return (lengths - moved).square().mean(), moved
