@@ -73,7 +73,7 @@ def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
 
 
 def test_a_fixed_threshold_would_have_failed_the_honest_one():
-    """Images so much alike that everything is nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
+    """Images so much alike that all are nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
     rng = np.random.default_rng(0)
     alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
     found = judged(nearest(alike[2], alike[0]), nearest(alike[1], alike[0]), 0)

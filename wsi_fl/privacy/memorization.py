@@ -119,7 +119,7 @@ def nearest(
 
 
 def _flat(images: Images) -> Images:
-    return np.ascontiguousarray(images).reshape(len(images), -1)
+    return np.ascontiguousarray(images).reshape(len(images), int(np.prod(images.shape[1:])))
 
 
 def _block_sizes(d: int, n_references: int, k: int, memory_bytes: int) -> tuple[int, int]:

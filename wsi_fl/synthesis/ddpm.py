@@ -34,6 +34,7 @@ _SHOWN_PER_CLASS = 320_000
 _MOST_GROUPS = 16
 _HEAD_DIM = 8
 _CLIP_NORM = 1.0
+_MOST_BETA = 0.999
 _EMA_RAMP = 10
 """Early on the moving average forgets faster: after t steps at most (1 + t) / (10 + t) is kept."""
 
@@ -48,7 +49,8 @@ class DdpmShape:
         widths: feature maps at each resolution of the U-Net, the finest first; attention at the coarsest.
         layers: residual blocks at each.
         chain: steps of the diffusion, T.
-        schedule: of its variances, "linear" (Ho et al.) or "squaredcos_cap_v2" (Nichol and Dhariwal, 2021).
+        schedule: of its variances, "linear" (Ho et al., scaled where the chain is not of 1000 steps) or
+            "squaredcos_cap_v2" (Nichol and Dhariwal, 2021).
     """
 
     resolution: int
@@ -58,6 +60,13 @@ class DdpmShape:
     layers: int = 1
     chain: int = 1000
     schedule: str = "linear"
+
+    @property
+    def diffusion(self) -> dict[str, Any]:
+        """The chain in diffusers' words. A short one takes larger steps, so that it too ends in noise."""
+        scale = 1000 / self.chain
+        ends = {"beta_start": min(1e-4 * scale, _MOST_BETA), "beta_end": min(0.02 * scale, _MOST_BETA)}
+        return {"num_train_timesteps": self.chain, "beta_schedule": self.schedule, **ends}
 
     @property
     def null(self) -> int:
@@ -149,7 +158,7 @@ class DdpmState:
         self.random = torch.Generator(device).manual_seed(seed)
         fused = device.type in ("cpu", "cuda")
         self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=terms.lr, fused=fused)
-        self.noising = DDPMScheduler(num_train_timesteps=shape.chain, beta_schedule=shape.schedule)
+        self.noising = DDPMScheduler(**shape.diffusion)
         self.iteration = 0
 
     def tensors(self) -> dict[str, Tensor]:
@@ -236,15 +245,13 @@ def _precision(device: torch.device) -> AbstractContextManager[Any]:
 
 def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     """diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
-    common = {"num_train_timesteps": shape.chain, "beta_schedule": shape.schedule}
+    common = shape.diffusion | {"timestep_spacing": "trailing"}
     if sampling.sampler == "ddpm":
-        found: Any = DDPMScheduler(**common, timestep_spacing="trailing")
+        found: Any = DDPMScheduler(**common)
     elif sampling.sampler == "ddim":
-        found = DDIMScheduler(**common, timestep_spacing="trailing")
+        found = DDIMScheduler(**common)
     else:
-        found = DPMSolverMultistepScheduler(
-            **common, timestep_spacing="trailing", algorithm_type="dpmsolver++"
-        )
+        found = DPMSolverMultistepScheduler(**common, algorithm_type="dpmsolver++")
     found.set_timesteps(sampling.steps)
     return found
 
