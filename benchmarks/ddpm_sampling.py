@@ -53,11 +53,19 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
         rows[name] |= quality.get(name, {})
     whole = rows[f"ddpm {shape.chain}"]["seconds"]
     ratios = {name: whole / row["seconds"] for name, row in rows.items()}
-    return {"n": len(labels), "rows": rows, "faster": ratios, "training": quality.get("training"), "note": note}
+    return {
+        "n": len(labels),
+        "rows": rows,
+        "faster": ratios,
+        "training": quality.get("training"),
+        "note": note,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--site", required=True)
     parser.add_argument("--n", type=int, default=24)
     parser.add_argument("--pipeline")

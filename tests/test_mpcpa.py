@@ -16,6 +16,7 @@ from wsi_fl.files import read_json, read_lines
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.mpcpa_table import mpcpa_table
 from wsi_fl.stages.partition import partition
+from wsi_fl.stages.plan import dry_run
 from wsi_fl.stages.synthesize_check import check
 from wsi_fl.stages.train import resume, train
 from wsi_fl.stores.patches import PatchStore
@@ -145,6 +146,19 @@ def test_all_generated_learns_from_no_real_row(trained):
     summary = train(study, method="generated", backend="local")
     assert [row["n_train"] for row in summary["sites"]] == [3 * 2 * 5] * 3
     assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] is not None
+
+
+def test_fewer_generated_images_for_the_curve_are_not_drawn_again(trained):
+    study, _ = trained
+    before = sorted(path.name for path in (study.root / "generated").iterdir())
+    summary = train(study, method="mpcpa", backend="local", overrides=["mpcpa.per_class=2"])
+    assert [row["n_train"] for row in summary["sites"]] == [36 + 2 * 2 * 2] * 3
+    assert sorted(path.name for path in (study.root / "generated").iterdir()) == before
+
+
+def test_a_plan_can_be_tried_dry(trained):
+    plan = dry_run(trained[0], method="mpcpa", backend="local")
+    assert all(row["epsilon"] is None for row in plan["sites"])
 
 
 @pytest.mark.parametrize("missing", ["generator", "model"])

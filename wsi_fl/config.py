@@ -270,6 +270,8 @@ class Mpcpa(Section):
     aggregate: Literal["mean", "weighted_mean", "absolute", "relative", "weighted"] = "mean"
     """How the sites' predictions become one: the mean of their probabilities, as it is or weighted by training rows, or
     an absolute, relative or weighted majority of votes."""
+    per_class: int | None = Field(None, ge=1)
+    """How many of each denoiser's images of each class classifiers learn from; default: all that were drawn."""
 
 
 class Lpips(Section):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from safetensors.torch import save_file
 from torch import from_numpy
 
@@ -18,7 +19,7 @@ from wsi_fl.federation.courier import Courier, Vector
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.files import atomic
-from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
 from wsi_fl.privacy.ledger import PrivacyLedger, Release
@@ -168,13 +169,17 @@ def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) ->
     parts = [] if method.generated == "all" else [site.train]
     with open_store(study, site.name) as store:
         size = input_px(pipeline, store)
-    parts += [_generated(study, key, size) for key in package.values()]
+    parts += [_generated(study, key, size, pipeline.mpcpa.per_class) for key in package.values()]
     site.train = joined(parts)
     site.units = rows_alone(len(site.train))
 
 
-def _generated(study: Study, key: str, size_px: int) -> Examples:
-    return examples_of(PatchStore(study.generated(key)), "train", size_px)
+def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
+    """The images drawn from one denoiser, or the first of each class: they were drawn in turn."""
+    store = PatchStore(study.generated(key))
+    every = examples_of(store, "train", size_px)
+    n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
+    return subset(every, np.arange(n))
 
 
 def hand_over_models(run: RunFolder, sites: Sequence[Site], comm: Comm) -> None:
