@@ -128,6 +128,22 @@ def test_predictions_are_aggregated_by_every_rule(trained):
     assert all(0 <= one["accuracy"] <= 1 and one["n"] == 72 for one in rules.values())
 
 
+def test_an_external_set_is_measured_with_every_row_of_it(trained, tmp_path):
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+    rng = np.random.default_rng(5)
+    y = np.arange(30) % 2
+    np.savez(study.root / "other.npz", x=patches_of(rng, y, 16, (9, 0, 0)), y=y)
+    partition(study, study.root / "other.npz", n_sites=1, prefix="X")
+    settings = ['sites=["S1", "S2", "S3"]', 'evaluate.external=["X1"]']
+    summary = train(study, method="regular", backend="local", overrides=settings)
+    found = evaluate(study, summary["run"])["external_set"]
+    assert found["n"] == 30
+    assert [row["site"] for row in found["rows"]] == ["S1", "S2", "S3"]
+    assert found["aggregated"]["relative"]["n"] == 30
+    again = train(study, method="regular", backend="local", overrides=[*settings, 'evaluate.external=["S1"]'])
+    refused(lambda: evaluate(study, again["run"]), "S1 took part")
+
+
 def test_a_finished_run_and_a_lost_package_are_resumed(trained, tmp_path):
     study, summary = trained
     copy = Study(copytree(study.root, tmp_path / "study"))

@@ -172,6 +172,8 @@ class Audit(Section):
 
 class Evaluate(Section):
     bootstrap: int = Field(1000, ge=0)
+    external: list[str] = []
+    """Sites that take no part, on all of whose patches every model is measured too."""
 
 
 class Predict(Section):

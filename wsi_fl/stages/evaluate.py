@@ -46,6 +46,7 @@ from wsi_fl.stages.data import (
     store_path,
 )
 from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.outside import outside
 from wsi_fl.stages.trained import answering, answers_with, method_of, settings_of
 from wsi_fl.study import Study
 from wsi_fl.types import BagTable, WsiFlError
@@ -86,6 +87,8 @@ def evaluate(
         rows.append(row)
         answers.append(answer)
         watcher.update("evaluate", index + 1, len(sites), site.name)
+    taking_part = [site for site in sites if site.name not in lost]
+    weights = [_n_training(study, pipeline, site) for site in taking_part]
     document = {
         "run": study.relative(run.path),
         "method": method_of(run),
@@ -95,14 +98,18 @@ def evaluate(
         "internal": _over_sites([row["own"] for row in rows]),
         "external": _over_sites([row["external"] for row in rows]) if merged and len(rows) > 1 else None,
         "models": _over_models(rows, merged=merged),
-        "aggregated": _aggregated(study, pipeline, rows, answers, parts)
-        if merged and len(rows) > 1
-        else None,
+        "aggregated": _aggregated(pipeline, weights, answers, parts) if merged and len(rows) > 1 else None,
+        "external_set": outside(study, run, pipeline, taking_part, weights),
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
     write_json(run.path / "evaluation.json", document)
     return document
+
+
+def _n_training(study: Study, pipeline: Pipeline, site: Site) -> float:
+    with open_data(study, site.name, pipeline) as store:
+        return float((store.table.split == "train").sum())
 
 
 def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -169,17 +176,12 @@ def _evaluate_site(
 
 
 def _aggregated(
-    study: Study,
     pipeline: Pipeline,
-    rows: Sequence[Mapping[str, Any]],
+    weights: Sequence[float],
     answers: Sequence[Mapping[str, Probabilities]],
     parts: Mapping[str, tuple[Examples, Table]],
 ) -> dict[str, Any]:
     """All sites' answers as one, on the merged test set, by every rule; a site weighs its training rows."""
-    weights = []
-    for row in rows:
-        with open_data(study, row["site"], pipeline) as store:
-            weights.append(float((store.table.split == "train").sum()))
     said = [np.concatenate([answer[name] for name in answers[0]]) for answer in answers]
     labels = np.concatenate([parts[name][1].label for name in answers[0]])
     return {"rule": pipeline.mpcpa.aggregate, "rules": aggregated_scores(said, labels, weights)}
