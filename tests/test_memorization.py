@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.privacy.memorization import duplicates, judged, nearest
+from wsi_fl.privacy.memorization import duplicates, judged, nearest, nearest_other
 
 
 def films(n, seed, side=8):
@@ -99,3 +99,12 @@ def test_without_held_out_images_nobody_passes(n):
     found = judged(nearest(films(20, 3), training), nearest(films(n, 2), training), 0)
     assert "held-out images" in found.reasons[0]
     assert found.copy_below is None
+
+
+@given(st.integers(2, 30), st.integers(0, 10**6), st.integers(0, 50_000))
+@settings(max_examples=20, deadline=None)
+def test_the_nearest_other_is_never_oneself(n, seed, memory):
+    a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
+    every = np.sqrt(((a[:, None].astype(float) - a[None]) ** 2).reshape(n, n, -1).mean(-1)) / 255
+    np.fill_diagonal(every, np.inf)
+    assert np.allclose(nearest_other(a, memory_bytes=memory), every.min(1))

@@ -118,6 +118,20 @@ def nearest(
     return Nearest(rows, distance[:, 0].copy(), relative)
 
 
+def nearest_other(images: Images, *, memory_bytes: int = _MEMORY_BYTES) -> Distances:
+    """float64[n]: how near every image is to the nearest other one of its set; infinite where there is none."""
+    a = _flat(images)
+    if len(a) < 2:
+        return np.full(len(a), np.inf)
+    out = np.empty(len(a))
+    mine, theirs = _block_sizes(a.shape[1], len(a), 2, memory_bytes)
+    for start in range(0, len(a), mine):
+        best, _ = _nearest_of_block(a[start : start + mine].astype(np.float64), a, 2, theirs)
+        out[start : start + mine] = best[:, 1]  # the first is itself
+    distances: Distances = np.sqrt(out / a.shape[1]) / 255
+    return distances
+
+
 def _flat(images: Images) -> Images:
     return np.ascontiguousarray(images).reshape(len(images), int(np.prod(images.shape[1:])))
 

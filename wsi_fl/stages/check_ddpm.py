@@ -2,8 +2,8 @@
 
 Looks at exactly the images that other sites would draw: `ddpm.samples_per_class` of each class. Three questions, all
 calibrated on held-out real images: how near each generated image is to a training image and whether that one stands
-out (`privacy.memorization`); whether training images are nearer to the generated ones than held-out images are
-(`synthesis.evidence`); and the latter once more by LPIPS, where there are weights.
+out (`privacy.memorization`); whether training images are nearer to the generated ones than held-out images are, for
+how near they are to other real ones (`synthesis.evidence`); and the latter once more by LPIPS, where there are weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes, write_json, write_text
 from wsi_fl.models.lpips import Lpips, pairwise_lpips
-from wsi_fl.privacy.memorization import Memorization, Nearest, duplicates, judged, nearest
+from wsi_fl.privacy.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
 from wsi_fl.stages.console import Silent, Watcher
@@ -36,10 +36,11 @@ from wsi_fl.stages.tile_shards import locked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.synthesis.denoisers import DenoiserFolder
-from wsi_fl.synthesis.evidence import LEAST_HELD_OUT, Comparison, compared, copy_threshold, verdict
+from wsi_fl.synthesis.evidence import COPY, LEAST_HELD_OUT, Comparison, compared, verdict
 from wsi_fl.types import UsageError
 
 _SHOWN = 10
+_LEAST_LPIPS = 1e-6
 NAME = "denoiser"
 
 
@@ -145,7 +146,8 @@ def _result(
 ) -> dict[str, Any]:
     """The document: distances, comparisons, and the verdict."""
     comparisons, copy_below, lpips = _compared(study, pipeline, site, seen)
-    by_sets = verdict(list(comparisons.items()), len(seen.held_out))
+    n_fresh = int((seen.held_out_to_training.distance > 0).sum())
+    by_sets = verdict(list(comparisons.items()), n_fresh)
     reasons = list(dict.fromkeys([*seen.found.reasons, *by_sets["reasons"]]))
     sets = {NAME: seen.generated, "training": seen.training.images}
     quality, note = quality_of(study, pipeline, seen.held_out.images, sets)
@@ -174,39 +176,55 @@ def _result(
 def _compared(
     study: Study, pipeline: Pipeline, site: str, seen: _Seen
 ) -> tuple[dict[str, Comparison], float | None, Lpips | None]:
-    """(training against held-out images by their nearest generated one, in L2 and LPIPS; the L2 of a copy; LPIPS)."""
-    if len(seen.held_out) < LEAST_HELD_OUT:
+    """(training against held-out images by their nearest generated one, in L2 and LPIPS; what a copy is; LPIPS).
+
+    Each distance is divided by that to the nearest other training image. Some images are far from everything,
+    generated or real, and by chance more of them may be held out; what a generator remembers shows in the quotient.
+    An image that is held out and, pixel by pixel, in the training set too is not held out.
+    """
+    memory = pipeline.lpips.memory_mb << 20
+    fresh = seen.held_out_to_training.distance > 0
+    if fresh.sum() < LEAST_HELD_OUT:
         return {}, None, None
-    samples, memory = _rows(seen.generated), pipeline.lpips.memory_mb << 20
+    held_out = _chosen(seen.held_out, fresh)
+    among = nearest_other(_rows(seen.training.images), memory_bytes=memory)
+    training, among = _chosen(seen.training, among > 0), among[among > 0]
     reached = [
-        nearest(_rows(one.images), samples, memory_bytes=memory).distance
-        for one in (seen.training, seen.held_out)
+        nearest(_rows(one.images), _rows(seen.generated), memory_bytes=memory).distance
+        for one in (training, held_out)
     ]
-    copy_below = copy_threshold(seen.held_out_to_training.distance)
-    found = {"nearest sample": compared(reached[0], reached[1], copy_below=copy_below)}
+    outside = seen.held_out_to_training.distance[fresh]
+    found = {"nearest sample": compared(reached[0] / among, reached[1] / outside, copy_below=COPY)}
     if pipeline.lpips.weights is None:
-        return found, copy_below, None
+        return found, COPY, None
     lpips = lpips_of(study, pipeline, site, device_of_rank())
-    found["nearest sample, LPIPS"] = _compared_by_lpips(pipeline, lpips, seen)
-    return found, copy_below, lpips
+    found["nearest sample, LPIPS"] = _compared_by_lpips(pipeline, lpips, training, held_out, seen.generated)
+    return found, COPY, lpips
 
 
-def _compared_by_lpips(pipeline: Pipeline, lpips: Lpips, seen: _Seen) -> Comparison:
+def _chosen(pictures: Pictures, rows: NDArray[np.bool_]) -> Pictures:
+    kept = torch.from_numpy(rows)
+    return Pictures(pictures.images[kept], pictures.labels[kept])
+
+
+def _compared_by_lpips(
+    pipeline: Pipeline, lpips: Lpips, training: Pictures, held_out: Pictures, generated: Tensor
+) -> Comparison:
     few, seed = pipeline.gan.check_images, pipeline.ddpm.seed
-    training, held_out = seen.training.some(few, seed), seen.held_out.some(few, seed)
-    samples = seen.generated[: pipeline.gan.check_samples]
+    training, held_out = training.some(few, seed), held_out.some(few, seed)
+    samples = generated[: pipeline.gan.check_samples]
 
-    def distances(images: Tensor, others: Tensor) -> NDArray[np.float64]:
-        found = pairwise_lpips(
-            lpips, _unit(images), _unit(others), memory_bytes=pipeline.lpips.memory_mb << 20
-        )
-        least: NDArray[np.float64] = found.amin(dim=1).double().cpu().numpy()
-        return least
+    def distances(images: Tensor, others: Tensor) -> Tensor:
+        memory = pipeline.lpips.memory_mb << 20
+        return pairwise_lpips(lpips, _unit(images), _unit(others), memory_bytes=memory).double().cpu()
 
-    below = copy_threshold(distances(held_out.images, training.images))
-    return compared(
-        distances(training.images, samples), distances(held_out.images, samples), copy_below=below
-    )
+    among = distances(training.images, training.images).fill_diagonal_(torch.inf).amin(dim=1)
+    outside = distances(held_out.images, training.images).amin(dim=1)
+    quotients = [
+        (distances(one.images, samples).amin(dim=1) / usual.clamp(min=_LEAST_LPIPS)).numpy()
+        for one, usual in ((training, among), (held_out, outside))
+    ]
+    return compared(quotients[0], quotients[1], copy_below=COPY)
 
 
 def _unit(images: Tensor) -> Tensor:
@@ -224,6 +242,10 @@ def _cautions(seen: _Seen, lpips: Lpips | None) -> list[str]:
         )
     if z.duplicates:
         notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")
+    if twins := int((seen.held_out_to_training.distance == 0).sum()):
+        notes.append(
+            f"{twins} held-out images are exact duplicates of training images; left out of the comparison."
+        )
     if lpips is None:
         notes.append("LPIPS was not computed: lpips.weights is not set.")
     elif not lpips.trained:

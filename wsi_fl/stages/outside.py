@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.learning.aggregation import aggregated_scores
@@ -36,7 +38,10 @@ def outside(
         classes, shape = store.meta.classes, shape_of(pipeline, store)
     examples = joined([_whole(study, pipeline, name, sites, classes) for name in names])
     device = device_of_rank()
-    said = [answering(run, pipeline, site, classes, shape, device).probabilities(examples) for site in sites]
+    with torch.no_grad():
+        said = [
+            answering(run, pipeline, site, classes, shape, device).probabilities(examples) for site in sites
+        ]
     rows = [{"site": site.name, **scores(p, examples.label)} for site, p in zip(sites, said, strict=True)]
     aggregated = aggregated_scores(said, examples.label, weights) if len(said) > 1 else None
     return {"sites": names, "n": len(examples), "rows": rows, "aggregated": aggregated}
