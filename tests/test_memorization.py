@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.privacy.memorization import duplicates, judged, nearest, nearest_other
+from wsi_fl.synthesis.evidence import COPY, compared
 
 
 def films(n, seed, side=8):
@@ -108,3 +109,23 @@ def test_the_nearest_other_is_never_oneself(n, seed, memory):
     every = np.sqrt(((a[:, None].astype(float) - a[None]) ** 2).reshape(n, n, -1).mean(-1)) / 255
     np.fill_diagonal(every, np.inf)
     assert np.allclose(nearest_other(a, memory_bytes=memory), every.min(1))
+
+
+def quotients(images, others, usual):
+    return nearest(images, others).distance / usual
+
+
+def test_a_chance_split_is_no_verdict_but_remembering_is():
+    """Held-out images that are far from everything are far from an honest generator too."""
+    training, odd = films(150, 1), films(60, 2).astype(int)
+    odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
+    among, outside = nearest_other(training), nearest(odd, training).distance
+    honest = films(300, 3)
+    bare = compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
+    assert bare.reasons("bare"), "this is what dividing is for"
+    over = [quotients(training, honest, among), quotients(odd, honest, outside)]
+    assert compared(*over, copy_below=COPY).reasons("over") == []
+    noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
+    remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
+    over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
+    assert compared(*over, copy_below=COPY).reasons("over")
