@@ -312,7 +312,8 @@ def train(
     method: Annotated[
         str,
         typer.Option(
-            help="proxyfl, fml, fedavg, avgpush, cwt; joint: all data pooled; regular: every site alone."
+            help="proxyfl, fml, fedavg, avgpush, cwt, mpcpa; joint: all data pooled; regular: every site alone; "
+            "generated: all sites' generated images."
         ),
     ] = "proxyfl",
     pipeline: Pipeline = None,
@@ -330,6 +331,12 @@ def train(
         list[str] | None,
         typer.Option(metavar="SITE", help="With --resume: go on without this site. Repeatable."),
     ] = None,
+    baselines: Annotated[
+        bool,
+        typer.Option(
+            "--baselines", help="mpcpa: own, all original, all generated and FedAvg too, in a table."
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
     ] = False,
@@ -340,6 +347,8 @@ def train(
         raise UsageError("a resumed run keeps its configuration; leave out --set, --pipeline and --seeds")
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
+    if baselines and (method != "mpcpa" or resume is not None or seeds is not None or dry_run):
+        raise UsageError("--baselines belongs to --method mpcpa, alone")
     study = _study()
     chosen: dict[str, Any] = {"method": method, "pipeline_name": pipeline, "overrides": overrides or []}
     from wsi_fl.stages import plan, series
@@ -349,6 +358,14 @@ def train(
     if dry_run:
         cost = plan.dry_run(study, **chosen, backend=backend)
         _out(cost) if as_json else plan.print_plan(cost)
+        return
+    if baselines:
+        from wsi_fl.stages.mpcpa_table import mpcpa_table, print_mpcpa
+
+        chosen.pop("method")
+        with Bars("train") as bars:
+            table = mpcpa_table(study, **chosen, backend=backend, watcher=bars)
+        _out(table) if as_json else print_mpcpa(table)
         return
     with Bars("train") as bars:
         if resume is not None:

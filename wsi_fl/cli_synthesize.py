@@ -27,6 +27,13 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."
     ),
 ]
+Generator = Annotated[
+    str | None, typer.Option(help="gan or ddpm. Default: synthesis.generator of the pipeline.")
+]
+
+
+def _with_generator(overrides: list[str] | None, generator: str | None) -> list[str]:
+    return [*(overrides or []), *([f"synthesis.generator={generator}"] if generator else [])]
 
 
 def _study() -> Study:
@@ -45,11 +52,12 @@ def train(
     again: Annotated[
         bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
     ] = False,
+    generator: Generator = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Train a class-conditional StyleGAN2-ADA on a site's training patches, then on with the privacy loss."""
+    """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
     study = _study()
     from wsi_fl.stages.console import Bars
     from wsi_fl.stages.synthesize import print_trained, train_generator
@@ -59,7 +67,7 @@ def train(
             study,
             site=site,
             pipeline_name=pipeline,
-            overrides=overrides or [],
+            overrides=_with_generator(overrides, generator),
             again=again,
             watcher=bars,
         )
@@ -72,6 +80,9 @@ def sample(
     n_per_class: Annotated[int, typer.Option(help="Synthetic patches of each class.")],
     name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
     seed: Annotated[int, typer.Option(help="Of the latents.")] = 0,
+    generator: Annotated[
+        str | None, typer.Option(help="gan or ddpm. Default: the one that the site has.")
+    ] = None,
     as_site: Annotated[
         bool,
         typer.Option(
@@ -97,6 +108,7 @@ def sample(
         n_per_class=n_per_class,
         name=name,
         seed=seed,
+        generator=generator,
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
@@ -106,6 +118,7 @@ def sample(
 @app.command()
 def check(
     site: SiteName,
+    generator: Generator = None,
     pipeline: Pipeline = None,
     overrides: Set = None,
     as_json: Json = False,
@@ -116,7 +129,13 @@ def check(
     from wsi_fl.stages.synthesize_check import check, print_check
 
     with Bars("synthesize check") as bars:
-        document = check(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+        document = check(
+            study,
+            site=site,
+            pipeline_name=pipeline,
+            overrides=_with_generator(overrides, generator),
+            watcher=bars,
+        )
     _out(document) if as_json else print_check(document)
     if not document["passed"]:
         raise typer.Exit(1)

@@ -173,6 +173,8 @@ class Audit(Section):
 
 class Evaluate(Section):
     bootstrap: int = Field(1000, ge=0)
+    external: list[str] = []
+    """Sites that take no part, on all of whose patches every model is measured too."""
 
 
 class Predict(Section):
@@ -232,6 +234,53 @@ class Gan(Section):
     seed: int = 0
 
 
+class Synthesis(Section):
+    generator: Literal["gan", "ddpm"] = "gan"
+    """What `synthesize` trains, checks and samples: a StyleGAN2-ADA or a denoising diffusion model."""
+
+
+class Ddpm(Section):
+    """The conditional denoising diffusion model of a site; `synthesize` and the method mpcpa read it."""
+
+    resolution: Literal[8, 16, 32, 64, 128, 256] = 64
+    channels: list[int] = Field([64, 128, 128], min_length=2)
+    """Feature maps of the U-Net at each resolution, the finest first; attention at the coarsest."""
+    layers: int = Field(1, ge=1)
+    """Residual blocks at each."""
+    chain: int = Field(1000, ge=2)
+    """Steps of the diffusion."""
+    schedule: Literal["linear", "squaredcos_cap_v2"] = "linear"
+    steps: int | None = Field(None, ge=1)
+    """Of training; default: by the rule for epochs, more for more classes and for fewer images."""
+    batch_size: int = Field(16, ge=1)
+    lr: float = Field(2e-4, gt=0)
+    ema: float = Field(0.999, ge=0, lt=1)
+    """What the moving average of the weights keeps of itself at each step."""
+    class_dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of images shown without their class while training; classifier-free guidance needs some, 0.1 say."""
+    guidance: float = Field(1.0, ge=0)
+    """1 draws from the conditional model as it is; more draws images more typical of their class."""
+    sampler: Literal["ddpm", "ddim", "dpm++"] = "ddim"
+    sampling_steps: int = Field(25, ge=1)
+    """Of each image; sampler ddpm with the whole chain is the paper's."""
+    sampling_batch: int = Field(64, ge=1)
+    samples_per_class: int = Field(3200, ge=1)
+    """Images of each class that `check` looks at and that a site draws from another's denoiser."""
+    checkpoint_every: int = Field(500, ge=1)
+    """Steps."""
+    seed: int = 0
+
+
+class Mpcpa(Section):
+    """Diffusion models travel once, predictions are aggregated (method mpcpa)."""
+
+    aggregate: Literal["mean", "weighted_mean", "absolute", "relative", "weighted"] = "mean"
+    """How the sites' predictions become one: the mean of their probabilities, as it is or weighted by training rows, or
+    an absolute, relative or weighted majority of votes."""
+    per_class: int | None = Field(None, ge=1)
+    """How many of each denoiser's images of each class classifiers learn from; default: all that were drawn."""
+
+
 class Lpips(Section):
     weights: str | None = None
     """A local safetensors file of a VGG-16 with torchvision's names, or "random:SEED", an untrained substitute for
@@ -261,7 +310,10 @@ class Pipeline(Section):
     audit: Audit = Audit()
     evaluate: Evaluate = Evaluate()
     predict: Predict = Predict()
+    synthesis: Synthesis = Synthesis()
     gan: Gan = Gan()
+    ddpm: Ddpm = Ddpm()
+    mpcpa: Mpcpa = Mpcpa()
     lpips: Lpips = Lpips()
 
     @property

@@ -164,6 +164,28 @@ class SiteFolder:
         path = self.path / "canaries.json"
         return dict(read_json(path)) if path.exists() else None
 
+    def remember_package(self, images: Mapping[str, str]) -> None:
+        """Notes which generated images the site learns from: {site whose denoiser drew them: key of their store}."""
+        write_json(self.path / "package.json", {"images": dict(images)})
+
+    def package(self) -> dict[str, str] | None:
+        """What `remember_package` noted."""
+        path = self.path / "package.json"
+        return dict(read_json(path)["images"]) if path.exists() else None
+
+    def note_transfer(self, transfer: Mapping[str, Any]) -> None:
+        """Writes down what the site, or the server beside it, sent: {"what", "from", "to", "bytes", "seconds"}.
+
+        What is sent once more after a restart is one transfer.
+        """
+        same = ("what", "from", "to")
+        if not any(all(line[k] == transfer[k] for k in same) for line in self.transfers()):
+            append_line(self.path / "transfers.jsonl", transfer)
+
+    def transfers(self) -> list[dict[str, Any]]:
+        """What `note_transfer` wrote down."""
+        return read_lines(self.path / "transfers.jsonl")
+
     def log_round(self, document: Mapping[str, Any]) -> None:
         """Appends the line of one round."""
         append_line(self.metrics_path, document)

@@ -63,6 +63,14 @@ class Study:
         """The folder of a site's generator."""
         return self.root / "generators" / site
 
+    def denoiser(self, site: str) -> Path:
+        """The folder of a site's diffusion model."""
+        return self.root / "denoisers" / site
+
+    def generated(self, key: str) -> Path:
+        """The store of images drawn from a denoiser that a site released, or is about to."""
+        return self.root / "generated" / key / "patches.h5"
+
     def ledger(self, site: str) -> Path:
         return self.root / "ledgers" / f"{site}.jsonl"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class Method:
         learns_from_private: whether the model under differential privacy has a teacher trained without it, so
             that its ε is nominal unless β = 0.
         pooled: whether every model trains on all sites' data: what nobody may do, and what all are measured against.
+        generated: whose generated images a site learns from too: the others', all sites' and nothing else, or nobody's.
     """
 
     prepare: Callable[[MakeLearner], Learners]
@@ -53,6 +54,7 @@ class Method:
     travels: str | None
     learns_from_private: bool = False
     pooled: bool = False
+    generated: Literal["", "others", "all"] = ""
 
 
 def _private_with_dp(make: MakeLearner) -> Learners:
@@ -61,6 +63,10 @@ def _private_with_dp(make: MakeLearner) -> Learners:
 
 def _common_with_dp(make: MakeLearner) -> Learners:
     return {"private": make("private", dp=True, common=True)}
+
+
+def _private_without_dp(make: MakeLearner) -> Learners:
+    return {"private": make("private", dp=False)}
 
 
 def _private_and_dp_proxy(make: MakeLearner) -> Learners:
@@ -145,5 +151,21 @@ METHODS: dict[str, Method] = {
         predict=_private_logits,
         travels="proxy",
         learns_from_private=True,
+    ),
+    "generated": Method(
+        prepare=_private_without_dp,
+        step=_supervised,
+        exchange=topology.none,
+        predict=_private_logits,
+        travels=None,
+        generated="all",
+    ),
+    "mpcpa": Method(
+        prepare=_private_without_dp,
+        step=_supervised,
+        exchange=topology.none,
+        predict=_private_logits,
+        travels=None,
+        generated="others",
     ),
 }

@@ -17,7 +17,8 @@ METHODS = {
     "fml": ("FML", "proxies averaged, central"),
     "proxyfl": ("ProxyFL", "proxies travel, no centre"),
     "replay": ("Replay", "synthetic data shared"),
-    "mpcpa": ("MPCPA", "synthetic data shared"),
+    "mpcpa": ("MPCPA", "own and others' generated data"),
+    "generated": ("Generated", "all sites' generated data alone"),
 }
 """What a method is called and, in a few words, what it does."""
 NOT_FEDERATED = ("regular", "joint")

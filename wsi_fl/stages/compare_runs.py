@@ -24,7 +24,7 @@ from wsi_fl.types import UsageError, WsiFlError
 BASELINE = "regular"
 _NO_EFFECT = (
     *("sites", "slides.", "tile.", "store.", "mosaic.", "features.", "subtypes.", "comm.", "evaluate."),
-    *("predict.threshold", "predict.top_k"),
+    *("predict.threshold", "predict.top_k", "synthesis.", "gan.", "lpips.", "mpcpa.aggregate"),
 )
 """Settings that change nothing about what is learned from a given store, or answered."""
 _REPEATS = (
@@ -78,6 +78,8 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         without += ["privacy.", "train.after_budget"]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own
         without += ["privacy.sigma", "train.batch_size"]
+    if not row.generated:
+        without += ["ddpm.", "mpcpa."]
     if row.travels is None:
         without += ["topology.", "train.optimizer_after_exchange"]
     if not row.learns_from_private:  # it has no proxy

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.config import Pipeline, Site
 from wsi_fl.files import write_json, write_text
+from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import (
@@ -45,6 +46,7 @@ from wsi_fl.stages.data import (
     store_path,
 )
 from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.outside import outside
 from wsi_fl.stages.trained import answering, answers_with, method_of, settings_of
 from wsi_fl.study import Study
 from wsi_fl.types import BagTable, WsiFlError
@@ -74,15 +76,19 @@ def evaluate(
     if not any(len(part) for part, _ in parts.values()):
         command, word = ("mosaic" if of_slides(pipeline) else "tile"), example_word(pipeline)
         raise WsiFlError(f"no site has test {word}; {command} with {command}.test_fraction above 0")
-    rows = []
+    rows, answers = [], []
     lost = {loss["site"] for loss in run.losses()}
     for index, site in enumerate(sites):
         if site.name in lost:
             continue
         watcher.update("evaluate", index, len(sites), site.name)
         seen = parts if merged else {site.name: parts[site.name]}
-        rows.append(_evaluate_site(study, run, pipeline, site, seen))
+        row, answer = _evaluate_site(study, run, pipeline, site, seen)
+        rows.append(row)
+        answers.append(answer)
         watcher.update("evaluate", index + 1, len(sites), site.name)
+    taking_part = [site for site in sites if site.name not in lost]
+    weights = [_n_training(study, pipeline, site) for site in taking_part]
     document = {
         "run": study.relative(run.path),
         "method": method_of(run),
@@ -92,11 +98,18 @@ def evaluate(
         "internal": _over_sites([row["own"] for row in rows]),
         "external": _over_sites([row["external"] for row in rows]) if merged and len(rows) > 1 else None,
         "models": _over_models(rows, merged=merged),
+        "aggregated": _aggregated(pipeline, weights, answers, parts) if merged and len(rows) > 1 else None,
+        "external_set": outside(study, run, pipeline, taking_part, weights),
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
     write_json(run.path / "evaluation.json", document)
     return document
+
+
+def _n_training(study: Study, pipeline: Pipeline, site: Site) -> float:
+    with open_data(study, site.name, pipeline) as store:
+        return float((store.table.split == "train").sum())
 
 
 def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -127,8 +140,8 @@ def _evaluate_site(
     pipeline: Pipeline,
     site: Site,
     seen: Mapping[str, tuple[Examples, Table]],
-) -> dict[str, Any]:
-    """What answers for one site, on the parts that it may see: its own, or everybody's."""
+) -> tuple[dict[str, Any], dict[str, Probabilities]]:
+    """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
     store = open_data(study, site.name, pipeline)
     remember(run.site(site.name), store)
     said = _predicted(run, pipeline, site, store, {name: examples for name, (examples, _) in seen.items()})
@@ -150,7 +163,7 @@ def _evaluate_site(
         else own
     )
     others = {name: p for name, p in predicted.items() if name != site.name}
-    return {
+    row = {
         "site": site.name,
         "with": answer,
         **everything,
@@ -159,6 +172,19 @@ def _evaluate_site(
         "parts": {name: scores(p, tables[name].label) for name, p in predicted.items()},
         "models": {name: _scores(p, tables, site.name) for name, p in said.items()},
     }
+    return row, predicted
+
+
+def _aggregated(
+    pipeline: Pipeline,
+    weights: Sequence[float],
+    answers: Sequence[Mapping[str, Probabilities]],
+    parts: Mapping[str, tuple[Examples, Table]],
+) -> dict[str, Any]:
+    """All sites' answers as one, on the merged test set, by every rule; a site weighs its training rows."""
+    said = [np.concatenate([answer[name] for name in answers[0]]) for answer in answers]
+    labels = np.concatenate([parts[name][1].label for name in answers[0]])
+    return {"rule": pipeline.mpcpa.aggregate, "rules": aggregated_scores(said, labels, weights)}
 
 
 def _scores(predicted: Mapping[str, Probabilities], tables: Mapping[str, Table], own: str) -> dict[str, Any]:
@@ -303,4 +329,9 @@ def print_evaluation(document: dict[str, Any]) -> None:
         table.add_section()
         table.add_row("mean ± sd", "", *means)
     stderr.print(table)
+    if together := document["aggregated"]:
+        one = together["rules"][together["rule"]]
+        say(
+            f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
+        )
     say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from wsi_fl import config
+from wsi_fl import __version__, config
 from wsi_fl.config import Pipeline
 from wsi_fl.models.lpips import RANDOM, Lpips, load_lpips
 from wsi_fl.stages.data import examples_of, open_store
@@ -167,3 +170,57 @@ def settings_document(
         "privacy": privacy if gan.privacy_iterations else None,
         "seed": gan.seed,
     }
+
+
+def forget(folder: Path) -> None:
+    """Removes all that a generator's folder holds, but for its lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+
+
+ByPhase = Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
+"""Settings → those that decide the first phase of training, and those of the second alone."""
+
+
+def begin_document(
+    study: Study,
+    site: str,
+    folder: GeneratorFolder,
+    settings: dict[str, Any],
+    store: dict[str, Any],
+    by_phase: ByPhase = lambda settings: (settings, {}),
+) -> None:
+    """Begins the document of a generator, or makes sure that it is about the same training.
+
+    What the second phase alone depends on may change until that has begun.
+    """
+    known = folder.document()
+    if known is None:
+        folder.write_document(
+            {
+                "site": site,
+                "tool_version": __version__,
+                "settings": settings,
+                "store": store,
+                "phases": {},
+                "finished": False,
+            }
+        )
+        return
+    where = study.relative(folder.path)
+    if known["store"] != store:
+        raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
+    (first, second), (known_first, known_second) = by_phase(settings), by_phase(known["settings"])
+    if other := [key for key, value in first.items() if known_first.get(key) != value]:
+        raise UsageError(
+            f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew"
+        )
+    if second != known_second:
+        if known["finished"] or max(folder.iterations(), default=0) > settings["iterations"]:
+            raise UsageError(
+                f"{where}: a generator with other settings of the privacy loss is there; --again trains anew"
+            )
+        folder.write_document(known | {"settings": settings})  # nothing has depended on them yet

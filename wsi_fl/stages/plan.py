@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from wsi_fl.config import Pipeline
+from wsi_fl import config
+from wsi_fl.config import Allowed, Pipeline
 from wsi_fl.federation import preflight
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import Site
@@ -20,7 +21,7 @@ from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.account import planned, spent_words
 from wsi_fl.stages.console import say
-from wsi_fl.stages.data import example_word, of_slides, open_data, store_path
+from wsi_fl.stages.data import example_word, of_images, of_slides, open_data, store_path
 from wsi_fl.stages.stains import stains_of
 from wsi_fl.stages.workshop import (
     assemble,
@@ -54,6 +55,8 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
                 f"sites/{site.name}.toml: a model without differential privacy may not leave this site; "
                 'add allow = ["model"] there, or switch privacy on'
             )
+    if row.generated:
+        _check_generated(sites, pipeline, method)
     if row.pooled and (shut := [site.name for site in sites if not site.allows("patches")]):
         raise UsageError(
             f'sites/{shut[0]}.toml: {method} needs every site\'s patches; allow = ["patches"] would let them'
@@ -70,6 +73,21 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     for site in sites:
         if stores and (site.allows("patches") or not store_path(study, site.name, pipeline).exists()):
             open_data(study, site.name, pipeline).close()
+
+
+def _check_generated(sites: Sequence[config.Site], pipeline: Pipeline, method: str) -> None:
+    """Generators and the models that learned from their images leave without differential privacy, if at all."""
+    if not of_images(pipeline):
+        raise UsageError(f"{method} generates images; set train.data = 'patches'")
+    if pipeline.privacy.enabled:
+        raise UsageError(f"{method} has no differential privacy and claims none; set privacy.enabled=false")
+    needed: tuple[Allowed, ...] = ("generator", "model")
+    for what in needed:
+        if shut := [site.name for site in sites if not site.allows(what)]:
+            raise UsageError(
+                f"sites/{shut[0]}.toml: {method} lets a {what} leave this site without differential privacy; "
+                'allow = ["generator", "model"] would let it'
+            )
 
 
 def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:

@@ -54,8 +54,14 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         for site in sites:
             remember_spending(site, pipeline)
             remember_canaries(site)
+        if METHODS[method].generated:
+            from wsi_fl.stages import mpcpa  # diffusers takes seconds to import
+
+            mpcpa.bring_generated(study, pipeline, METHODS[method], sites, comm, watcher)
         report = _reporter(sites, pipeline, watcher)
         loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
+        if METHODS[method].generated == "others":
+            mpcpa.hand_over_models(run, sites, comm)
     rows = comm.gather([_row(site) for site in sites], patient=True)
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
@@ -173,6 +179,7 @@ def _row(site: Site) -> dict[str, Any]:
     lines = site.folder.metrics()  # of all rounds, those before a restart too
     took_part = sum(line["takes_part"] for line in lines)
     terms = site.ledger.terms
+    sent = site.folder.transfers()
     return {
         "site": site.name,
         "epsilon": site.ledger.epsilon(),
@@ -190,9 +197,10 @@ def _row(site: Site) -> dict[str, Any]:
         "canaries": len(site.canaries.included) if site.canaries else 0,
         "group": None if terms.lifetime else group_of(site),
         "trained_seconds": sum(line["seconds"] for line in lines),
-        **{
-            name: sum(line[name] for line in lines) for name in ("messages", "bytes", "communication_seconds")
-        },
+        "messages": sum(line["messages"] for line in lines) + len(sent),
+        "bytes": sum(line["bytes"] for line in [*lines, *sent]),
+        "communication_seconds": sum(line["communication_seconds"] for line in lines)
+        + sum(line["seconds"] for line in sent),
     }
 
 

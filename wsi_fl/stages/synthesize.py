@@ -6,11 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite
-from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
-from wsi_fl import __version__
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes
 from wsi_fl.models.lpips import Lpips, embeddings
@@ -20,7 +17,9 @@ from wsi_fl.stages.data import store_digest
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.generators import (
     Pictures,
+    begin_document,
     folder_of,
+    forget,
     gan_shape,
     gan_terms,
     lpips_of,
@@ -80,24 +79,20 @@ def train_generator(
     """
     began = time.perf_counter()
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+    if pipeline.synthesis.generator == "ddpm":
+        from wsi_fl.stages.synthesize_ddpm import train_denoiser  # diffusers takes seconds to import
+
+        return train_denoiser(study, pipeline, site, again=again, watcher=watcher)
     folder = folder_of(study, site)
     with locked(folder.path, site):
         if again:
-            _forget(folder.path)
+            forget(folder.path)
         job = _prepared(study, site, pipeline, folder, watcher or Silent())
         document = folder.document()
         assert document is not None
         if not document["finished"]:
             _train(job)
     return _summary(study, site, folder, time.perf_counter() - began)
-
-
-def _forget(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
 
 
 def _prepared(study: Study, site: str, pipeline: Pipeline, folder: GeneratorFolder, watcher: Watcher) -> _Job:
@@ -116,47 +111,19 @@ def _prepared(study: Study, site: str, pipeline: Pipeline, folder: GeneratorFold
         raise WsiFlError(f"site {site}: its store has no training patches to learn from")
     lpips = lpips_of(study, pipeline, site, device) if gan.privacy_iterations else None
     settings = settings_document(pipeline, shape, terms, lpips.label if lpips else None)
-    _remember(
-        study, site, folder, settings, {"sha256": digest, "n": len(pictures), "classes": classes, **patch}
+    begin_document(
+        study,
+        site,
+        folder,
+        settings,
+        {"sha256": digest, "n": len(pictures), "classes": classes, **patch},
+        _by_phase,
     )
     on_device = Pictures(pictures.images.to(device), pictures.labels.to(device))
     state = GanState(shape, terms, seed=gan.seed, device=device)
     if folder.load_state(state):
         folder.forget_after(state.iteration)
     return _Job(site, pipeline, folder, state, on_device, lpips, watcher)
-
-
-def _remember(
-    study: Study, site: str, folder: GeneratorFolder, settings: dict[str, Any], store: dict[str, Any]
-) -> None:
-    """Begins gan.json, or makes sure that it is about the same training."""
-    known = folder.document()
-    if known is None:
-        folder.write_document(
-            {
-                "site": site,
-                "tool_version": __version__,
-                "settings": settings,
-                "store": store,
-                "phases": {},
-                "finished": False,
-            }
-        )
-        return
-    where = study.relative(folder.path)
-    if known["store"] != store:
-        raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
-    first, second = _by_phase(settings), _by_phase(known["settings"])
-    if other := [key for key, value in first[0].items() if second[0].get(key) != value]:
-        raise UsageError(
-            f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew"
-        )
-    if first[1] != second[1]:
-        if known["finished"] or max(folder.iterations(), default=0) > settings["iterations"]:
-            raise UsageError(
-                f"{where}: a generator with other settings of the privacy loss is there; --again trains anew"
-            )
-        folder.write_document(known | {"settings": settings})  # nothing has depended on them yet
 
 
 def _by_phase(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -263,6 +230,11 @@ def _summary(study: Study, site: str, folder: GeneratorFolder, seconds: float) -
 
 def print_trained(document: dict[str, Any]) -> None:
     """What there is now, and what to do next."""
+    if document.get("kind") == "ddpm":
+        from wsi_fl.stages import synthesize_ddpm
+
+        synthesize_ddpm.print_trained(document)
+        return
     say(
         f"generator of site {document['site']}: {document['resolution']} px, {document['iterations']} iterations, then "
         f"{document['privacy_iterations']} with the privacy loss; {document['generator']}"

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes, write_json, write_text
-from wsi_fl.models.encoder import encode
 from wsi_fl.models.lpips import Lpips, pairwise_lpips
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
@@ -34,7 +33,7 @@ from wsi_fl.stages.generators import (
     shared_phase,
     trained_folder,
 )
-from wsi_fl.stages.mosaic import encoder_of
+from wsi_fl.stages.quality import quality_of
 from wsi_fl.stages.tile_shards import locked
 from wsi_fl.study import Study
 from wsi_fl.synthesis.evidence import (
@@ -42,8 +41,6 @@ from wsi_fl.synthesis.evidence import (
     Comparison,
     compared,
     copy_threshold,
-    frechet_distance,
-    kernel_distance,
     moved,
     spread,
     verdict,
@@ -53,10 +50,9 @@ from wsi_fl.synthesis.gan import to_images
 from wsi_fl.synthesis.projection import Projections, projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 _SHOWN = 10
-_ENCODED = 64
 
 
 @dataclass(frozen=True)
@@ -107,6 +103,10 @@ def check(
     """Writes `check.json` and `check/` beside the generator; returns the verdict, the `--json` document."""
     began = time.perf_counter()
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+    if pipeline.synthesis.generator == "ddpm":
+        from wsi_fl.stages.check_ddpm import check_denoiser  # diffusers takes seconds to import
+
+        return check_denoiser(study, pipeline, site, watcher=watcher)
     folder, document = trained_folder(study, site)
     device = device_of_rank()
     lpips = lpips_of(study, pipeline, site, device)
@@ -203,7 +203,8 @@ def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase
         calibration = copy_threshold(between_real)
         comparisons = {name: _comparisons(one, calibration) for name, one in found.items()}
     judged = verdict(list(comparisons.get(phase, {}).items()), len(real.held_out))
-    quality, note = _quality(study, job, real, found)
+    sets = {name: one.samples for name, one in found.items()} | {"training": real.training.images}
+    quality, note = quality_of(study, job.pipeline, real.held_out.images, sets)
     return {
         "site": site,
         **judged,
@@ -247,32 +248,6 @@ def _projection_document(job: _Check, found: dict[Phase, _Found]) -> dict[str, A
         **{name: asdict(spread(values)) for name, values in distances.items()},
         "moved": paired,
     }
-
-
-def _quality(
-    study: Study, job: _Check, real: _Real, found: dict[Phase, _Found]
-) -> tuple[dict[str, Any], str | None]:
-    """(FID and KID of each generator and of training images, all against held-out images; why there are none)."""
-    reference = real.held_out
-    if len(reference) < LEAST_HELD_OUT:
-        return {}, "FID and KID need held-out images"
-    try:
-        encoder = encoder_of(study, job.pipeline.encoding, torch.get_num_threads(), "features")
-    except WsiFlError as error:
-        return {}, f"FID and KID were not computed: {error}"
-
-    def features(images: Tensor) -> NDArray[np.float32]:
-        pixels = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
-        return encode((pixels[k : k + _ENCODED] for k in range(0, len(pixels), _ENCODED)), encoder)
-
-    target = features(reference.images)
-    sets: dict[str, Tensor] = {name: one.samples[: len(reference)] for name, one in found.items()}
-    rows: dict[str, Any] = {"encoder": encoder.label, "n": len(reference)}
-    sets["training"] = real.training.images[: len(reference)]
-    for name, images in sets.items():
-        mine = features(images)
-        rows[name] = {"fid": frechet_distance(mine, target), "kid": kernel_distance(mine, target)}
-    return rows, None
 
 
 def _cautions(job: _Check) -> list[str]:
@@ -324,14 +299,20 @@ def print_check(document: dict[str, Any]) -> None:
     )
     for reason in document["reasons"]:
         say(f"  {reason}", "red")
-    for name in ("before", "after"):
-        if one := document["projection"].get(name):
+    for name in ("before", "after", "denoiser"):
+        if one := (document["projection"] or {}).get(name):
             say(
                 f"  projections {name}: median LPIPS {one['median']:.4f}, "
                 f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
             )
         if one := document["quality"].get(name):
             say(f"  quality {name}: FID {one['fid']:.1f}, KID {one['kid']:.4f}")
+    if z := document.get("memorization"):
+        say(
+            f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "
+            f"{z['held_out_least']:.4f}, {z['held_out_median']:.4f}); "
+            f"below 0.1: {z['below_paper']} of {z['n_generated']}"
+        )
     for note in document["notes"]:
         say(f"  {note}", "yellow")
     say(f"  {document['files']['page']}")

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from wsi_fl.config import Site, dump_toml, validated
 from wsi_fl.files import write_text
 from wsi_fl.stages.console import say
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.generators import check_state, shared_phase, trained_folder
+from wsi_fl.stages.synthetic import as_pixels, reduced_spec, write_synthetic
 from wsi_fl.stages.tile_shards import locked
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
-from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
+from wsi_fl.types import PatchTable, UsageError, WsiFlError
 
-_SLIDE = "synthetic"
 _CHUNK = 256
 
 
@@ -37,6 +34,7 @@ def sample(
     n_per_class: int,
     name: str | None = None,
     seed: int = 0,
+    generator: str | None = None,
     as_site: bool = False,
     despite_failed_check: bool = False,
 ) -> dict[str, Any]:
@@ -44,6 +42,7 @@ def sample(
 
     Args:
         name: default `<site>-synthetic`.
+        generator: "gan" or "ddpm"; default: the one that the site has, a GAN where it has both.
         as_site: also writes a site file, so that every command takes the store by name.
         despite_failed_check: writes the set although the check failed or was not run; the store says so.
 
@@ -54,8 +53,17 @@ def sample(
     began = time.perf_counter()
     name = name or f"{site}-synthetic"
     target = _target(name, n_per_class, seed)
-    folder, document = trained_folder(study, site)
-    provenance = _provenance(folder, document, seed)
+    ddpm = _of_ddpm(study, site, generator)
+    if ddpm:
+        from wsi_fl.stages.sample_ddpm import (
+            ddpm_provenance,
+            write_drawn,
+        )  # diffusers takes seconds to import
+
+        document, provenance = ddpm_provenance(study, site, seed)
+    else:
+        folder, document = trained_folder(study, site)
+        provenance = _provenance(folder, document, seed)
     if provenance["check"] != "passed" and not despite_failed_check:
         raise WsiFlError(
             f"site {site}: no shareable set is written, the check of this generator was {_outcome(provenance)}. "
@@ -64,8 +72,11 @@ def sample(
     _refuse_taken(study, name, as_site)
     meta = _meta(name, document, provenance)
     with locked(study.store(name).parent, name):
-        generator = folder.load_generator(provenance["phase"], device_of_rank())
-        table = _write(study, meta, generator, n_per_class, provenance)
+        if ddpm:
+            table = write_drawn(study, meta, site, n_per_class, provenance)
+        else:
+            gan = folder.load_generator(provenance["phase"], device_of_rank())
+            table = _write(study, meta, gan, n_per_class, provenance)
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         first = f"# made by {command}; every patch is synthetic"
@@ -80,6 +91,15 @@ def sample(
         "site_file": study.relative(_site_file(study, name)) if as_site else None,
         "seconds": time.perf_counter() - began,
     }
+
+
+def _of_ddpm(study: Study, site: str, generator: str | None) -> bool:
+    if generator not in {None, "gan", "ddpm"}:
+        raise UsageError(f"--generator {generator!r}: use gan or ddpm")
+    if generator is None:
+        name = study.site(site).name
+        return study.denoiser(name).exists() and not study.generator(name).exists()
+    return generator == "ddpm"
 
 
 def _provenance(folder: GeneratorFolder, document: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -109,9 +129,8 @@ def _outcome(provenance: dict[str, Any]) -> str:
 
 
 def _meta(name: str, document: dict[str, Any], provenance: dict[str, Any]) -> StoreMeta:
-    """The grid of the real patches, reduced: as many µm on fewer pixels."""
     real, resolution = document["store"], document["settings"]["shape"]["resolution"]
-    spec = GridSpec(resolution, real["mpp"] * real["size_px"] / resolution, resolution)
+    spec = reduced_spec(real["size_px"], real["mpp"], resolution)
     return StoreMeta(name, tuple(real["classes"]), spec, json.dumps(provenance, sort_keys=True))
 
 
@@ -146,27 +165,9 @@ def _write(
     study: Study, meta: StoreMeta, generator: Generator, n_per_class: int, provenance: dict[str, Any]
 ) -> PatchTable:
     labels = balanced_labels(len(meta.classes), n_per_class)
-    n = len(labels)
-    table = PatchTable(
-        np.zeros((n, 2), np.int64),
-        labels,
-        np.full(n, np.nan, np.float32),
-        np.full(n, _SLIDE),
-        np.array([f"synthetic_{k}" for k in range(n)]),
-        np.full(n, "train"),
-    )
-    path = study.store(meta.site)
-    shard = path.parent / "slides" / f"{_SLIDE}.h5"
-    shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
     images = sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
-    pixels = images.permute(0, 2, 3, 1).numpy()
-    write_shard(shard, shard_meta, table, _chunks(pixels), channels=pixels.shape[-1])
-    return write_columns(path, meta, [shard])
-
-
-def _chunks(pixels: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
-    for start in range(0, len(pixels), _CHUNK):
-        yield pixels[start : start + _CHUNK]
+    chunks = as_pixels(torch.split(images, _CHUNK))
+    return write_synthetic(study.store(meta.site), meta, labels, chunks, images.shape[1])
 
 
 def print_sampled(document: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wsi_fl.files import append_line, atomic, read_json, read_lines, write_json, write_text
-from wsi_fl.synthesis.gan import GanState
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 from wsi_fl.types import WsiFlError
 
@@ -32,8 +31,22 @@ Phase = Literal["before", "after"]
 _KEPT = 2
 
 
+class State(Protocol):
+    """All that a training goes on from: tensors by name, and a JSON document."""
+
+    iteration: int
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+    def document(self) -> dict[str, Any]: ...
+
+    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None: ...
+
+
 class GeneratorFolder:
     """`generators/<site>`."""
+
+    name: ClassVar[str] = "gan.json"
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,11 +61,11 @@ class GeneratorFolder:
 
     def document(self) -> dict[str, Any] | None:
         """gan.json, once training has begun."""
-        path = self.path / "gan.json"
+        path = self.path / self.name
         return dict(read_json(path)) if path.exists() else None
 
     def write_document(self, document: Mapping[str, Any]) -> None:
-        write_json(self.path / "gan.json", document)
+        write_json(self.path / self.name, document)
 
     def check(self) -> dict[str, Any] | None:
         """The verdict, where `check` was run."""
@@ -66,7 +79,7 @@ class GeneratorFolder:
 
     def save_generator(self, phase: Phase, generator: Generator) -> str:
         """Writes the generator; returns the digest of its file."""
-        _save(self.generator_path(phase), generator.state_dict(), {})
+        save_tensors(self.generator_path(phase), generator.state_dict(), {})
         return self.digest(phase)
 
     def digest(self, phase: Phase) -> str:
@@ -90,13 +103,13 @@ class GeneratorFolder:
             raise WsiFlError(f"{path}: damaged or not of the shape that gan.json says ({reason})") from None
         return generator.to(device).requires_grad_(False).eval()
 
-    def save_state(self, state: GanState) -> None:
+    def save_state(self, state: State) -> None:
         """Writes a checkpoint, then forgets all but the last two."""
-        _save(self._state_path(state.iteration), state.tensors(), state.document())
+        save_tensors(self._state_path(state.iteration), state.tensors(), state.document())
         for old in self.iterations()[:-_KEPT]:
             self._state_path(old).unlink()
 
-    def load_state(self, state: GanState) -> bool:
+    def load_state(self, state: State) -> bool:
         """Restores the newest checkpoint; whether there is one."""
         if not (known := self.iterations()):
             return False
@@ -134,7 +147,8 @@ class GeneratorFolder:
         write_text(self.metrics_path, text)
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+    """One safetensors file, whole or absent, with a JSON document in its header."""
     contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     with atomic(path) as temporary:
         save_file(contiguous, temporary, metadata={"document": json.dumps(document)})

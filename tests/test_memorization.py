@@ -1,0 +1,131 @@
+"""Nearest training images against brute force, and who is caught."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wsi_fl.privacy.memorization import duplicates, judged, nearest, nearest_other
+from wsi_fl.synthesis.evidence import COPY, compared
+
+
+def films(n, seed, side=8):
+    """Images as alike as chest films: a common shape, few degrees of freedom, some noise."""
+    rng = np.random.default_rng(seed)
+    base = np.random.default_rng(99).normal(0, 1, (6, side * side * 3))
+    values = 128 + 30 * rng.normal(0, 1, (n, 6)) @ base + rng.normal(0, 6, (n, side * side * 3))
+    return values.clip(0, 255).astype(np.uint8).reshape(n, side, side, 3)
+
+
+@given(
+    st.integers(1, 25), st.integers(1, 70), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 200_000)
+)
+@settings(max_examples=40, deadline=None)
+def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
+    rng = np.random.default_rng(seed)
+    a, b = (rng.integers(0, 256, (k, side, side, 3)).astype(np.uint8) for k in (n, m))
+    found = nearest(a, b, neighbours=7, memory_bytes=memory)
+    every = np.sqrt(((a[:, None].astype(float) - b[None]) ** 2).reshape(n, m, -1).mean(-1)) / 255
+    assert np.allclose(found.distance, every.min(1))
+    assert (found.row == every.argmin(1)).all()
+    usual = 0.5 * np.sort(every, axis=1)[:, :7].mean(1)
+    assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
+
+
+def test_the_same_image_is_at_no_distance_however_large():
+    image = np.random.default_rng(0).integers(0, 256, (2, 96, 96, 3)).astype(np.uint8)
+    assert nearest(image, image).distance.tolist() == [0, 0]
+
+
+def test_black_to_white_is_one():
+    black, white = np.zeros((1, 4, 4, 1), np.uint8), np.full((1, 4, 4, 1), 255, np.uint8)
+    assert nearest(black, white).distance.tolist() == [1.0]
+
+
+def test_memory_stays_within_its_bound():
+    import tracemalloc
+
+    a, b = (np.random.default_rng(k).integers(0, 256, (400, 48, 48, 3)).astype(np.uint8) for k in (0, 1))
+    tracemalloc.start()
+    nearest(a, b, memory_bytes=8 << 20)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * (8 << 20), "all rows as double precision would take 22 MB each"
+
+
+def test_exact_duplicates_are_found_first():
+    images = films(10, 0)
+    images[7], images[9] = images[2], images[2]
+    assert duplicates(images).tolist() == [7, 9]
+    assert duplicates(images[:0]).tolist() == []
+
+
+def test_a_memoriser_is_caught_and_an_honest_generator_is_not():
+    training, held_out = films(150, 1), films(60, 2)
+    calibration = nearest(held_out, training)
+    honest = judged(nearest(films(200, 3), training), calibration, 0)
+    assert honest.reasons == []
+    assert honest.copies == 0
+    copies = training.astype(int) + np.random.default_rng(4).integers(-3, 4, training.shape)
+    planted = np.concatenate([films(190, 5), copies[:10].clip(0, 255).astype(np.uint8)])
+    caught = judged(nearest(planted, training), calibration, 0)
+    assert caught.copies == 10
+    assert "10 of 200 generated images are copies" in caught.reasons[0]
+
+
+def test_a_fixed_threshold_would_have_failed_the_honest_one():
+    """Images so much alike that all are nearer than 0.1: the paper's threshold tells nothing, the verdict does."""
+    rng = np.random.default_rng(0)
+    alike = [(128 + rng.normal(0, 8, (n, 16, 16, 3))).astype(np.uint8) for n in (150, 60, 100)]
+    found = judged(nearest(alike[2], alike[0]), nearest(alike[1], alike[0]), 0)
+    assert found.below_paper == 100
+    assert found.held_out_below_paper == 60
+    assert found.reasons == []
+
+
+def test_twins_among_real_images_do_not_condemn():
+    """Two films of one patient, one of them held out: as usual in reality as in what is generated."""
+    training, held_out = films(150, 1), films(60, 2)
+    held_out[:6] = training[:6]
+    generated = films(200, 3)
+    generated[:5] = training[10:15]
+    found = judged(nearest(generated, training), nearest(held_out, training), 0)
+    assert (found.copies, found.held_out_copies) == (5, 6)
+    assert found.reasons == []
+
+
+@pytest.mark.parametrize("n", [0, 5])
+def test_without_held_out_images_nobody_passes(n):
+    training = films(40, 1)
+    found = judged(nearest(films(20, 3), training), nearest(films(n, 2), training), 0)
+    assert "held-out images" in found.reasons[0]
+    assert found.copy_below is None
+
+
+@given(st.integers(2, 30), st.integers(0, 10**6), st.integers(0, 50_000))
+@settings(max_examples=20, deadline=None)
+def test_the_nearest_other_is_never_oneself(n, seed, memory):
+    a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
+    every = np.sqrt(((a[:, None].astype(float) - a[None]) ** 2).reshape(n, n, -1).mean(-1)) / 255
+    np.fill_diagonal(every, np.inf)
+    assert np.allclose(nearest_other(a, memory_bytes=memory), every.min(1))
+
+
+def quotients(images, others, usual):
+    return nearest(images, others).distance / usual
+
+
+def test_a_chance_split_is_no_verdict_but_remembering_is():
+    """Held-out images that are far from everything are far from an honest generator too."""
+    training, odd = films(150, 1), films(60, 2).astype(int)
+    odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
+    among, outside = nearest_other(training), nearest(odd, training).distance
+    honest = films(300, 3)
+    bare = compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
+    assert bare.reasons("bare"), "this is what dividing is for"
+    over = [quotients(training, honest, among), quotients(odd, honest, outside)]
+    assert compared(*over, copy_below=COPY).reasons("over") == []
+    noise = np.random.default_rng(8).integers(-12, 13, (75, *training.shape[1:]))
+    remembered = (training[:75] + noise).clip(0, 255).astype(np.uint8)
+    over = [quotients(training, remembered, among), quotients(odd, remembered, outside)]
+    assert compared(*over, copy_below=COPY).reasons("over")

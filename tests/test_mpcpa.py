@@ -1,0 +1,264 @@
+"""Method mpcpa as a whole: denoisers travel once, classifiers learn from own and generated images, 9 transfers."""
+
+import json
+import subprocess
+import sys
+from shutil import copytree
+
+import numpy as np
+import pytest
+import torch
+from conftest import patches_of, refused
+from safetensors.numpy import load_file
+
+from wsi_fl.federation.courier import federated_transfers, mpcpa_transfers
+from wsi_fl.files import read_json, read_lines
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.mpcpa_table import mpcpa_table
+from wsi_fl.stages.partition import partition
+from wsi_fl.stages.plan import dry_run
+from wsi_fl.stages.synthesize_check import check
+from wsi_fl.stages.train import resume, train
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.types import WsiFlError
+
+PIPELINE = """
+[synthesis]
+generator = "ddpm"
+[ddpm]
+resolution = 8
+channels = [8, 16]
+chain = 20
+steps = 6
+batch_size = 4
+checkpoint_every = 3
+sampling_steps = 3
+samples_per_class = 5
+[train]
+rounds = 2
+batch_size = 8
+augment = "none"
+[model]
+private = "cnn1"
+[privacy]
+enabled = false
+[evaluate]
+bootstrap = 20
+"""
+
+
+def make_study(root, *, n_sites=3, n=180):
+    for name in ("pipelines", "sites"):
+        (root / name).mkdir(parents=True)
+    (root / "pipelines" / "mpcpa_tiny.toml").write_text(PIPELINE)
+    rng = np.random.default_rng(0)
+    y = np.arange(n) % 2
+    np.savez(root / "data.npz", x=patches_of(rng, y, 16, (0, 0, 0)), y=y)
+    study = Study(root)
+    partition(study, root / "data.npz", n_sites=n_sites, test_fraction=0.4)
+    return study
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    study = make_study(tmp_path_factory.mktemp("mpcpa") / "study")
+    return study, train(study, method="mpcpa", backend="local")
+
+
+def folder(study, summary):
+    return study.root / summary["run"]
+
+
+def test_nine_transfers_for_three_sites_and_each_is_written_down(trained):
+    study, summary = trained
+    assert summary["communication"]["messages"] == mpcpa_transfers(3) == 9
+    lines = [
+        line for k in (1, 2, 3) for line in read_lines(folder(study, summary) / f"sites/S{k}/transfers.jsonl")
+    ]
+    assert sorted({(line["what"], line["from"], line["to"]) for line in lines}) == sorted(
+        [(what, f"S{k}", "server") for what in ("denoiser", "model") for k in (1, 2, 3)]
+        + [("package", "server", f"S{k}") for k in (1, 2, 3)]
+    )
+    sizes = {line["what"]: line["bytes"] for line in lines}
+    header = sizes["package"] - 2 * (sizes["package"] - sizes["denoiser"])
+    assert sizes["package"] - header == 2 * (sizes["denoiser"] - header)
+
+
+def test_the_papers_count_of_both():
+    assert (mpcpa_transfers(3), federated_transfers(3, 200)) == (9, 1200)
+
+
+def test_classifiers_learn_from_own_and_the_others_images(trained):
+    study, summary = trained
+    for row in summary["sites"]:
+        package = read_json(folder(study, summary) / f"sites/{row['site']}/package.json")["images"]
+        assert sorted(package) == sorted({"S1", "S2", "S3"} - {row["site"]})
+        assert row["n_train"] == 36 + 2 * 2 * 5
+        for key in package.values():
+            with PatchStore(study.generated(key)) as store:
+                assert np.bincount(store.table.label).tolist() == [5, 5]
+                assert store.meta.generator is not None
+
+
+def test_releases_are_on_record_without_privacy(trained):
+    study, summary = trained
+    for row in summary["sites"]:
+        assert row["epsilon"] is None and row["guarantee"] == "none"
+        released = [
+            e["released"].split()[0] for e in read_lines(study.ledger(row["site"])) if e.get("released")
+        ]
+        assert released == ["generator", "model"]
+
+
+def test_the_server_has_every_classifier(trained):
+    study, summary = trained
+    for k in (1, 2, 3):
+        held = load_file(folder(study, summary) / f"aggregate/S{k}.safetensors")["parameters"]
+        own = load_file(folder(study, summary) / f"sites/S{k}/private.safetensors")
+        assert held.size == sum(value.size for value in own.values())
+        assert set(own["0.bias"]) <= set(held)
+
+
+def test_predictions_are_aggregated_by_every_rule(trained):
+    study, summary = trained
+    document = evaluate(study, summary["run"])
+    rules = document["aggregated"]["rules"]
+    assert rules.keys() == {"mean", "weighted_mean", "absolute", "relative", "weighted"}
+    assert all(0 <= one["accuracy"] <= 1 and one["n"] == 72 for one in rules.values())
+
+
+def test_an_external_set_is_measured_with_every_row_of_it(trained, tmp_path):
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+    rng = np.random.default_rng(5)
+    y = np.arange(30) % 2
+    np.savez(study.root / "other.npz", x=patches_of(rng, y, 16, (9, 0, 0)), y=y)
+    partition(study, study.root / "other.npz", n_sites=1, prefix="X")
+    settings = ['sites=["S1", "S2", "S3"]', 'evaluate.external=["X1"]']
+    summary = train(study, method="regular", backend="local", overrides=settings)
+    found = evaluate(study, summary["run"])["external_set"]
+    assert found["n"] == 30
+    assert [row["site"] for row in found["rows"]] == ["S1", "S2", "S3"]
+    assert found["aggregated"]["relative"]["n"] == 30
+    again = train(study, method="regular", backend="local", overrides=[*settings, 'evaluate.external=["S1"]'])
+    refused(lambda: evaluate(study, again["run"]), "S1 took part")
+
+
+def test_a_finished_run_and_a_lost_package_are_resumed(trained, tmp_path):
+    study, summary = trained
+    copy = Study(copytree(study.root, tmp_path / "study"))
+    run = folder(copy, summary)
+    (run / "summary.json").unlink()
+    before = len(read_lines(copy.ledger("S1")))
+    again = resume(copy, summary["run"], backend="local")
+    assert again["communication"]["messages"] == 9
+    assert len(read_lines(copy.ledger("S1"))) == before
+    own = [load_file(folder(s, summary) / "sites/S2/private.safetensors") for s in (study, copy)]
+    assert all(np.array_equal(own[0][name], own[1][name]) for name in own[0])
+
+
+def test_all_generated_learns_from_no_real_row(trained):
+    study, _ = trained
+    summary = train(study, method="generated", backend="local")
+    assert [row["n_train"] for row in summary["sites"]] == [3 * 2 * 5] * 3
+    assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] is not None
+
+
+def test_fewer_generated_images_for_the_curve_are_not_drawn_again(trained):
+    study, _ = trained
+    before = sorted(path.name for path in (study.root / "generated").iterdir())
+    summary = train(study, method="mpcpa", backend="local", overrides=["mpcpa.per_class=2"])
+    assert [row["n_train"] for row in summary["sites"]] == [36 + 2 * 2 * 2] * 3
+    assert sorted(path.name for path in (study.root / "generated").iterdir()) == before
+
+
+def test_a_plan_can_be_tried_dry(trained):
+    plan = dry_run(trained[0], method="mpcpa", backend="local")
+    assert all(row["epsilon"] is None for row in plan["sites"])
+
+
+@pytest.mark.parametrize("missing", ["generator", "model"])
+def test_a_real_site_must_allow_both_by_name(trained, tmp_path, missing):
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+    allowed = [what for what in ("generator", "model", "patches") if what != missing]
+    (study.root / "sites" / "S2.toml").write_text(
+        f'name = "S2"\nreal = true\nallow = {json.dumps(allowed)}\n'
+    )
+    refused(lambda: train(study, method="mpcpa", backend="local"), "sites/S2.toml", f"a {missing} leave")
+
+
+def test_the_ledger_itself_refuses_a_generator(trained, tmp_path, monkeypatch):
+    """Were the plan's check forgotten, nothing would leave all the same."""
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+    (study.root / "sites" / "S2.toml").write_text('name = "S2"\nreal = true\nallow = ["patches", "model"]\n')
+    monkeypatch.setattr("wsi_fl.stages.plan._check_generated", lambda *_: None)
+    refused(
+        lambda: train(study, method="mpcpa", backend="local"),
+        "sites/S2.toml",
+        "generator without differential privacy",
+        error=WsiFlError,
+    )
+
+
+def test_no_epsilon_is_claimed(trained):
+    refused(
+        lambda: train(trained[0], method="mpcpa", backend="local", overrides=["privacy.enabled=true"]),
+        "privacy.enabled=false",
+    )
+
+
+def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, monkeypatch):
+    """Planted: what it draws are its training images, all but invisibly changed."""
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+
+    def planted(denoiser, shape, labels, sampling, *, seed, told=None):
+        with PatchStore(study.store("S1")) as store:
+            rows = np.flatnonzero(store.table.split == "train")[: len(labels)]
+            pixels = store.read(rows).reshape(len(rows), 8, 2, 8, 2, 3).mean((2, 4)).round().astype(int)
+        noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
+        yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
+
+    monkeypatch.setattr("wsi_fl.stages.generated.drawn", planted)
+    document = check(study, site="S1", overrides=["ddpm.seed=0", "ddpm.samples_per_class=6"])
+    assert not document["passed"]
+    assert document["memorization"]["copies"] == 12
+    assert document["memorization"]["held_out_copies"] == 0
+    failing = lambda: train(study, method="mpcpa", backend="local", overrides=["ddpm.samples_per_class=6"])  # noqa: E731
+    refused(failing, "S1", "is not released", "copies of training images", error=WsiFlError)
+    assert not [e for e in read_lines(study.ledger("S1")) if e.get("released") and "00004" in e["run"]]
+
+
+def test_one_command_trains_every_baseline(trained, tmp_path):
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+    document = mpcpa_table(study, backend="local")
+    labels = [row["row"] for row in document["rows"]]
+    assert labels == [
+        *(f"A{k}" for k in (1, 2, 3)),
+        *(f"B{k}" for k in (1, 2, 3)),
+        "mean A",
+        "mean B",
+        "aggregated A",
+        "aggregated B",
+        "all original",
+        "all generated",
+        "FedAvg",
+    ]
+    assert all(0 <= row["accuracy"] <= 1 for row in document["rows"])
+    assert document["transfers"] == {"mpcpa": 9, "fedavg": federated_transfers(3, 2)}
+    assert [row["site"] for row in document["memorization"]] == ["S1", "S2", "S3"]
+    n_runs = len(list(study.runs.glob("0*")))
+    mpcpa_table(study, backend="local")
+    assert len(list(study.runs.glob("0*"))) == n_runs, "runs that are there are not made again"
+
+
+def test_over_mpi_each_rank_gets_its_package(trained, tmp_path):
+    study = Study(copytree(trained[0].root, tmp_path / "study"))
+    command = [sys.executable, "-m", "wsi_fl", "train", "--method", "mpcpa", "--json"]
+    said = subprocess.run(command, cwd=study.root, capture_output=True, text=True, timeout=120, check=False)
+    assert said.returncode == 0, said.stderr
+    summary = json.loads(said.stdout)
+    assert summary["communication"]["messages"] == 9
+    local = folder(study, trained[1])
+    for k in (1, 2, 3):
+        a, b = (load_file(run / f"sites/S{k}/private.safetensors") for run in (folder(study, summary), local))
+        assert all(np.allclose(a[name], b[name], atol=1e-5) for name in a)

@@ -1,0 +1,207 @@
+"""Method mpcpa: diffusion models travel once, classifiers learn from own and others' generated images.
+
+What comes before the loop (denoiser, check, release, package, images) and after it (the classifiers' way to the
+server); the training of the classifiers is the loop's, like that of any method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from safetensors.torch import save_file
+from torch import from_numpy
+
+from wsi_fl.config import Pipeline
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.courier import Courier, Vector
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.site import Site
+from wsi_fl.files import atomic
+from wsi_fl.learning.examples import Examples, joined, subset
+from wsi_fl.learning.units import rows_alone
+from wsi_fl.models import schema
+from wsi_fl.privacy.ledger import PrivacyLedger, Release
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.check_ddpm import check_denoiser, checked_as
+from wsi_fl.stages.console import Watcher
+from wsi_fl.stages.data import examples_of, input_px, open_store
+from wsi_fl.stages.denoisers import sampling_of, trained_denoiser
+from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.generated import drawn_once, synthetic_meta
+from wsi_fl.stages.generators import check_state
+from wsi_fl.stages.synthesize_ddpm import train_denoiser
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study import Study
+from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
+from wsi_fl.types import UsageError, WsiFlError
+
+_ROUND = 0
+_UP, _DOWN, _MODELS = 0, 1, 2
+"""Hops of the denoisers, before the first round, and of the classifiers, after the last."""
+
+
+def bring_generated(
+    study: Study, pipeline: Pipeline, method: Method, sites: Sequence[Site], comm: Comm, watcher: Watcher
+) -> None:
+    """Gives the sites the generated images that they learn from; whatever was done before is not done again.
+
+    Raises:
+        WsiFlError: when a site's denoiser looks as if it copied: it is not released.
+        UsageError: when the sites' denoisers do not fit together.
+    """
+    for site in sites:
+        _ready(study, pipeline, site.name, watcher)
+    kept = comm.gather([site.folder.package() for site in sites], patient=True)
+    here = all(_all_there(study, site.folder.package()) for site in sites)
+    if not (all(kept) and all(comm.gather([here for _ in sites], patient=True))):
+        _exchanged(study, pipeline, method, sites, comm, watcher)
+    for site in sites:
+        _learn_from(study, pipeline, method, site)
+
+
+def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> None:
+    """Trains and checks a site's denoiser where that was not done."""
+    train_denoiser(study, pipeline, site, watcher=watcher)
+    folder, _ = trained_denoiser(study, site)
+    state, reasons = check_state(folder, folder.denoiser_digest())
+    if state == "not run" or not checked_as(folder.check(), pipeline):
+        document = check_denoiser(study, pipeline, site, watcher=watcher)
+        state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
+    if state != "passed":
+        raise WsiFlError(
+            f"site {site}: its denoiser is not released, the check was not passed: {'; '.join(reasons)}"
+        )
+
+
+def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
+    return package is not None and all(study.generated(key).exists() for key in package.values())
+
+
+def _exchanged(
+    study: Study, pipeline: Pipeline, method: Method, sites: Sequence[Site], comm: Comm, watcher: Watcher
+) -> None:
+    """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
+    denoisers = {
+        site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
+    }
+    shapes = {index: shape for index, (_, shape) in denoisers.items()}
+    agreed = comm.gather([schema_of(shapes[site.index]) for site in sites], patient=True)
+    names = [site.name for site in study.sites(pipeline)]
+    if len(set(agreed)) > 1:
+        odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
+        raise UsageError(
+            f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
+            "the same [ddpm], classes and channels"
+        )
+    courier = Courier(sites, comm, names)
+    releases = {
+        site.index: _released(
+            site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
+        )
+        for site in sites
+    }
+    expected = dict.fromkeys(comm.running, agreed[0])
+    held = courier.collected("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
+    size = next(iter(releases.values())).vector.size
+    packages = courier.packages(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    for site in sites:
+        vectors = packages[site.index]
+        if method.generated == "all":
+            vectors = {**vectors, site.index: releases[site.index].vector}
+        drawn = {
+            names[other]: _drawn(
+                study,
+                pipeline,
+                site.name,
+                shape=shapes[site.index],
+                vector=vectors[other],
+                other=names[other],
+                watcher=watcher,
+            )
+            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names))
+        }
+        site.folder.remember_package({name: drawn[name] for name in names if name in drawn})
+
+
+def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, content: str) -> Release:
+    """On record first; after a restart the same bytes once more."""
+    try:
+        return ledger.reissue(round_, vector, schema=agreed)
+    except WsiFlError:
+        return ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
+
+
+def _drawn(
+    study: Study,
+    pipeline: Pipeline,
+    me: str,
+    *,
+    shape: DdpmShape,
+    vector: Vector,
+    other: str,
+    watcher: Watcher,
+) -> str:
+    """The key of the images drawn from a denoiser of the package."""
+    ddpm = pipeline.ddpm
+    with open_store(study, me) as store:
+        meta = synthetic_meta(other, store, shape.resolution, {"kind": "ddpm", "site": other})
+    denoiser = denoiser_from(vector, shape).to(device_of_rank())
+    key, _ = drawn_once(
+        study,
+        denoiser,
+        shape,
+        sampling_of(ddpm),
+        n_per_class=ddpm.samples_per_class,
+        seed=ddpm.seed,
+        meta=meta,
+        watcher=watcher,
+        part=me,
+    )
+    return key
+
+
+def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) -> None:
+    """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
+    package = site.folder.package()
+    assert package is not None
+    parts = [] if method.generated == "all" else [site.train]
+    with open_store(study, site.name) as store:
+        size = input_px(pipeline, store)
+    parts += [_generated(study, key, size, pipeline.mpcpa.per_class) for key in package.values()]
+    site.train = joined(parts)
+    site.units = rows_alone(len(site.train))
+
+
+def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
+    """The images drawn from one denoiser, or the first of each class: they were drawn in turn."""
+    store = PatchStore(study.generated(key))
+    every = examples_of(store, "train", size_px)
+    n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
+    return subset(every, np.arange(n))
+
+
+def hand_over_models(run: RunFolder, sites: Sequence[Site], comm: Comm) -> None:
+    """Every classifier goes to the server, which keeps it in `aggregate/`: with it predictions can be aggregated."""
+    learners = {site.index: site.learners["private"] for site in sites}
+    mine = [[site.name, schema(learners[site.index].model)] for site in sites]
+    told = comm.gather(mine, patient=True)
+    agreed = {k: one[1] for k, one in zip(comm.running, told, strict=True)}
+    names = {k: one[0] for k, one in zip(comm.running, told, strict=True)}
+    rounds = max((line["round"] for site in sites for line in site.folder.metrics()), default=0)
+    last = max(comm.gather([rounds for _ in sites])) + 1
+    releases = {
+        site.index: _released(site.ledger, last, learners[site.index].vector(), agreed[site.index], "model")
+        for site in sites
+    }
+    everyone = [names.get(k, "") for k in range(comm.n_sites)]
+    courier = Courier(sites, comm, everyone)
+    began = time.perf_counter()
+    held = courier.collected("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    for index, vector in held.items():
+        path = run.path / "aggregate" / f"{names[index]}.safetensors"
+        with atomic(path) as temporary:
+            save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
+    for site in sites:
+        site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")

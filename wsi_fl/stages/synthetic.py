@@ -1,0 +1,54 @@
+"""Synthetic images as patch stores, whatever generator they are from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
+from wsi_fl.types import GridSpec, PatchTable
+
+_SLIDE = "synthetic"
+
+
+def write_synthetic(
+    path: Path,
+    meta: StoreMeta,
+    labels: NDArray[np.int64],
+    pixels: Iterable[NDArray[np.uint8]],
+    channels: int,
+) -> PatchTable:
+    """A patch store of synthetic images, all of split train.
+
+    Args:
+        pixels: batches uint8[b, h, h, channels], one image per label in order.
+    """
+    n = len(labels)
+    table = PatchTable(
+        np.zeros((n, 2), np.int64),
+        labels,
+        np.full(n, np.nan, np.float32),
+        np.full(n, _SLIDE),
+        np.array([f"synthetic_{k}" for k in range(n)]),
+        np.full(n, "train"),
+    )
+    shard = path.parent / "slides" / f"{_SLIDE}.h5"
+    shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
+    write_shard(shard, shard_meta, table, pixels, channels=channels)
+    return write_columns(path, meta, [shard])
+
+
+def as_pixels(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
+    """uint8[b, c, h, h] → uint8[b, h, h, c]."""
+    for batch in batches:
+        yield batch.permute(0, 2, 3, 1).numpy()
+
+
+def reduced_spec(size_px: int, mpp: float, resolution: int) -> GridSpec:
+    """The grid of real patches, reduced: as many µm on fewer pixels."""
+    return GridSpec(resolution, mpp * size_px / resolution, resolution)

@@ -1,0 +1,340 @@
+"""A class-conditional denoising diffusion model, trained from scratch: the only module that knows diffusers.
+
+Noise prediction (Ho et al., NeurIPS 2020, eq. 14) by a U-Net with a class embedding, an exponential moving average
+of its weights, optionally classifier-free guidance (Ho and Salimans, 2022). Sampling by the full chain (DDPM), by
+DDIM (Song et al., ICLR 2021) or by DPM-Solver++ (Lu et al., 2022). All that a step depends on is in `DdpmState`, so
+a checkpoint continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from math import ceil, gcd
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, UNet2DModel
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wsi_fl.synthesis.sampling import to_pixels
+
+Denoiser = torch.nn.Module
+"""A U-Net: (noisy images, step, classes) → the noise."""
+Sampler = Literal["ddpm", "ddim", "dpm++"]
+
+_SHOWN_PER_CLASS = 320_000
+"""Images of each class that the rule for epochs shows, however few different ones there are."""
+_MOST_GROUPS = 16
+_HEAD_DIM = 8
+_CLIP_NORM = 1.0
+_MOST_BETA = 0.999
+_EMA_RAMP = 10
+"""Early on the moving average forgets faster: after t steps at most (1 + t) / (10 + t) is kept."""
+
+
+@dataclass(frozen=True)
+class DdpmShape:
+    """What all sites agree on, and what a denoiser is rebuilt from.
+
+    Attributes:
+        resolution: of the images, in pixels; divisible by 2^(len(widths) − 1).
+        channels: of the images.
+        widths: feature maps at each resolution of the U-Net, the finest first; attention at the coarsest.
+        layers: residual blocks at each.
+        chain: steps of the diffusion, T.
+        schedule: of its variances, "linear" (Ho et al., scaled where the chain is not of 1000 steps) or
+            "squaredcos_cap_v2" (Nichol and Dhariwal, 2021).
+    """
+
+    resolution: int
+    channels: int
+    n_classes: int
+    widths: tuple[int, ...]
+    layers: int = 1
+    chain: int = 1000
+    schedule: str = "linear"
+
+    @property
+    def diffusion(self) -> dict[str, Any]:
+        """The chain in diffusers' words. A short one takes larger steps, so that it too ends in noise."""
+        scale = 1000 / self.chain
+        ends = {"beta_start": min(1e-4 * scale, _MOST_BETA), "beta_end": min(0.02 * scale, _MOST_BETA)}
+        return {"num_train_timesteps": self.chain, "beta_schedule": self.schedule, **ends}
+
+    @property
+    def null(self) -> int:
+        """The label of no class, for classifier-free guidance."""
+        return self.n_classes
+
+
+@dataclass(frozen=True)
+class DdpmTerms:
+    """How a denoiser is trained.
+
+    Attributes:
+        ema: what the moving average keeps of itself at each step.
+        class_dropout: share of images shown without their class; guidance needs some.
+    """
+
+    batch_size: int = 16
+    lr: float = 2e-4
+    ema: float = 0.999
+    class_dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How images are drawn.
+
+    Attributes:
+        steps: evaluations of the denoiser for each image; "ddpm" with the whole chain is the paper's.
+        guidance: 1 is the conditional model as it is; more draws images more typical of their class.
+        batch_size: images at a time.
+    """
+
+    sampler: Sampler = "ddim"
+    steps: int = 25
+    guidance: float = 1.0
+    batch_size: int = 64
+
+
+def epochs_by_rule(n_images: int, n_classes: int) -> int:
+    """Epochs of a training: more for more classes, more for fewer images (the paper, appendix B.2).
+
+    The paper's formula did not survive in its text. This one has both properties: every class is shown the same
+    number of images in all, 320 000, whatever the number of different ones.
+
+    Example:
+        >>> epochs_by_rule(1000, 2), epochs_by_rule(1000, 6), epochs_by_rule(500, 2)
+        (640, 1920, 1280)
+    """
+    return ceil(_SHOWN_PER_CLASS * n_classes / n_images)
+
+
+def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
+    """Optimizer steps of so many epochs."""
+    return epochs_by_rule(n_images, n_classes) * ceil(n_images / batch_size)
+
+
+def build_denoiser(shape: DdpmShape) -> Denoiser:
+    """A fresh U-Net with one class more than there are, that of no class."""
+    depth = len(shape.widths)
+    network: Denoiser = UNet2DModel(
+        sample_size=shape.resolution,
+        in_channels=shape.channels,
+        out_channels=shape.channels,
+        layers_per_block=shape.layers,
+        block_out_channels=shape.widths,
+        norm_num_groups=gcd(_MOST_GROUPS, *shape.widths),
+        attention_head_dim=_HEAD_DIM,
+        down_block_types=("DownBlock2D",) * (depth - 1) + ("AttnDownBlock2D",),
+        up_block_types=("AttnUpBlock2D",) + ("UpBlock2D",) * (depth - 1),
+        num_class_embeds=shape.n_classes + 1,
+    )
+    return network
+
+
+class DdpmState:
+    """Networks, optimizer and random generator of one training.
+
+    Attributes:
+        average: the moving average of the denoiser, the one that is used.
+        iteration: steps done.
+    """
+
+    def __init__(self, shape: DdpmShape, terms: DdpmTerms, *, seed: int, device: torch.device) -> None:
+        self.shape, self.terms, self.device = shape, terms, device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.denoiser = build_denoiser(shape).to(device)
+        self.average = deepcopy(self.denoiser).requires_grad_(False).eval()
+        self.random = torch.Generator(device).manual_seed(seed)
+        fused = device.type in ("cpu", "cuda")
+        self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=terms.lr, fused=fused)
+        self.noising = DDPMScheduler(**shape.diffusion)
+        self.iteration = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that is a tensor, by name, for a checkpoint."""
+        found = {"random": self.random.get_state()}
+        for name, network in (("denoiser", self.denoiser), ("average", self.average)):
+            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
+        for index, slots in self.optimizer.state_dict()["state"].items():
+            found |= {f"adam/{index}/{key}": torch.as_tensor(value) for key, value in slots.items()}
+        return {key: value.cpu().clone() for key, value in found.items()}
+
+    def document(self) -> dict[str, Any]:
+        """Everything else, as JSON."""
+        return {"iteration": self.iteration}
+
+    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+        """Restores what `tensors` and `document` gave."""
+        self.random.set_state(tensors["random"])
+        self.denoiser.load_state_dict(_under(tensors, "denoiser/"))
+        self.average.load_state_dict(_under(tensors, "average/"))
+        slots: dict[int, dict[str, Tensor]] = {}
+        for key, value in _under(tensors, "adam/").items():
+            index, slot = key.split("/")
+            slots.setdefault(int(index), {})[slot] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self.iteration = int(document["iteration"])
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
+    """One step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
+
+    Args:
+        images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
+        labels: int64[n].
+    """
+    shape, terms, random, device = state.shape, state.terms, state.random, state.device
+    rows = torch.randint(len(images), (terms.batch_size,), generator=random, device=device)
+    x = images[rows].float() / 127.5 - 1
+    t = torch.randint(shape.chain, (terms.batch_size,), generator=random, device=device)
+    noise = torch.randn(x.shape, generator=random, device=device)
+    unnamed = torch.rand(terms.batch_size, generator=random, device=device) < terms.class_dropout
+    classes = labels[rows].masked_fill(unnamed, shape.null)
+    with _precision(device):
+        said = state.denoiser(state.noising.add_noise(x, noise, t), t, classes).sample
+    loss = (said.float() - noise).square().mean()
+    state.optimizer.zero_grad(set_to_none=True)
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(state.denoiser.parameters(), _CLIP_NORM)
+    state.optimizer.step()
+    _average(state)
+    state.iteration += 1
+    return float(loss.detach())
+
+
+def ema_decay(iteration: int, ema: float) -> float:
+    """What the moving average keeps of itself in the step after so many.
+
+    Example:
+        >>> ema_decay(0, 0.999), ema_decay(10**6, 0.999)
+        (0.1, 0.999)
+    """
+    return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
+
+
+@torch.no_grad()
+def _average(state: DdpmState) -> None:
+    kept = ema_decay(state.iteration, state.terms.ema)
+    moved = list(state.denoiser.parameters())
+    for mean, now in zip(state.average.parameters(), moved, strict=True):
+        mean.lerp_(now, 1 - kept)
+
+
+def _precision(device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 on GPUs that have it."""
+    if device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.autocast("cuda", torch.bfloat16)
+    return nullcontext()
+
+
+def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
+    """diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
+    common = shape.diffusion | {"timestep_spacing": "trailing"}
+    if sampling.sampler == "ddpm":
+        found: Any = DDPMScheduler(**common)
+    elif sampling.sampler == "ddim":
+        found = DDIMScheduler(**common)
+    else:
+        found = DPMSolverMultistepScheduler(**common, algorithm_type="dpmsolver++")
+    found.set_timesteps(sampling.steps)
+    return found
+
+
+@torch.no_grad()
+def drawn(
+    denoiser: Denoiser,
+    shape: DdpmShape,
+    labels: NDArray[np.int64],
+    sampling: Sampling,
+    *,
+    seed: int,
+    told: Callable[[int], None] | None = None,
+) -> Iterator[Tensor]:
+    """uint8[b, c, h, h] on the CPU, batch by batch, one image per label; the same for the same arguments and device.
+
+    Args:
+        told: called after every evaluation with the number of images done; a batch counts in parts.
+    """
+    device = next(denoiser.parameters()).device
+    for start in range(0, len(labels), sampling.batch_size):
+        classes = torch.from_numpy(labels[start : start + sampling.batch_size]).to(device)
+        random = torch.Generator("cpu").manual_seed(_seed_of_batch(seed, start))
+        x = torch.randn(
+            (len(classes), shape.channels, shape.resolution, shape.resolution), generator=random
+        ).to(device)
+        scheduler = scheduler_of(shape, sampling)
+        for number, t in enumerate(scheduler.timesteps, 1):
+            noise = predicted_noise(denoiser, shape, x, t, classes, sampling.guidance)
+            x = scheduler.step(noise, t, x, **_randomness(sampling, random)).prev_sample
+            if told is not None:
+                told(start + len(classes) * number // len(scheduler.timesteps))
+        yield to_pixels(x).cpu()
+
+
+def _seed_of_batch(seed: int, start: int) -> int:
+    return int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _randomness(sampling: Sampling, random: torch.Generator) -> dict[str, Any]:
+    return {} if sampling.sampler == "ddim" else {"generator": random}
+
+
+def predicted_noise(
+    denoiser: Denoiser, shape: DdpmShape, x: Tensor, t: Tensor, classes: Tensor, guidance: float
+) -> Tensor:
+    """ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
+    with _precision(x.device):
+        if guidance == 1.0:
+            said: Tensor = denoiser(x, t, classes).sample.float()
+            return said
+        nobody = torch.full_like(classes, shape.null)
+        both = denoiser(torch.cat([x, x]), t, torch.cat([classes, nobody])).sample.float()
+    named, unnamed = both.chunk(2)
+    guided: Tensor = unnamed + guidance * (named - unnamed)
+    return guided
+
+
+def vector_of(denoiser: Denoiser) -> NDArray[np.float32]:
+    """All parameters as one float32[d]: what travels."""
+    flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
+    return flat.numpy().astype(np.float32, copy=False)
+
+
+def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
+    """The denoiser of these parameters, ready to draw.
+
+    Raises:
+        ValueError: when they are not as many as the shape has.
+    """
+    denoiser = build_denoiser(shape)
+    total = sum(p.numel() for p in denoiser.parameters())
+    if total != vector.size:
+        raise ValueError(f"{vector.size} parameters, expected {total}")
+    torch.nn.utils.vector_to_parameters(torch.from_numpy(np.array(vector)), denoiser.parameters())
+    return denoiser.requires_grad_(False).eval()
+
+
+def n_parameters(shape: DdpmShape) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_denoiser(shape).parameters())
+
+
+def schema_of(shape: DdpmShape) -> str:
+    """A digest of all that must agree for a denoiser to be understood by another site."""
+    return hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()
