@@ -312,6 +312,6 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
     refused(
         lambda: study.pipeline("p", ["predict.with=both"]),
         "predict.with",
-        "'auto', 'private', 'proxy' or 'mean'",
+        "'proxy', 'mean' or 'competence'",
     )
     refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
