@@ -312,7 +312,7 @@ def train(
     method: Annotated[
         str,
         typer.Option(
-            help="proxyfl, fml, fedavg, avgpush, cwt; joint: all data pooled; regular: every site alone."
+            help="proxyfl, fml, fedavg, avgpush, cwt, replay; joint: all data pooled; regular: every site alone."
         ),
     ] = "proxyfl",
     pipeline: Pipeline = None,

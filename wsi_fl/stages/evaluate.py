@@ -92,6 +92,9 @@ def evaluate(
         "internal": _over_sites([row["own"] for row in rows]),
         "external": _over_sites([row["external"] for row in rows]) if merged and len(rows) > 1 else None,
         "models": _over_models(rows, merged=merged),
+        "parts": {name: _over_sites([row["parts"][name] for row in rows]) for name in _shared_parts(rows)}
+        if merged
+        else None,
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -102,6 +105,11 @@ def evaluate(
 def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean ± sd of every score; null where some site has none."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in SCORES}
+
+
+def _shared_parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The sites whose part every model was evaluated on."""
+    return list(rows[0]["parts"]) if rows else []
 
 
 def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.federation import preflight
-from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
@@ -20,13 +21,13 @@ from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.account import planned, spent_words
 from wsi_fl.stages.console import say
-from wsi_fl.stages.data import example_word, of_slides, open_data, store_path
+from wsi_fl.stages.data import example_word, of_images, of_slides, open_data, store_path
 from wsi_fl.stages.stains import stains_of
 from wsi_fl.stages.workshop import (
     assemble,
     brought,
     graph_of,
-    method_named,
+    method_for,
     schedule_of,
 )
 from wsi_fl.study import Study
@@ -41,13 +42,15 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     Args:
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
     """
-    row = method_named(method)
+    row = method_for(method, pipeline)
     graph_of(study, pipeline)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     sites = study.sites(pipeline)
     privacy = pipeline.privacy
     bare = not privacy.noisy or privacy.insecure_seed is not None
+    if row.bare:
+        _check_bare(pipeline, row, sites)
     for site in sites:
         if row.travels is not None and bare and not site.allows("model"):
             raise UsageError(
@@ -70,6 +73,32 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     for site in sites:
         if stores and (site.allows("patches") or not store_path(study, site.name, pipeline).exists()):
             open_data(study, site.name, pipeline).close()
+
+
+def _check_bare(pipeline: Pipeline, method: Method, sites: Sequence[config.Site]) -> None:
+    """What a method must be told in so many words that shares models or buffers without differential privacy."""
+    if pipeline.privacy.enabled:
+        raise UsageError(
+            "replay shares models and synthetic samples without differential privacy; say so by "
+            "--set privacy.enabled=false"
+        )
+    for site in sites:
+        if shut := [content for content in method.leaves if content not in site.allowed]:
+            wanted = ", ".join(f'"{content}"' for content in method.leaves)
+            raise UsageError(
+                f"sites/{site.name}.toml: a {shut[0]} without differential privacy may not leave this site; "
+                f"replay.variant = {pipeline.replay.variant!r} needs allow = [{wanted}] there"
+            )
+    if pipeline.topology.graph is not None or pipeline.topology.self_weight:
+        raise UsageError("replay orders the sites anew in every round; leave [topology] out")
+    if method.carries is None:
+        return
+    if len(sites) < 2:
+        raise UsageError("replay needs two sites or more: one alone has nobody to get a buffer from")
+    if not of_images(pipeline) or pipeline.stain.exchange:
+        raise UsageError(
+            "a buffer holds patches in their own stain; use train.data = 'patches' and stain.exchange = false"
+        )
 
 
 def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
@@ -163,7 +192,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
     units = np.arange(min(batch_size, site.units.n))
     rows = [site.units.rows(units, entropy_generator())] * (_TIMED_STEPS + 1)
     noise = entropy_generator(site.device)
-    schedule = schedule_of(study, pipeline)
+    schedule, row = schedule_of(study, pipeline), method_for(method, pipeline)
     drawn = batches(
         site.learned(),
         iter(rows),
@@ -175,7 +204,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
         if number == 1:  # the first step warms up
             began = time.perf_counter()
-        METHODS[method].step(site.learners, batch, schedule.weights, noise)
+        row.step(site.learners, batch, schedule.weights, noise)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
     steps = -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms

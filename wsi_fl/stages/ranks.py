@@ -15,16 +15,16 @@ from typing import Any
 from wsi_fl.config import Pipeline
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json
 from wsi_fl.runs import RunFolder, hold_alone
 from wsi_fl.stages import launch, plan
 from wsi_fl.stages.account import group_of, remember_spending
+from wsi_fl.stages.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
 from wsi_fl.stages.material import remember_canaries
-from wsi_fl.stages.workshop import assemble, brought, schedule_of
+from wsi_fl.stages.workshop import assemble, brought, method_for, schedule_of
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -50,12 +50,17 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
     if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
         watcher.say(f"  {warning}")
+    row = method_for(method, pipeline)
     with _alone(sites):
         for site in sites:
             remember_spending(site, pipeline)
             remember_canaries(site)
+            remember_buffer(site)
+            if said := leaving_words(site, row):
+                watcher.say(f"  {said}")
+                site.folder.log(said)
         report = _reporter(sites, pipeline, watcher)
-        loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
+        loop.run(sites, row, schedule_of(study, pipeline), comm, report)
     rows = comm.gather([_row(site) for site in sites], patient=True)
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
