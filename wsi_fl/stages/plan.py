@@ -50,7 +50,7 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     privacy = pipeline.privacy
     bare = not privacy.noisy or privacy.insecure_seed is not None
     if row.bare:
-        _check_bare(pipeline, row, sites)
+        _check_bare(pipeline, method, row, sites)
     for site in sites:
         if row.travels is not None and bare and not site.allows("model"):
             raise UsageError(
@@ -75,11 +75,11 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
             open_data(study, site.name, pipeline).close()
 
 
-def _check_bare(pipeline: Pipeline, method: Method, sites: Sequence[config.Site]) -> None:
+def _check_bare(pipeline: Pipeline, name: str, method: Method, sites: Sequence[config.Site]) -> None:
     """What a method must be told in so many words that shares models or buffers without differential privacy."""
     if pipeline.privacy.enabled:
         raise UsageError(
-            "replay shares models and synthetic samples without differential privacy; say so by "
+            f"{name} lets models and synthetic samples leave without differential privacy; say that you know, by "
             "--set privacy.enabled=false"
         )
     for site in sites:
@@ -90,11 +90,11 @@ def _check_bare(pipeline: Pipeline, method: Method, sites: Sequence[config.Site]
                 f"replay.variant = {pipeline.replay.variant!r} needs allow = [{wanted}] there"
             )
     if pipeline.topology.graph is not None or pipeline.topology.self_weight:
-        raise UsageError("replay orders the sites anew in every round; leave [topology] out")
+        raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")
     if method.carries is None:
         return
     if len(sites) < 2:
-        raise UsageError("replay needs two sites or more: one alone has nobody to get a buffer from")
+        raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
     if not of_images(pipeline) or pipeline.stain.exchange:
         raise UsageError(
             "a buffer holds patches in their own stain; use train.data = 'patches' and stain.exchange = false"
