@@ -489,6 +489,40 @@ def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment, mo
         }
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant, monkeypatch):
+    class PowerCut(BaseException):
+        pass
+
+    saved = loop.checkpoint
+
+    def cut_in(stop):
+        def checkpoint(site, round_):
+            if (site.name, round_) == ("S2", stop):
+                raise PowerCut
+            saved(site, round_)
+
+        monkeypatch.setattr(loop, "checkpoint", checkpoint)
+
+    cut_in(3)
+    with pytest.raises(PowerCut):
+        run(study, variant, "train.rounds=7")
+    cut_in(5)
+    with pytest.raises(PowerCut):
+        resume(study, "1", without=["S1"], backend="local")
+    monkeypatch.undo()
+    summary = resume(study, "1", backend="local")
+    assert [row["site"] for row in summary["sites"]] == SITES
+    path = study.root / summary["run"]
+    last = metrics(path, "S1")[-1]
+    assert (last["round"], last["takes_part"]) == (7, True)
+    assert last["loss"]["private"] is not None
+    if variant != "central":
+        models = variant in ("replay", "no_buffer", "synthetic_only")
+        assert {metrics(path, site)[-1]["messages"] for site in SITES} == {models + (variant != "no_buffer")}
+    assert [row["rejected"] for row in summary["sites"]] == [0, 0, 0]
+
+
 def test_a_dry_run_writes_nothing(study):
     before = sorted(study.root.rglob("*"))
     document = dry_run(study, method="replay", overrides=["replay.variant=synthetic_only"])

@@ -311,4 +311,8 @@ def print_evaluation(document: dict[str, Any]) -> None:
         table.add_section()
         table.add_row("mean ± sd", "", *means)
     stderr.print(table)
+    if document["parts"]:
+        reached = {name: part["accuracy"] for name, part in document["parts"].items()}
+        spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
+        say(f"  accuracy on each site's part over all models: {spread}")
     say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
