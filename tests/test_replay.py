@@ -26,6 +26,8 @@ from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import Images, build
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.compare import compare
+from wsi_fl.stages.compare_runs import settings as compared
 from wsi_fl.stages.data import open_store, store_digest
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.plan import dry_run
@@ -280,6 +282,16 @@ def test_every_model_is_evaluated_on_every_part(study):
         reached = [row["parts"][name]["accuracy"] for row in document["sites"]]
         assert document["parts"][name]["accuracy"]["mean"] == pytest.approx(np.mean(reached))
         assert document["parts"][name]["accuracy"]["sd"] == pytest.approx(np.std(reached))
+
+
+def test_variants_are_rows_of_a_comparison(study):
+    for variant in ("replay", "buffer_only"):
+        run(study, variant)
+    document = compare(study, ["1", "2"])
+    replayed = [row for row in document["rows"] if row["method"] == "replay"]
+    assert sorted(row["settings"]["replay.variant"] for row in replayed) == ["buffer_only", "replay"]
+    assert all(len(row["settings"]) == 1 for row in replayed)
+    assert not any(key.startswith("replay.") for key in compared("regular", study.pipeline("small")))
 
 
 # what is refused
@@ -559,5 +571,6 @@ def test_the_shipped_pipeline_is_the_paper_s(tmp_path):
     pipeline = Study(tmp_path).pipeline("replay")
     assert (pipeline.model.private, pipeline.train.lr, pipeline.train.augment) == ("resnet18", 1e-4, "flips")
     assert (pipeline.train.rounds, pipeline.train.epochs_per_round) == (100, 100)
+    assert pipeline.train.optimizer_after_exchange == "reset"
     assert (pipeline.replay.variant, pipeline.replay.buffer) == ("replay", 512)
     assert (pipeline.privacy.enabled, pipeline.replay.unchecked) == (False, False)
