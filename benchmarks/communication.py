@@ -67,7 +67,7 @@ def hop_of(sites: list[Site], comm: LocalComm, matrix: Matrix, round_: int, hop:
     began = time.perf_counter()
     arrived = comm.exchange(outgoing, expected, round_=round_, hop=hop, size=sites[0].push.x.size)
     for k, site in enumerate(sites):
-        mine = [PushSum(message.vector, message.weight) for message in arrived if message.receiver == k]
+        mine = [PushSum(np.asarray(m.vector, np.float32), m.weight) for m in arrived if m.receiver == k]
         site.push = mix(site.push, float(matrix[k, k]), mine)
     return time.perf_counter() - began
 

@@ -312,7 +312,7 @@ def train(
     method: Annotated[
         str,
         typer.Option(
-            help="proxyfl, fml, fedavg, avgpush, cwt, mpcpa; joint: all data pooled; regular: every site alone; "
+            help="proxyfl, fml, fedavg, avgpush, cwt, replay, mpcpa; joint: all data pooled; regular: alone; "
             "generated: all sites' generated images."
         ),
     ] = "proxyfl",

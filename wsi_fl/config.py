@@ -289,6 +289,16 @@ class Lpips(Section):
     """Embeddings held at a time while sets are compared."""
 
 
+class Replay(Section):
+    """Experience replay: models and buffers of synthetic samples go round, both without differential privacy."""
+
+    variant: Literal["replay", "buffer_only", "synthetic_only", "no_buffer", "central"] = "replay"
+    buffer: int = Field(512, ge=1)
+    """Samples that a site shares, of its own generator, all classes alike often."""
+    unchecked: bool = False
+    """Whether a generator may be sampled whose check was not passed."""
+
+
 class Pipeline(Section):
     """One study: what to do."""
 
@@ -315,6 +325,7 @@ class Pipeline(Section):
     ddpm: Ddpm = Ddpm()
     mpcpa: Mpcpa = Mpcpa()
     lpips: Lpips = Lpips()
+    replay: Replay = Replay()
 
     @property
     def encoding(self) -> Mosaic:

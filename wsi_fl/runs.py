@@ -11,6 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +21,7 @@ from torch import Tensor
 from wsi_fl.files import append_line, atomic, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
+_BUFFER = "buffer.safetensors"
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
 
@@ -186,6 +190,18 @@ class SiteFolder:
         """What `note_transfer` wrote down."""
         return read_lines(self.path / "transfers.jsonl")
 
+    def remember_buffer(self, values: NDArray[np.uint8], provenance: Mapping[str, Any]) -> None:
+        """Notes the synthetic samples that the site shares, before its first round; they never change."""
+        _save(self.path / _BUFFER, {"values": torch.from_numpy(np.array(values))}, provenance)
+
+    def buffer(self) -> tuple[NDArray[np.uint8], dict[str, Any]] | None:
+        """What `remember_buffer` noted."""
+        path = self.path / _BUFFER
+        if not path.exists():
+            return None
+        tensors, provenance = _load(path, "buffer")
+        return tensors["values"].numpy(), provenance
+
     def log_round(self, document: Mapping[str, Any]) -> None:
         """Appends the line of one round."""
         append_line(self.metrics_path, document)
@@ -237,13 +253,7 @@ class SiteFolder:
 
     def load_checkpoint(self, round_: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, document) of a round's checkpoint."""
-        path = self.checkpoint_path(round_)
-        try:
-            with safe_open(path, "pt") as file:
-                document = json.loads((file.metadata() or {})["document"])
-                return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
-            raise WsiFlError(f"{path}: damaged checkpoint ({error})") from None
+        return _load(self.checkpoint_path(round_), "checkpoint")
 
     def checkpoints(self) -> list[int]:
         """Rounds with a checkpoint, oldest first."""
@@ -260,6 +270,15 @@ def hold_alone(handle: IO[str], folder: Path) -> None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _load(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        with safe_open(path, "pt") as file:
+            document = json.loads((file.metadata() or {})["document"])
+            return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise WsiFlError(f"{path}: damaged {what} ({error})") from None
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:

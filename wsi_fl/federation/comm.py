@@ -11,9 +11,19 @@ from math import inf
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from wsi_fl.federation.message import HEADER_BYTES, Message, Outgoing, body_length, pack, received
+from wsi_fl.federation.message import (
+    BYTES,
+    HEADER_BYTES,
+    NUMBERS,
+    Kind,
+    Message,
+    Outgoing,
+    Values,
+    body_length,
+    pack,
+    received,
+)
 from wsi_fl.types import UsageError, WsiFlError
 
 _POLL_S = 0.0005
@@ -69,11 +79,12 @@ class Comm(Protocol):
         round_: int,
         hop: int,
         size: int,
+        kind: Kind = NUMBERS,
     ) -> list[Message]:
         """Sends all, waits for the (sender, receiver) pairs in `expected` whose receiver is local.
 
         Args:
-            size: number of float32 values that all sites agreed on.
+            size: number of values that all sites agreed on, and of which kind.
 
         Raises:
             PeerLate: when a message does not arrive in time.
@@ -106,10 +117,12 @@ class LocalComm:
         round_: int,
         hop: int,
         size: int,
+        kind: Kind = NUMBERS,
     ) -> list[Message]:
         began = time.perf_counter()
         arrived = [
-            received(*pack(item, round_, hop), item.sender, item.receiver, round_, size) for item in outgoing
+            received(*pack(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind)
+            for item in outgoing
         ]
         pairs = {(message.sender, message.receiver) for message in arrived}
         missing = set(expected) - pairs
@@ -127,15 +140,16 @@ class LocalComm:
 class _Buffers:
     """Arrays to receive into, used again once nobody holds them: touching fresh memory costs as much as the copy."""
 
-    def __init__(self) -> None:
-        self._arrays: list[NDArray[np.float32]] = []
+    def __init__(self, kind: Kind = NUMBERS) -> None:
+        self._kind = kind
+        self._arrays: list[Values] = []
 
-    def take(self, size: int) -> NDArray[np.float32]:
-        """float32[size] of any content that nobody else refers to, views included."""
+    def take(self, size: int) -> Values:
+        """[size] of any content that nobody else refers to, views included."""
         for array in self._arrays:
             if array.size == size and sys.getrefcount(array) <= _UNUSED:
                 return array
-        fresh = np.empty(size, np.float32)
+        fresh: Values = np.empty(size, self._kind)
         self._arrays = [a for a in self._arrays if a.size == size] + [fresh]
         return fresh
 
@@ -176,7 +190,7 @@ class MpiComm:
         self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
         self.traffic = {self.sites[0]: Traffic()}
         self._gathered = 0
-        self._buffers = _Buffers()
+        self._buffers = {kind: _Buffers(kind) for kind in (NUMBERS, BYTES)}
 
     def exchange(
         self,
@@ -186,6 +200,7 @@ class MpiComm:
         round_: int,
         hop: int,
         size: int,
+        kind: Kind = NUMBERS,
     ) -> list[Message]:
         began = time.perf_counter()
         mine = self.sites[0]
@@ -194,16 +209,16 @@ class MpiComm:
         packed = [(item.receiver, *pack(item, round_, hop)) for item in outgoing]
         sends = []
         for receiver, head, body in packed:
-            sends += self._send(receiver, (head, self._mpi.BYTE), (body, self._mpi.FLOAT), tag)
+            sends += self._send(receiver, (head, self._mpi.BYTE), (body, self._mpi_kind(body.dtype)), tag)
         headers = [bytearray(HEADER_BYTES) for _ in sources]
         self._wait(
             [self._receive(h, self._mpi.BYTE, s, tag) for h, s in zip(headers, sources, strict=True)],
             sources,
             round_,
         )
-        bodies = [self._buffers.take(body_length(header, size)) for header in headers]
+        bodies = [self._buffers[kind].take(body_length(header, size, kind)) for header in headers]
         requests = [
-            self._receive(body, self._mpi.FLOAT, source, tag + 1)
+            self._receive(body, self._mpi_kind(kind), source, tag + 1)
             for body, source in zip(bodies, sources, strict=True)
             if body.size
         ]
@@ -211,7 +226,7 @@ class MpiComm:
         self._wait(sends, [receiver for receiver, _, _ in packed for _ in range(2)], round_)
         _count(self.traffic, outgoing, time.perf_counter() - began)
         return [
-            received(header, body, source, mine, round_, size)
+            received(header, body, source, mine, round_, size, kind=kind)
             for header, body, source in zip(headers, bodies, sources, strict=True)
         ]
 
@@ -239,6 +254,9 @@ class MpiComm:
     def abort(self, code: int = 1) -> None:
         """Ends all ranks at once with this exit code; the others could only wait for this one."""
         self._world.Abort(code)
+
+    def _mpi_kind(self, kind: Kind) -> Any:
+        return self._mpi.FLOAT if kind == NUMBERS else self._mpi.BYTE
 
     def _send(self, site: int, head: tuple[Any, Any], body: tuple[Any, Any], tag: int) -> list[Any]:
         rank = self._rank_of[site]

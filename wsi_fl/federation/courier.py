@@ -77,12 +77,12 @@ class Courier:
             began = time.perf_counter()
             if sender == self.hub:
                 if sender in releases:
-                    found[sender] = releases[sender].vector
+                    found[sender] = _numbers(releases[sender])
             else:
                 for message in self._sent(releases, sender, self.hub, sizes[sender], round_, hop):
                     found[sender] = self._accepted(message, agreed[sender], what)
             if sender in releases:
-                self._note(what, sender, sender, SERVER, releases[sender].vector, began)
+                self._note(what, sender, sender, SERVER, _numbers(releases[sender]), began)
         return found
 
     def packages(
@@ -140,7 +140,7 @@ class Courier:
             problem = "it is not finite"
         if problem:
             raise WsiFlError(f"the {what} from site {self.names[message.sender]} is no use: {problem}")
-        return message.vector.copy()
+        return np.array(message.vector, np.float32)
 
     def _note(
         self, what: str, by: int, sender: int | str, receiver: int | str, vector: Vector, began: float
@@ -160,3 +160,8 @@ class Courier:
 def _bundled(schema: str) -> str:
     """Of a package of releases of this schema."""
     return hashlib.sha256(f"package of {schema}".encode()).hexdigest()
+
+
+def _numbers(release: Release) -> Vector:
+    """What a model's release holds."""
+    return np.asarray(release.vector, np.float32)

@@ -1,4 +1,4 @@
-"""One hop of an exchange: sends P·(x, w), screens what arrives, adds it up (Algorithm 1, lines 7–10)."""
+"""One hop of an exchange: sends P·(x, w), screens what arrives, adds it up (Algorithm 1, lines 7–10). Buffers too."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from statistics import median
 
 import numpy as np
 
+from wsi_fl.federation.buffers import BufferShape, Flat, problem_of
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.message import Message, Outgoing
+from wsi_fl.federation.message import BYTES, Message, Outgoing
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum, Vector, mix
 from wsi_fl.federation.site import Site
@@ -75,7 +76,7 @@ def _mixed(
                 f"round {message.round}: rejected the model from site {message.sender}: {problem}"
             )
         else:
-            accepted.append(PushSum(message.vector, message.weight))
+            accepted.append(_state(message))
             if not stranger:
                 site.heard = [*site.heard, _distance(accepted[-1], own)][-_REMEMBERED:]
     return mix(site.push or PushSum(np.zeros_like(own), 0.0), share, accepted)
@@ -91,13 +92,61 @@ def _problem(message: Message, own: Vector, agreed: str, heard: Sequence[float],
         return "it is not finite"
     if not 0 < message.weight <= n_sites * (1 + 1e-9):
         return f"its weight is {message.weight:g}"
-    distance = _distance(PushSum(message.vector, message.weight), own)
+    distance = _distance(_state(message), own)
     usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
     if distance > _FAR * usual:
         return f"it lies {distance:.3g} away, usual is {usual:.3g}"
     return ""
 
 
+def _state(message: Message) -> PushSum:
+    return PushSum(np.asarray(message.vector, np.float32), message.weight)
+
+
 def _distance(state: PushSum, own: Vector) -> float:
     """‖z − own‖₂."""
     return float(np.linalg.norm(state.z - own))
+
+
+def pass_buffers(
+    sites: Sequence[Site],
+    comm: Comm,
+    matrix: Matrix,
+    releases: Mapping[int, Release],
+    *,
+    round_: int,
+    hop: int,
+) -> None:
+    """Sends each site's buffer along the nonzeros of `matrix`; what arrives takes the place of what was held before.
+
+    A receiver whose messages are all rejected goes on without a buffer.
+    """
+    outgoing = [
+        Outgoing(sender, to, 1.0, release)
+        for sender, release in releases.items()
+        for to in receivers(matrix, sender)
+    ]
+    expected = [(sender, site.index) for site in sites for sender in senders(matrix, site.index)]
+    assert sites[0].buffer is not None
+    shape = sites[0].buffer.shape
+    arrived = comm.exchange(outgoing, expected, round_=round_, hop=hop, size=shape.n_bytes, kind=BYTES)
+    for site in sites:
+        mine = [message for message in arrived if message.receiver == site.index]
+        if mine:
+            site.received = _accepted(site, mine, shape)
+
+
+def _accepted(site: Site, messages: Sequence[Message], shape: BufferShape) -> dict[int, Flat]:
+    """The buffers that are what was agreed on, by sender."""
+    accepted = {}
+    for message in messages:
+        values = np.asarray(message.vector, np.uint8)
+        problem = message.refused or (
+            "it has another shape" if message.schema != shape.schema else problem_of(values, shape)
+        )
+        if problem:
+            site.rejected.append(f"buffer of site {message.sender}: {problem}")
+            site.folder.log(f"round {message.round}: rejected the buffer of site {message.sender}: {problem}")
+        else:
+            accepted[message.sender] = values
+    return accepted

@@ -7,7 +7,7 @@ this process, and `Comm` knows where the others are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,20 +16,30 @@ import numpy as np
 import torch
 
 from wsi_fl.federation.comm import Comm, Traffic
-from wsi_fl.federation.exchange import exchange
+from wsi_fl.federation.exchange import exchange, pass_buffers
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.scoring import chosen, evaluated, heeded
-from wsi_fl.federation.site import Schedule, Site, checkpoint, reissued, relayed, release, restore
-from wsi_fl.federation.topology import handover, over, receivers, welcome
+from wsi_fl.federation.site import (
+    Schedule,
+    Site,
+    checkpoint,
+    reissued,
+    relayed,
+    release,
+    release_buffer,
+    released_buffer,
+    restore,
+)
+from wsi_fl.federation.topology import Matrix, handover, over, receivers, welcome
 from wsi_fl.learning.examples import batches
 from wsi_fl.learning.local import Batch, mean_losses
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.ledger import Release
 from wsi_fl.types import WsiFlError
 
-_FAREWELL, _WELCOME = 6, 7
-"""Hops of leaving and returning, beside those of the graph."""
+_BUFFERS, _FAREWELL, _WELCOME = 5, 6, 7
+"""Hops of buffers, leaving and returning, beside those of the graph."""
 
 Report = Callable[[dict[str, Any]], None]
 """Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
@@ -68,7 +78,8 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         releases: dict[int, Release | None] = {}
         for site in acting:
             if round_ not in site.folder.checkpoints():
-                releases[site.index] = _trained(site, method, schedule, round_, report)
+                carrying = bool(_carriers(method, comm, round_, range(comm.n_sites)))
+                releases[site.index] = _trained(site, method, schedule, round_, report, carrying=carrying)
                 continue
             if round_ != firsts[site.index]:  # there it was restored before the roll call
                 restore(site, round_)
@@ -76,6 +87,9 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             releases[site.index] = again(site, method, round_)
         if method.travels is not None:
             _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
+        for matrix in _carriers(method, comm, round_, roster.present):
+            buffers = {k.index: released_buffer(k, round_) for k in acting if receivers(matrix, k.index)}
+            pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=_BUFFERS)
         for site in acting:
             tally = comm.traffic[site.index].since(before[site.index])
             _log_round(site, method, schedule, tally, round_=round_, report=report)
@@ -93,7 +107,7 @@ def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, in
     A site that comes back does not take the others further back than they stand, and one that nobody waits
     for goes on from its own.
     """
-    if method.travels is None:
+    if not method.talks:
         firsts = {site.index: max(site.folder.checkpoints(), default=1) for site in sites}
     else:
         told = comm.gather(
@@ -151,7 +165,7 @@ def _roll_call(
         later = [r for r in site.folder.checkpoints() if r > firsts[site.index]]
         ahead = any(r >= round_ for r in later)
         mine.append({"site": site.index, "state": _state(site, round_, round_ in later), "ahead": ahead})
-    told: list[Any] = comm.gather(mine) if method.travels is not None else mine
+    told: list[Any] = comm.gather(mine) if method.talks else mine
     staying, leaving, returning = (
         tuple(one["site"] for one in told if one["state"] == state)
         for state in ("staying", "leaving", "returning")
@@ -200,6 +214,10 @@ def _regroup(
             )
     if method.travels is not None and roster.returning:
         roster, hosts = _welcomed(sites, method, comm, roster, round_, firsts)
+    elif roster.returning:  # there is no mass to share
+        for index in roster.returning:
+            if index in here:
+                _back(here[index], round_)
     if roster.leaving or roster.returning:
         _load(sites, method)
     return roster, hosts
@@ -217,12 +235,21 @@ def _welcomed(
     exchange(sites, method, comm, matrix, relays, round_=latest, hop=_WELCOME, back=roster.returning)
     for site in sites:
         if site.returning and site.push is not None and site.push.w > 0:
-            site.returning = False
-            site.settle(active=True)
-            site.folder.log(f"round {round_}: back again")
+            _back(site, round_)
     told = comm.gather([site.index if site.active else None for site in sites])
     arrived = tuple(index for index in told if index in roster.returning)
     return replace(roster, returning=arrived), hosts
+
+
+def _back(site: Site, round_: int) -> None:
+    site.returning = False
+    site.settle(active=True)
+    site.folder.log(f"round {round_}: back again")
+
+
+def _carriers(method: Method, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
+    """The hops of buffers in a round, among the sites present."""
+    return over(method.carries, comm.n_sites, present, round_ - 1) if method.carries is not None else []
 
 
 def _load(sites: list[Site], method: Method, *, reset_optimizer: bool = False) -> None:
@@ -259,7 +286,9 @@ def _communicate(
     _load(sites, method, reset_optimizer=schedule.reset_optimizer)
 
 
-def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report: Report) -> Release | None:
+def _trained(
+    site: Site, method: Method, schedule: Schedule, round_: int, report: Report, *, carrying: bool
+) -> Release | None:
     """One round of local training, checkpointed; what it releases is on record before it can leave."""
     began = time.perf_counter()
     site.losses, site.listened = {}, {}
@@ -271,8 +300,10 @@ def _trained(site: Site, method: Method, schedule: Schedule, round_: int, report
                 f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
             )
     released = release(site, method, round_)
+    if carrying := carrying and site.active:
+        release_buffer(site, round_)
     checkpoint(site, round_)
-    if released is not None:
+    if released is not None or carrying:
         site.ledger.sending(round_)
     site.seconds = time.perf_counter() - began
     return released
@@ -287,7 +318,8 @@ def _train_round(
     records before it in the batch, and ε holds only where one record changes one gradient.
     """
     seed = _seed(schedule.seed, site.index, round_)
-    if all(learner.frozen for learner in site.learners.values()):
+    lesson = method.learns(site.material())
+    if lesson is None or all(learner.frozen for learner in site.learners.values()):
         return {}
     batch_size = site.batch_size or schedule.batch_size
     insecure = schedule.insecure_seed
@@ -297,12 +329,12 @@ def _train_round(
     sampler = entropy_generator("cpu", fixed if poisson else seed)
     if poisson:
         seed = int(torch.randint(2**62, (), generator=sampler))
-    rows = list(site.units.epoch(batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson))
+    rows = lesson.rows(batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson)
     alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": len(rows)})
     weights, site.listened = heeded(site, method, schedule, alive)
     augment = schedule.make_augment(seed)
-    images = batches(site.learned(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
-    drawn = site.units.labelled(images, rows, site.device)
+    images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
+    drawn = lesson.units.labelled(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(seed)
 

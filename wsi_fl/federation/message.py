@@ -1,4 +1,4 @@
-"""What travels: a fixed header and a flat float32 buffer. Nothing is ever pickled; only a `Release` can be sent.
+"""What travels: a fixed header and flat float32 or uint8 values. Nothing is pickled; only a `Release` can be sent.
 
 A message that is not what was agreed on arrives as `refused`, with the reason, and the receiver goes on without.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,15 @@ if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile nee
     from wsi_fl.privacy.ledger import Release
 
 _MAGIC = b"WSFL"
-_VERSION = 1
-_HEADER = struct.Struct("<4sHHIId32sQ")
-"""magic, version, hop, sender, round, weight, schema (SHA-256), number of float32 values."""
+_VERSION = 2
+_HEADER = struct.Struct("<4sHBBIId32sQ")
+"""magic, version, hop, kind, sender, round, weight, schema (SHA-256), number of values."""
 HEADER_BYTES = _HEADER.size
+NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
+"""Kinds of values that travel: a model's parameters, or a buffer of images and labels."""
+_KINDS = (NUMBERS, BYTES)
+Values = NDArray[np.float32] | NDArray[np.uint8]
+Kind = np.dtype[Any]
 _WIDEST = 4
 """A body up to so many times the agreed length is received and thrown away; a longer one is left where it is."""
 
@@ -44,7 +49,7 @@ class Outgoing:
 
 @dataclass(frozen=True)
 class Message:
-    """What arrived: vector float32[d] and weight, both already scaled by the sender's share.
+    """What arrived: the values [d] and their weight, both already scaled by the sender's share.
 
     `refused` says in words why its content is none, where the message was not what was agreed on.
     """
@@ -53,49 +58,66 @@ class Message:
     receiver: int
     round: int
     schema: str
-    vector: NDArray[np.float32]
+    vector: Values
     weight: float
     refused: str = ""
 
 
-def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, NDArray[np.float32]]:
+def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
+    """The header and the values; only numbers can be scaled by a share."""
     release = item.release
     if release.round != round_:
         raise WsiFlError(f"a release of round {release.round} cannot be sent in round {round_}")
-    vector = release.vector if item.share == 1 else release.vector * np.float32(item.share)
+    vector: Values = release.vector
+    if item.share != 1:
+        if vector.dtype != NUMBERS:
+            raise ValueError(f"bytes cannot be scaled by {item.share:g}")
+        vector = vector * np.float32(item.share)
     header = _HEADER.pack(
         _MAGIC,
         _VERSION,
         hop,
+        _KINDS.index(vector.dtype),
         item.sender,
         round_,
         release.weight * item.share,
         bytes.fromhex(release.schema),
         vector.size,
     )
-    return header, np.ascontiguousarray(vector, np.float32)
+    return header, vector
 
 
-def _problem(header: bytes | bytearray, sender: int, round_: int, size: int) -> str:
+def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: Kind) -> str:
     """Why a message is not what was agreed on; empty when it is."""
-    magic, version, _, said_sender, said_round, _, _, length = _HEADER.unpack(header)
+    magic, version, _, said_kind, said_sender, said_round, _, _, length = _HEADER.unpack(header)
     if (magic, version) != (_MAGIC, _VERSION):
         return "it speaks another protocol"
     if (said_sender, said_round) != (sender, round_):
         return f"it is of round {said_round} of site {said_sender}"
+    if said_kind != _KINDS.index(kind):
+        return "it holds values of another kind"
     return "" if length == size else f"it has {length} values, agreed on {size}"
 
 
-def body_length(header: bytes | bytearray, size: int) -> int:
+def body_length(header: bytes | bytearray, size: int, kind: Kind = NUMBERS) -> int:
     """Number of values to receive after this header; 0 for none, where it makes no sense."""
-    magic, *_, length = _HEADER.unpack(header)
-    return int(length) if magic == _MAGIC and length <= _WIDEST * size else 0
+    magic, _, _, said_kind, *_, length = _HEADER.unpack(header)
+    sensible = magic == _MAGIC and said_kind == _KINDS.index(kind) and length <= _WIDEST * size
+    return int(length) if sensible else 0
 
 
 def received(
-    header: bytes | bytearray, vector: NDArray[np.float32], sender: int, receiver: int, round_: int, size: int
+    header: bytes | bytearray,
+    vector: Values,
+    sender: int,
+    receiver: int,
+    round_: int,
+    size: int,
+    *,
+    kind: Kind = NUMBERS,
 ) -> Message:
-    problem = _problem(header, sender, round_, size)
+    """The message, or why it is none that was agreed on."""
+    problem = _problem(header, sender, round_, size, kind)
     if problem:
         return Message(sender, receiver, round_, "", np.empty(0, np.float32), 0.0, problem)
     *_, weight, schema, _ = _HEADER.unpack(header)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -11,6 +11,14 @@ from torch import Tensor
 
 from wsi_fl.federation import topology
 from wsi_fl.federation.topology import Topology
+from wsi_fl.learning.lessons import (
+    Lesson,
+    Material,
+    real_alone,
+    real_and_received,
+    synthetic_and_received,
+    synthetic_of_all,
+)
 from wsi_fl.learning.local import Batch, Learner, Learners, mutual_step, supervised_step
 
 
@@ -45,6 +53,9 @@ class Method:
             that its ε is nominal unless β = 0.
         pooled: whether every model trains on all sites' data: what nobody may do, and what all are measured against.
         generated: whose generated images a site learns from too: the others', all sites' and nothing else, or nobody's.
+        learns: what a round is learned from; None for nothing.
+        carries: the graph along which each site's buffer of synthetic samples travels, or None.
+        bare: whether what leaves a site is without differential privacy by design.
     """
 
     prepare: Callable[[MakeLearner], Learners]
@@ -55,6 +66,20 @@ class Method:
     learns_from_private: bool = False
     pooled: bool = False
     generated: Literal["", "others", "all"] = ""
+    learns: Callable[[Material], Lesson | None] = real_alone
+    carries: Topology | None = None
+    bare: bool = False
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The kinds of content that leave a site, as its file's `allow` names them where they have no privacy."""
+        model = ("model",) if self.travels is not None else ()
+        return (*model, "buffer") if self.carries is not None else model
+
+    @property
+    def talks(self) -> bool:
+        """Whether sites send each other anything."""
+        return self.travels is not None or self.carries is not None
 
 
 def _private_with_dp(make: MakeLearner) -> Learners:
@@ -65,8 +90,12 @@ def _common_with_dp(make: MakeLearner) -> Learners:
     return {"private": make("private", dp=True, common=True)}
 
 
-def _private_without_dp(make: MakeLearner) -> Learners:
+def _private(make: MakeLearner) -> Learners:
     return {"private": make("private", dp=False)}
+
+
+def _common(make: MakeLearner) -> Learners:
+    return {"private": make("private", dp=False, common=True)}
 
 
 def _private_and_dp_proxy(make: MakeLearner) -> Learners:
@@ -97,6 +126,39 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
 
 def _private_logits(learners: Learners, x: Tensor) -> Tensor:
     return learners["private"].logits(x)
+
+
+def replay(variant: str = "replay", seed: int = 0) -> Method:
+    """Experience replay with synthetic samples (Pennisi et al., section III-C), or one of its variants.
+
+    Args:
+        variant: "replay"; "no_buffer": models alone travel (Table III); "buffer_only": buffers alone do (Fig. 5a);
+            "synthetic_only": owners too learn from synthetic samples (Fig. 5b); "central": one model of all sites'
+            synthetic samples (Table I), which every site computes for itself.
+        seed: of the order of the sites, drawn anew in every round.
+
+    Raises:
+        KeyError: for an unknown variant.
+    """
+    order = topology.random_permutation(seed)
+    standard = Method(
+        prepare=_common,
+        step=_supervised,
+        exchange=order,
+        predict=_private_logits,
+        travels="private",
+        learns=real_and_received,
+        carries=order,
+        bare=True,
+    )
+    models_stay = replace(standard, prepare=_private, exchange=topology.none, travels=None)
+    return {
+        "replay": standard,
+        "no_buffer": replace(standard, learns=real_alone, carries=None),
+        "buffer_only": models_stay,
+        "synthetic_only": replace(standard, learns=synthetic_and_received),
+        "central": replace(models_stay, learns=synthetic_of_all, carries=topology.complete_once),
+    }[variant]
 
 
 METHODS: dict[str, Method] = {
@@ -153,7 +215,7 @@ METHODS: dict[str, Method] = {
         learns_from_private=True,
     ),
     "generated": Method(
-        prepare=_private_without_dp,
+        prepare=_private,
         step=_supervised,
         exchange=topology.none,
         predict=_private_logits,
@@ -161,11 +223,12 @@ METHODS: dict[str, Method] = {
         generated="all",
     ),
     "mpcpa": Method(
-        prepare=_private_without_dp,
+        prepare=_private,
         step=_supervised,
         exchange=topology.none,
         predict=_private_logits,
         travels=None,
         generated="others",
     ),
+    "replay": replay(),
 }

@@ -23,6 +23,7 @@ MUST_AGREE = {
     "sites": "the list of sites",
     "input_px": "the size its models see",
     "schedule": "the schedule (rounds, batch size, epochs, seed, self-weight, privacy mode)",
+    "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "stains": "the stains in use (stains/*.json)",
     "versions": "the package versions",
 }

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from wsi_fl.federation.buffers import Buffer, Flat, unpacked
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Augment, Examples, joined
+from wsi_fl.learning.lessons import Material
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
@@ -21,7 +23,7 @@ from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.ledger import PrivacyLedger, Release
 from wsi_fl.runs import SiteFolder
 
-_CONTENT = "model"
+_CONTENT, _BUFFER = "model", "buffer"
 """What leaves, as a site file's `allow` names it where it leaves without differential privacy."""
 
 
@@ -72,6 +74,8 @@ class Site:
         returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
         active: whether it takes part in the graph and its models under differential privacy still learn.
         push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
+        buffer: its own synthetic samples, which it shares; None where the method carries none.
+        received: the buffers it holds of other sites, by their index.
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
         listened: how far its private model listened in this round, and why; empty where α is fixed.
@@ -93,6 +97,8 @@ class Site:
     returning: bool = False
     active: bool = True
     push: PushSum | None = None
+    buffer: Buffer | None = None
+    received: dict[int, Flat] = field(default_factory=dict)
     heard: list[float] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
@@ -102,6 +108,13 @@ class Site:
     def learned(self) -> Examples:
         """What batches are drawn from: the training rows, and the canaries that are in."""
         return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
+
+    def material(self) -> Material:
+        """All it has to learn from."""
+        if self.buffer is None:
+            return Material(self.learned(), self.units)
+        received = [unpacked(values, self.buffer.shape) for _, values in sorted(self.received.items())]
+        return Material(self.learned(), self.units, self.buffer.samples(), received)
 
     def traveller(self, method: Method) -> Learner:
         """The learner whose parameters are exchanged."""
@@ -153,6 +166,19 @@ def reissued(site: Site, method: Method, round_: int) -> Release | None:
     return site.ledger.reissue(round_, site.push.x, schema=agreed, weight=site.push.w)
 
 
+def release_buffer(site: Site, round_: int) -> None:
+    """Puts on record that the site's buffer leaves it in a round, without differential privacy."""
+    assert site.buffer is not None
+    shape, values = site.buffer.shape, site.buffer.values
+    site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
+
+
+def released_buffer(site: Site, round_: int) -> Release:
+    """What `release_buffer` put on record, to be sent, also after a restart."""
+    assert site.buffer is not None
+    return site.ledger.reissue(round_, site.buffer.values, schema=site.buffer.shape.schema)
+
+
 def checkpoint(site: Site, round_: int) -> None:
     """Everything needed to send the same bytes again and go on."""
     tensors = {
@@ -162,6 +188,8 @@ def checkpoint(site: Site, round_: int) -> None:
     }
     if site.push is not None:
         tensors["push/x"] = torch.from_numpy(np.array(site.push.x))
+    for sender, values in site.received.items():
+        tensors[f"{_BUFFER}/{sender}"] = torch.from_numpy(np.array(values))
     document = {
         "round": round_,
         "active": site.active,
@@ -182,6 +210,10 @@ def restore(site: Site, round_: int) -> None:
         prefix = f"{role}/"
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
         learner.grad_mode = document["grad_mode"][role]
+    prefix = f"{_BUFFER}/"
+    site.received = {
+        int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
+    }
     site.losses, site.heard = document["losses"], document["heard"]
     site.listened = document.get("listened", {})
     site.returning = document["returning"]

@@ -100,6 +100,12 @@ def random_permutation(seed: int) -> Topology:
     return ring_of_round
 
 
+def complete_once(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
+    """In the first round everybody sends to everybody, in equal shares; after that nobody sends anything."""
+    del self_weight
+    return [np.full((n_sites, n_sites), 1 / n_sites)] if round_ == 0 and n_sites > 1 else []
+
+
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "none": lambda _: none,
     "star": lambda _: star,

@@ -24,6 +24,9 @@ from wsi_fl.files import append_line, read_lines_from
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.types import WsiFlError
 
+Values = NDArray[np.float32] | NDArray[np.uint8]
+"""Parameters of a model, or the bytes of a buffer of images."""
+
 Guarantee = Literal["guaranteed", "nominal", "none"]
 """What an ε is worth.
 
@@ -41,19 +44,19 @@ class BudgetSpent(WsiFlError):
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """What a site lets go: a flat vector of numbers with its PushSum weight, recorded in a ledger."""
+    """What a site lets go: flat numbers with their PushSum weight, or flat bytes, recorded in a ledger."""
 
     site: str
     round: int
     schema: str
-    vector: NDArray[np.float32]
+    vector: Values
     weight: float
     seal: InitVar[object]
 
     def __post_init__(self, seal: object) -> None:
         if seal is not _SEAL:
             raise TypeError("only PrivacyLedger.release makes a Release")
-        frozen = np.array(self.vector, np.float32)
+        frozen = np.array(self.vector, _kind_of(self.vector))
         frozen.flags.writeable = False
         object.__setattr__(self, "vector", frozen)
 
@@ -228,17 +231,17 @@ class PrivacyLedger:
     def release(
         self,
         round_: int,
-        vector: NDArray[np.float32],
+        vector: Values,
         *,
         schema: str,
         weight: float = 1.0,
         mechanism: Mechanism | None,
         content: str,
     ) -> Release:
-        """Records and makes a release of `content` ("proxy", "model", …).
+        """Records and makes a release of `content` ("proxy", "model", "buffer", …).
 
         Args:
-            vector: float32[d], copied.
+            vector: float32[d], or uint8[d] of a buffer; copied.
             weight: PushSum weight that travels along.
             mechanism: what protected it, or None: then the site must allow `content` by name. A mechanism
                 without noise, or with noise that others can compute, protects nothing.
@@ -259,9 +262,7 @@ class PrivacyLedger:
         self.record(round_, mechanism, f"{content} {digest(vector)}")
         return self._sealed(round_, vector, schema, weight)
 
-    def reissue(
-        self, round_: int, vector: NDArray[np.float32], *, schema: str, weight: float = 1.0
-    ) -> Release:
+    def reissue(self, round_: int, vector: Values, *, schema: str, weight: float = 1.0) -> Release:
         """The same bytes once more after a restart, at no cost; refused unless the ledger knows them."""
         known = digest(vector)
         for entry in self._own():
@@ -286,7 +287,7 @@ class PrivacyLedger:
             self._append(entry)
         return self._sealed(round_, vector, schema, weight)
 
-    def _sealed(self, round_: int, vector: NDArray[np.float32], schema: str, weight: float) -> Release:
+    def _sealed(self, round_: int, vector: Values, schema: str, weight: float) -> Release:
         return Release(self.site, round_, schema, vector, weight, seal=_SEAL)
 
     def summary(self) -> dict[str, Any]:
@@ -342,6 +343,11 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def digest(vector: NDArray[np.float32]) -> str:
+def _kind_of(vector: Values) -> type[np.uint8] | type[np.float32]:
+    return np.uint8 if vector.dtype == np.uint8 else np.float32
+
+
+def digest(vector: Values) -> str:
     """SHA-256 of the bytes that travel."""
-    return hashlib.sha256(np.ascontiguousarray(vector, "<f4").tobytes()).hexdigest()
+    kind = "u1" if vector.dtype == np.uint8 else "<f4"
+    return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()

@@ -16,7 +16,7 @@ METHODS = {
     "cwt": ("CWT", "one model, passed round"),
     "fml": ("FML", "proxies averaged, central"),
     "proxyfl": ("ProxyFL", "proxies travel, no centre"),
-    "replay": ("Replay", "synthetic data shared"),
+    "replay": ("Replay", "models and synthetic patches go round"),
     "mpcpa": ("MPCPA", "own and others' generated data"),
     "generated": ("Generated", "all sites' generated data alone"),
 }

@@ -14,7 +14,6 @@ from torch import nn
 
 from wsi_fl import config
 from wsi_fl.config import Pipeline
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json, write_json
 from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples, joined
@@ -26,7 +25,7 @@ from wsi_fl.stages.data import Store, example_word, held_out, may_merge, open_da
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.material import agreed_canaries, learned_from
 from wsi_fl.stages.trained import method_of
-from wsi_fl.stages.workshop import build_model
+from wsi_fl.stages.workshop import build_model, method_for
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import WsiFlError
 
@@ -91,7 +90,7 @@ class _Attacked:
 def _audit_site(
     study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, index: int, *, merged: bool
 ) -> dict[str, Any]:
-    method, device = METHODS[method_of(run)], device_of_rank()
+    method, device = method_for(method_of(run), pipeline), device_of_rank()
     store = open_data(study, site.name, pipeline)
     folder = run.site(site.name)
     remember(folder, store)
@@ -120,7 +119,7 @@ def _attacked(
     run: RunFolder, pipeline: Pipeline, site: config.Site, store: Store, index: int
 ) -> list[_Attacked]:
     """What a site has trained: the model it keeps, and what it sent, from the checkpoint before the last exchange."""
-    method, folder = METHODS[method_of(run)], run.site(site.name)
+    method, folder = method_for(method_of(run), pipeline), run.site(site.name)
     rounds = folder.checkpoints()
     if not rounds:
         raise WsiFlError(

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.config import Audit, Pipeline, toml_value
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Watcher
 from wsi_fl.stages.data import example_word, may_merge, of_images, open_data, store_digest, store_path
 from wsi_fl.stages.report import inputs_of
 from wsi_fl.stages.train import train
+from wsi_fl.stages.workshop import method_for
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -68,7 +68,7 @@ class Run:
 def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     """The keys that can change what this method learns from given stores, with their values."""
     flat = _flat(pipeline)
-    row, private = METHODS[method], pipeline.privacy.enabled
+    row, private = method_for(method, pipeline), pipeline.privacy.enabled
     without = [*_NO_EFFECT]
     if not of_images(pipeline):
         without += ["train.augment", "train.input_px"]
@@ -80,6 +80,10 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         without += ["privacy.sigma", "train.batch_size"]
     if not row.generated:
         without += ["ddpm.", "mpcpa."]
+    if not row.bare:
+        without.append("replay.")
+    elif row.carries is None:
+        without += ["replay.buffer", "replay.unchecked"]
     if row.travels is None:
         without += ["topology.", "train.optimizer_after_exchange"]
     if not row.learns_from_private:  # it has no proxy

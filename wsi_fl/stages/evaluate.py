@@ -100,6 +100,9 @@ def evaluate(
         "models": _over_models(rows, merged=merged),
         "aggregated": _aggregated(pipeline, weights, answers, parts) if merged and len(rows) > 1 else None,
         "external_set": outside(study, run, pipeline, taking_part, weights),
+        "parts": {name: _over_sites([row["parts"][name] for row in rows]) for name in _shared_parts(rows)}
+        if merged
+        else None,
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
@@ -115,6 +118,11 @@ def _n_training(study: Study, pipeline: Pipeline, site: Site) -> float:
 def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Mean ± sd of every score; null where some site has none."""
     return {name: mean_and_sd([part[name] for part in parts]) for name in SCORES}
+
+
+def _shared_parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The sites whose part every model was evaluated on."""
+    return list(rows[0]["parts"]) if rows else []
 
 
 def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str, Any]:
@@ -334,4 +342,8 @@ def print_evaluation(document: dict[str, Any]) -> None:
         say(
             f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
         )
+    if document["parts"]:
+        reached = {name: part["accuracy"] for name, part in document["parts"].items()}
+        spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
+        say(f"  accuracy on each site's part over all models: {spread}")
     say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")

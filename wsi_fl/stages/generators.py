@@ -151,6 +151,31 @@ def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
     return ("passed" if check["passed"] else "failed"), list(check["reasons"])
 
 
+def provenance(folder: GeneratorFolder, document: dict[str, Any]) -> dict[str, Any]:
+    """What samples say of the generator that may be shared; they are drawn as it was checked."""
+    phase = shared_phase(document)
+    digest = folder.digest(phase)
+    state, reasons = check_state(folder, digest)
+    check = folder.check() if state != "not run" else None
+    return {
+        "site": document["site"],
+        "sha256": digest,
+        "phase": phase,
+        "iterations": document["phases"][phase]["iterations"],
+        "truncation": check["truncation"] if check else 1.0,
+        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
+        "check": state,
+        "reasons": reasons,
+        "differential_privacy": False,
+    }
+
+
+def outcome(provenance: dict[str, Any]) -> str:
+    """Of a check that was not passed, with the reasons."""
+    word = "not passed" if provenance["check"] == "failed" else provenance["check"]
+    return f"{word}: {'; '.join(provenance['reasons'])}"
+
+
 def settings_document(
     pipeline: Pipeline, shape: GanShape, terms: GanTerms, lpips_label: str | None
 ) -> dict[str, Any]:

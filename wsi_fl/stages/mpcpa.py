@@ -109,7 +109,7 @@ def _exchanged(
     for site in sites:
         vectors = packages[site.index]
         if method.generated == "all":
-            vectors = {**vectors, site.index: releases[site.index].vector}
+            vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
         drawn = {
             names[other]: _drawn(
                 study,

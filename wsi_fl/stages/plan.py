@@ -13,7 +13,7 @@ import torch
 from wsi_fl import config
 from wsi_fl.config import Allowed, Pipeline
 from wsi_fl.federation import preflight
-from wsi_fl.federation.methods import METHODS
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
@@ -27,7 +27,7 @@ from wsi_fl.stages.workshop import (
     assemble,
     brought,
     graph_of,
-    method_named,
+    method_for,
     schedule_of,
 )
 from wsi_fl.study import Study
@@ -42,13 +42,15 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     Args:
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
     """
-    row = method_named(method)
+    row = method_for(method, pipeline)
     graph_of(study, pipeline)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     sites = study.sites(pipeline)
     privacy = pipeline.privacy
     bare = not privacy.noisy or privacy.insecure_seed is not None
+    if row.bare:
+        _check_bare(pipeline, method, row, sites)
     for site in sites:
         if row.travels is not None and bare and not site.allows("model"):
             raise UsageError(
@@ -88,6 +90,32 @@ def _check_generated(sites: Sequence[config.Site], pipeline: Pipeline, method: s
                 f"sites/{shut[0]}.toml: {method} lets a {what} leave this site without differential privacy; "
                 'allow = ["generator", "model"] would let it'
             )
+
+
+def _check_bare(pipeline: Pipeline, name: str, method: Method, sites: Sequence[config.Site]) -> None:
+    """What a method must be told in so many words that shares models or buffers without differential privacy."""
+    if pipeline.privacy.enabled:
+        raise UsageError(
+            f"{name} lets models and synthetic samples leave without differential privacy; say that you know, by "
+            "--set privacy.enabled=false"
+        )
+    for site in sites:
+        if shut := [content for content in method.leaves if content not in site.allowed]:
+            wanted = ", ".join(f'"{content}"' for content in method.leaves)
+            raise UsageError(
+                f"sites/{site.name}.toml: a {shut[0]} without differential privacy may not leave this site; "
+                f"replay.variant = {pipeline.replay.variant!r} needs allow = [{wanted}] there"
+            )
+    if pipeline.topology.graph is not None or pipeline.topology.self_weight:
+        raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")
+    if method.carries is None:
+        return
+    if len(sites) < 2:
+        raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
+    if not of_images(pipeline) or pipeline.stain.exchange:
+        raise UsageError(
+            "a buffer holds patches in their own stain; use train.data = 'patches' and stain.exchange = false"
+        )
 
 
 def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
@@ -181,7 +209,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
     units = np.arange(min(batch_size, site.units.n))
     rows = [site.units.rows(units, entropy_generator())] * (_TIMED_STEPS + 1)
     noise = entropy_generator(site.device)
-    schedule = schedule_of(study, pipeline)
+    schedule, row = schedule_of(study, pipeline), method_for(method, pipeline)
     drawn = batches(
         site.learned(),
         iter(rows),
@@ -193,7 +221,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
         if number == 1:  # the first step warms up
             began = time.perf_counter()
-        METHODS[method].step(site.learners, batch, schedule.weights, noise)
+        row.step(site.learners, batch, schedule.weights, noise)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
     steps = -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms

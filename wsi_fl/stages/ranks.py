@@ -15,16 +15,16 @@ from typing import Any
 from wsi_fl.config import Pipeline
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import Site
 from wsi_fl.files import raise_if_full, read_json, write_json
 from wsi_fl.runs import RunFolder, hold_alone
 from wsi_fl.stages import launch, plan
 from wsi_fl.stages.account import group_of, remember_spending
+from wsi_fl.stages.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
 from wsi_fl.stages.material import remember_canaries
-from wsi_fl.stages.workshop import assemble, brought, schedule_of
+from wsi_fl.stages.workshop import assemble, brought, method_for, schedule_of
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -50,17 +50,22 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
     if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
         watcher.say(f"  {warning}")
+    row = method_for(method, pipeline)
     with _alone(sites):
         for site in sites:
             remember_spending(site, pipeline)
             remember_canaries(site)
-        if METHODS[method].generated:
+            remember_buffer(site)
+            if said := leaving_words(site, row):
+                watcher.say(f"  {said}")
+                site.folder.log(said)
+        if row.generated:
             from wsi_fl.stages import mpcpa  # diffusers takes seconds to import
 
-            mpcpa.bring_generated(study, pipeline, METHODS[method], sites, comm, watcher)
+            mpcpa.bring_generated(study, pipeline, row, sites, comm, watcher)
         report = _reporter(sites, pipeline, watcher)
-        loop.run(sites, METHODS[method], schedule_of(study, pipeline), comm, report)
-        if METHODS[method].generated == "others":
+        loop.run(sites, row, schedule_of(study, pipeline), comm, report)
+        if row.generated == "others":
             mpcpa.hand_over_models(run, sites, comm)
     rows = comm.gather([_row(site) for site in sites], patient=True)
     for site in sites:

@@ -13,13 +13,12 @@ from wsi_fl.config import Site, dump_toml, validated
 from wsi_fl.files import write_text
 from wsi_fl.stages.console import say
 from wsi_fl.stages.devices import device_of_rank
-from wsi_fl.stages.generators import check_state, shared_phase, trained_folder
+from wsi_fl.stages.generators import outcome, provenance, trained_folder
 from wsi_fl.stages.synthetic import as_pixels, reduced_spec, write_synthetic
 from wsi_fl.stages.tile_shards import locked
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
-from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
 from wsi_fl.types import PatchTable, UsageError, WsiFlError
@@ -60,23 +59,23 @@ def sample(
             write_drawn,
         )  # diffusers takes seconds to import
 
-        document, provenance = ddpm_provenance(study, site, seed)
+        document, made_by = ddpm_provenance(study, site, seed)
     else:
         folder, document = trained_folder(study, site)
-        provenance = _provenance(folder, document, seed)
-    if provenance["check"] != "passed" and not despite_failed_check:
+        made_by = provenance(folder, document) | {"seed": seed}
+    if made_by["check"] != "passed" and not despite_failed_check:
         raise WsiFlError(
-            f"site {site}: no shareable set is written, the check of this generator was {_outcome(provenance)}. "
+            f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
             "--despite-failed-check writes it all the same"
         )
     _refuse_taken(study, name, as_site)
-    meta = _meta(name, document, provenance)
+    meta = _meta(name, document, made_by)
     with locked(study.store(name).parent, name):
         if ddpm:
-            table = write_drawn(study, meta, site, n_per_class, provenance)
+            table = write_drawn(study, meta, site, n_per_class, made_by)
         else:
-            gan = folder.load_generator(provenance["phase"], device_of_rank())
-            table = _write(study, meta, gan, n_per_class, provenance)
+            gan = folder.load_generator(made_by["phase"], device_of_rank())
+            table = _write(study, meta, gan, n_per_class, made_by)
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         first = f"# made by {command}; every patch is synthetic"
@@ -87,7 +86,7 @@ def sample(
         "store": study.relative(study.store(name)),
         "patches": len(table),
         "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
-        "generator": provenance,
+        "generator": made_by,
         "site_file": study.relative(_site_file(study, name)) if as_site else None,
         "seconds": time.perf_counter() - began,
     }
@@ -102,36 +101,10 @@ def _of_ddpm(study: Study, site: str, generator: str | None) -> bool:
     return generator == "ddpm"
 
 
-def _provenance(folder: GeneratorFolder, document: dict[str, Any], seed: int) -> dict[str, Any]:
-    """What the store will say of its generator; what is sampled is drawn as it was checked."""
-    phase = shared_phase(document)
-    digest = folder.digest(phase)
-    state, reasons = check_state(folder, digest)
-    check = folder.check() if state != "not run" else None
-    return {
-        "site": document["site"],
-        "sha256": digest,
-        "phase": phase,
-        "iterations": document["phases"][phase]["iterations"],
-        "seed": seed,
-        "truncation": check["truncation"] if check else 1.0,
-        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
-        "check": state,
-        "reasons": reasons,
-        "differential_privacy": False,
-    }
-
-
-def _outcome(provenance: dict[str, Any]) -> str:
-    """Of a check that was not passed, with the reasons."""
-    outcome = "not passed" if provenance["check"] == "failed" else provenance["check"]
-    return f"{outcome}: {'; '.join(provenance['reasons'])}"
-
-
-def _meta(name: str, document: dict[str, Any], provenance: dict[str, Any]) -> StoreMeta:
+def _meta(name: str, document: dict[str, Any], made_by: dict[str, Any]) -> StoreMeta:
     real, resolution = document["store"], document["settings"]["shape"]["resolution"]
     spec = reduced_spec(real["size_px"], real["mpp"], resolution)
-    return StoreMeta(name, tuple(real["classes"]), spec, json.dumps(provenance, sort_keys=True))
+    return StoreMeta(name, tuple(real["classes"]), spec, json.dumps(made_by, sort_keys=True))
 
 
 def _target(name: str, n_per_class: int, seed: int) -> Site:
@@ -162,10 +135,10 @@ def _refuse_taken(study: Study, name: str, as_site: bool) -> None:
 
 
 def _write(
-    study: Study, meta: StoreMeta, generator: Generator, n_per_class: int, provenance: dict[str, Any]
+    study: Study, meta: StoreMeta, generator: Generator, n_per_class: int, made_by: dict[str, Any]
 ) -> PatchTable:
     labels = balanced_labels(len(meta.classes), n_per_class)
-    images = sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
+    images = sampled(generator, labels, seed=made_by["seed"], truncation=made_by["truncation"])
     chunks = as_pixels(torch.split(images, _CHUNK))
     return write_synthetic(study.store(meta.site), meta, labels, chunks, images.shape[1])
 
@@ -175,5 +148,5 @@ def print_sampled(document: dict[str, Any]) -> None:
     generator = document["generator"]
     say(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
-        say(f"  written although its check was {_outcome(generator)}", "red")
+        say(f"  written although its check was {outcome(generator)}", "red")
     say("  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from wsi_fl.config import Pipeline, Site
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.files import read_json
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
@@ -17,7 +16,7 @@ from wsi_fl.learning.validation import answered, roles
 from wsi_fl.models import Images, Shape, Vectors, build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.data import input_px
-from wsi_fl.stages.workshop import architecture
+from wsi_fl.stages.workshop import architecture, method_for, method_named
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
@@ -111,7 +110,7 @@ class Answering:
 
 def has_proxy(run: RunFolder) -> bool:
     """Whether the sites of a run have a proxy beside their private model."""
-    return METHODS[method_of(run)].travels == "proxy"
+    return method_named(method_of(run)).travels == "proxy"
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
@@ -164,7 +163,7 @@ def _model(
     run: RunFolder, pipeline: Pipeline, site: Site, role: str, classes: Sequence[str], shape: Shape
 ) -> torch.nn.Module:
     """A site's model with its trained weights."""
-    common = METHODS[method_of(run)].travels == "private"
+    common = method_for(method_of(run), pipeline).travels == "private"
     name = architecture(site, pipeline, role, common=common)
     # its initial weights are all overwritten
     model = build(name, n_classes=len(classes), shape=shape, seed=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.federation.graph import from_file
-from wsi_fl.federation.methods import METHODS, MakeLearner, Method
+from wsi_fl.federation.methods import METHODS, MakeLearner, Method, replay
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.files import read_json
@@ -32,6 +32,7 @@ from wsi_fl.stages.account import (
     terms_of,
     weights_of,
 )
+from wsi_fl.stages.buffers import agreed_buffer
 from wsi_fl.stages.data import (
     Store,
     example_word,
@@ -46,6 +47,7 @@ from wsi_fl.stages.material import agreed_canaries, learned_from, units_of
 from wsi_fl.stages.stains import RUN, check_own, stain_ledger, stains_of
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -58,6 +60,13 @@ def method_named(name: str) -> Method:
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def method_for(name: str, pipeline: Pipeline) -> Method:
+    """A row of METHODS as a pipeline has it: `replay` comes in variants, and orders sites by the seed."""
+    if name == "replay":
+        return replay(pipeline.replay.variant, pipeline.train.seed)
+    return method_named(name)
 
 
 def graph_of(study: Study, pipeline: Pipeline) -> Topology | None:
@@ -154,7 +163,7 @@ def make_learners(
 def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder, index: int) -> Site:
     """One site ready for the loop; opens its own store, and others' test patches only where all allow it."""
     sites = study.sites(pipeline)
-    site, method = sites[index], method_named(method_name)
+    site, method = sites[index], method_for(method_name, pipeline)
     store = open_data(study, site.name, pipeline)
     device = device_of_rank()
     train, validation = learned_from(study, pipeline, method, site.name)
@@ -179,6 +188,9 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         units = units.with_canaries(canaries.included)
     spending = agreed_spending(folder, site, pipeline, units.n, ledger)
     make = make_learners(site, pipeline, store, index, device, spending)
+    buffer = None
+    if isinstance(store, PatchStore):
+        buffer = agreed_buffer(study, pipeline, method, store, folder, index=index)
     return Site(
         index=index,
         name=site.name,
@@ -193,6 +205,7 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         batch_size=spending.batch_size,
         validation=validation,
         canaries=canaries,
+        buffer=buffer,
         returning=site.name in run.returning(),
     )
 
@@ -226,7 +239,7 @@ def versions() -> dict[str, str]:
 def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> dict[str, Any]:
     """What a site brings, for the preflight: nothing but plans and shapes."""
     store = open_data(study, site.name, pipeline)
-    travels = METHODS[method_name].travels
+    travels = method_for(method_name, pipeline).travels
     train = pipeline.train
     return {
         "site": site.name,
@@ -250,6 +263,7 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> d
             if pipeline.privacy.enabled
             else "no privacy",
         ],
+        "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
         "stains": _stain_digests(study, pipeline),
         "versions": versions(),
         "affordable": affordable_rounds(site, train.rounds),

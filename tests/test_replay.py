@@ -1,0 +1,579 @@
+"""Experience replay: who learns from what, what travels, what is refused, and that a kill changes nothing."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused, write_store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from wsi_fl.federation import loop
+from wsi_fl.federation.buffers import BufferShape, packed, problem_of, unpacked
+from wsi_fl.federation.comm import LocalComm
+from wsi_fl.federation.exchange import pass_buffers
+from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack, received
+from wsi_fl.federation.methods import replay
+from wsi_fl.federation.site import release_buffer, released_buffer
+from wsi_fl.federation.topology import receivers, senders
+from wsi_fl.learning.examples import Examples, normalised
+from wsi_fl.learning.lessons import Lesson, replayed_rows
+from wsi_fl.learning.units import rows_alone
+from wsi_fl.models import Images, build
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.compare import compare
+from wsi_fl.stages.compare_runs import settings as compared
+from wsi_fl.stages.data import open_store, store_digest
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.plan import dry_run
+from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.workshop import assemble
+from wsi_fl.study import Study, shipped
+from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+from wsi_fl.types import UsageError, WsiFlError
+
+VARIANTS = ("replay", "no_buffer", "buffer_only", "synthetic_only", "central")
+EXTRA = """
+[replay]
+buffer = 10
+"""
+SITES = ["S0", "S1", "S2"]
+N_TRAIN, N_BUFFER = 36, 10
+SMALL = BufferShape(4, 2, 3, 2)
+
+
+def plant(study, site, *, seed=0, passed=True):
+    """An untrained generator, as if it had been trained on the site's store and checked."""
+    torch.manual_seed(seed)
+    shape = GanShape(16, 3, 2, z_dim=8, w_dim=8, mapping_layers=1, channel_base=64, channel_max=8)
+    folder = GeneratorFolder(study.generator(site))
+    digest = folder.save_generator("before", Generator(shape))
+    store = open_store(study, site)
+    folder.write_document(
+        {
+            "site": site,
+            "settings": {"shape": asdict(shape), "privacy": None},
+            "store": {"sha256": store_digest(store), "classes": list(store.meta.classes)},
+            "phases": {"before": {"sha256": digest, "iterations": 1}},
+            "finished": True,
+        }
+    )
+    if passed is not None:
+        check = {"generator": {"sha256": digest}, "passed": passed, "reasons": [], "truncation": 1.0}
+        check["reasons"] = [] if passed else ["a planted reason"]
+        folder.check_path.write_text(json.dumps(check))
+
+
+@pytest.fixture
+def study(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=3, extra=EXTRA)
+    pipeline = study.root / "pipelines" / "small.toml"
+    pipeline.write_text(pipeline.read_text().replace("[privacy]\n", "[privacy]\nenabled = false\n"))
+    for k, site in enumerate(SITES):
+        plant(study, site, seed=k)
+    return study
+
+
+def run(study, variant="replay", *overrides):
+    chosen = [f"replay.variant={variant}", "train.rounds=2", *overrides]
+    return study.root / train(study, method="replay", overrides=chosen, backend="local")["run"]
+
+
+def metrics(path, site):
+    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+
+
+def model(path, site):
+    return load_file(path / "sites" / site / "private.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def predecessor(site, round_, n=3, seed=0):
+    (matrix,) = replay("replay", seed).exchange(n, round_ - 1, 0.0)
+    return senders(matrix, site)[0]
+
+
+# who sends to whom
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_every_round_is_one_cycle_through_all_sites_and_buffers_go_with_models(n):
+    orders = set()
+    for round_ in range(12):
+        method = replay("replay", 3)
+        (models,), (buffers,) = method.exchange(n, round_, 0.0), method.carries(n, round_, 0.0)
+        assert np.array_equal(models, buffers)
+        assert np.array_equal(models, replay("replay", 3).exchange(n, round_, 0.0)[0])  # on another rank
+        walked, site = [], 0
+        for _ in range(n):
+            walked.append(site)
+            (site,) = receivers(models, site)
+        assert (site, sorted(walked)) == (0, list(range(n)))
+        orders.add(tuple(walked))
+    assert len(orders) == 1 if n == 2 else len(orders) > 1
+
+
+def test_the_seed_of_the_study_decides_the_order(study):
+    many = [[predecessor(0, round_, n=9, seed=seed) for round_ in range(1, 9)] for seed in (0, 1)]
+    assert many[0] != many[1]
+    path = run(study, "replay", "train.seed=4")
+    for site in range(3):
+        sent = load_file(
+            path / "sites" / f"S{predecessor(site, 2, seed=4)}" / "state" / "round_00002.safetensors"
+        )
+        for name, value in model(path, f"S{site}").items():
+            assert torch.equal(value, sent[f"private/model/{name}"])
+
+
+# what is learned from
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8), n=st.integers(1, 7), seed=st.integers(0, 9))
+def test_replayed_rows_take_turns(sizes, n, seed):
+    drawn = replayed_rows(sizes, n, torch.Generator().manual_seed(seed))
+    assert [len(rows) for rows in drawn] == sizes
+    flat = np.concatenate(drawn)
+    for start in range(0, len(flat), n):
+        turn = flat[start : start + n]
+        assert len(set(turn.tolist())) == len(turn)
+        assert set(turn.tolist()) <= set(range(n))
+
+
+def images(rng, n, size_px=16):
+    pixels = rng.integers(0, 256, (n, size_px, size_px, 3)).astype(np.uint8)
+    name = np.full(n, "x")
+    return Examples(lambda rows: pixels[rows], rng.integers(0, 2, n), name, name)
+
+
+def test_the_loss_of_a_batch_is_half_of_equation_4():
+    rng = np.random.default_rng(0)
+    own, buffer = images(rng, 11), images(rng, 5)
+    lesson = Lesson(own, rows_alone(11), buffer)
+    net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=0)
+
+    def loss(examples, rows):
+        logits = net(normalised(examples.read(rows)))
+        return functional.cross_entropy(logits, torch.from_numpy(examples.label[rows]))
+
+    batches = lesson.rows(4, 2, sampler=torch.Generator().manual_seed(0), poisson=False)
+    assert [len(rows) for rows in batches] == [8, 8, 6] * 2
+    for rows in batches:
+        mine, theirs = rows[rows < 11], rows[rows >= 11] - 11
+        assert len(mine) == len(theirs)
+        torch.testing.assert_close(2 * loss(lesson.examples(), rows), loss(own, mine) + loss(buffer, theirs))
+
+
+def seen_by(study, variant, monkeypatch):
+    """(round, site) → where the rows of its batches came from, counted: {"real S0": 36, "buffer S1": 36}; the run."""
+    drawn, order = loop.batches, []
+
+    def spy(examples, rows, **settings):
+        chosen = list(rows)
+        order.append([examples.read(one) for one in chosen])
+        return drawn(examples, iter(chosen), **settings)
+
+    monkeypatch.setattr(loop, "batches", spy)
+    path = run(study, variant)
+    origin = {}
+    for site in SITES:
+        store = open_store(study, site)
+        rows = np.flatnonzero(store.table.split == "train")
+        origin |= {pixels.tobytes(): f"real {site}" for pixels in store.read(rows)}
+        if variant != "no_buffer":
+            values, _ = RunFolder(path).site(site).buffer()
+            samples = unpacked(values, BufferShape(N_BUFFER, 16, 3, 2))
+            origin |= {pixels.tobytes(): f"buffer {site}" for pixels in samples.read(np.arange(len(samples)))}
+    return [_counted(batches, origin) for batches in order], path
+
+
+def _counted(batches, origin):
+    found = {}
+    for batch in batches:
+        for pixels in batch:
+            name = origin[pixels.tobytes()]
+            found[name] = found.get(name, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_variant_learns_from_what_its_paper_says(study, variant, monkeypatch):
+    seen, path = seen_by(study, variant, monkeypatch)
+    if variant == "central":  # a round to collect, then all buffers alike
+        assert seen == [{f"buffer {site}": N_BUFFER for site in SITES}] * 3
+        assert metrics(path, "S0")[0]["loss"] == {}
+        return
+    for round_ in (1, 2):
+        for site in range(3):
+            found = seen[3 * (round_ - 1) + site]
+            before = f"buffer S{predecessor(site, 1)}"  # what came with round 1 is learned from in round 2
+            if variant == "synthetic_only":
+                expected = {f"buffer S{site}": N_BUFFER} | ({before: N_BUFFER} if round_ == 2 else {})
+            else:
+                has_buffer = round_ == 2 and variant != "no_buffer"
+                expected = {f"real S{site}": N_TRAIN} | ({before: N_TRAIN} if has_buffer else {})
+            assert found == expected, (round_, site)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_travels_is_counted_and_on_the_ledger(study, variant):
+    path = run(study, variant)
+    models = variant in ("replay", "no_buffer", "synthetic_only")
+    shape = BufferShape(N_BUFFER, 16, 3, 2)
+    size = 4 * sum(value.numel() for value in model(path, "S0").values())
+    for site in SITES:
+        for line in metrics(path, site):
+            buffers = {"no_buffer": 0, "central": 2 * (line["round"] == 1)}.get(variant, 1)
+            assert line["messages"] == models + buffers
+            expected = models * size + buffers * shape.n_bytes
+            assert expected <= line["bytes"] <= expected + 128 * line["messages"]
+            assert line["epsilon"] is None
+        account = [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
+        let_go = [entry["released"].split()[0] for entry in account if entry.get("released")]
+        assert let_go.count("model") == 2 * models
+        assert let_go.count("buffer") == {"no_buffer": 0, "central": 1}.get(variant, 2)
+        digests = {
+            entry["released"] for entry in account if (entry.get("released") or "").startswith("buffer")
+        }
+        assert len(digests) == (variant != "no_buffer")  # drawn once, the same bytes in every round
+        assert all(entry["mechanism"] is None for entry in account if "mechanism" in entry)
+
+
+def test_models_stay_where_buffers_alone_travel(study):
+    path = run(study, "buffer_only")
+    for site in SITES:
+        kept = load_file(path / "sites" / site / "state" / "round_00002.safetensors")
+        assert all(
+            torch.equal(kept[f"private/model/{name}"], value) for name, value in model(path, site).items()
+        )
+    assert not same(model(path, "S0"), model(path, "S1"))
+
+
+def test_a_buffer_is_balanced_drawn_from_its_own_generator_and_another_for_another_seed(study):
+    one, two = run(study), run(study, "replay", "train.seed=1")
+    found = [RunFolder(path).site("S1").buffer() for path in (one, two)]
+    for values, provenance in found:
+        assert np.bincount(unpacked(values, BufferShape(N_BUFFER, 16, 3, 2)).label).tolist() == [5, 5]
+        assert provenance["sha256"] == GeneratorFolder(study.generator("S1")).digest("before")
+        assert (provenance["check"], provenance["differential_privacy"]) == ("passed", False)
+    assert not np.array_equal(found[0][0], found[1][0])
+    assert not np.array_equal(found[0][0], RunFolder(one).site("S0").buffer()[0])
+
+
+def test_samples_are_reduced_to_what_models_see(study):
+    path = run(study, "replay", "train.input_px=8", "model.private=mlp")
+    values, _ = RunFolder(path).site("S1").buffer()
+    assert len(values) == BufferShape(N_BUFFER, 8, 3, 2).n_bytes
+
+
+def test_every_model_is_evaluated_on_every_part(study):
+    path = run(study)
+    document = evaluate(study, path.name)
+    for name in SITES:
+        reached = [row["parts"][name]["accuracy"] for row in document["sites"]]
+        assert document["parts"][name]["accuracy"]["mean"] == pytest.approx(np.mean(reached))
+        assert document["parts"][name]["accuracy"]["sd"] == pytest.approx(np.std(reached))
+
+
+def test_variants_are_rows_of_a_comparison(study):
+    for variant in ("replay", "buffer_only"):
+        run(study, variant)
+    document = compare(study, ["1", "2"])
+    replayed = [row for row in document["rows"] if row["method"] == "replay"]
+    assert sorted(row["settings"]["replay.variant"] for row in replayed) == ["buffer_only", "replay"]
+    assert all(len(row["settings"]) == 1 for row in replayed)
+    assert not any(key.startswith("replay.") for key in compared("regular", study.pipeline("small")))
+
+
+# what is refused
+
+
+def test_privacy_that_is_not_there_is_not_pretended(study):
+    refused(lambda: run(study, "replay", "privacy.enabled=true"), "without differential privacy", "enabled")
+
+
+@pytest.mark.parametrize(
+    ("variant", "allow", "missing"),
+    [
+        ("replay", ["model"], "buffer"),
+        ("replay", ["buffer"], "model"),
+        ("buffer_only", ["model"], "buffer"),
+        ("synthetic_only", [], "model"),
+        ("no_buffer", ["buffer"], "model"),
+        ("central", ["model"], "buffer"),
+        ("buffer_only", ["buffer"], None),
+        ("no_buffer", ["model"], None),
+    ],
+)
+def test_a_hospital_lets_go_only_what_its_file_names(study, variant, allow, missing):
+    file = study.root / "sites" / "S1.toml"
+    text = file.read_text().replace("real = false", "real = true")
+    file.write_text(text + f"allow = {json.dumps([*allow, 'patches'])}\n")
+    if missing is None:
+        run(study, variant)
+        return
+    refused(lambda: run(study, variant), "sites/S1.toml", f"a {missing} without", f"{variant!r} needs allow")
+    assert not study.ledger("S1").exists()
+
+
+def test_the_ledger_itself_lets_no_buffer_pass(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "a.jsonl", site="a", run="r", terms=Terms(1e-5, allow=("model",)))
+    with pytest.raises(WsiFlError, match="a buffer without differential privacy may not leave"):
+        ledger.release(1, np.zeros(4, np.uint8), schema="ab" * 32, mechanism=None, content="buffer")
+    assert not ledger.path.exists()
+
+
+def test_a_generator_must_be_there_checked_and_of_this_store(study):
+    check = study.generator("S1") / "check.json"
+    check.unlink()
+    refused(lambda: run(study), "site S1: no buffer leaves it", "was not run", "unchecked", error=WsiFlError)
+    unchecked = run(study, "replay", "replay.unchecked=true")
+    assert RunFolder(unchecked).site("S1").buffer()[1]["check"] == "not run"
+    assert "`synthesize check` was not run" in (unchecked / "sites" / "S1" / "log.txt").read_text()
+    plant(study, "S1", passed=False)
+    refused(lambda: run(study), "was not passed: a planted reason", error=WsiFlError)
+    write_store(study, "S1", n_per_slide=14)
+    refused(lambda: run(study), "generators/S1", "another store of site S1")
+    for file in study.generator("S1").iterdir():
+        file.unlink()
+    refused(lambda: run(study), "no generator yet", "synthesize train --site S1", error=WsiFlError)
+    run(study, "no_buffer")  # needs none
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("topology.graph=star", "orders the sites anew"),
+        ("topology.self_weight=0.5", "orders the sites anew"),
+        ('sites=["S1"]', "two sites or more"),
+        ("train.data=features", "train.data = 'patches'"),
+        ("stain.exchange=true", "stain.exchange = false"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(study, override, words):
+    refused(lambda: run(study, "replay", override), words)
+
+
+def test_sites_that_disagree_on_the_buffer_are_named(study):
+    from wsi_fl.federation import preflight
+
+    brought = [
+        {"site": site, "buffer": ["replay", n, 16, 3, 2]} for site, n in zip(SITES, (9, 9, 8), strict=True)
+    ]
+    with pytest.raises(UsageError, match=r"S2 brings .* as the buffer"):
+        preflight.compare(brought)
+
+
+# the payload
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 5), size=st.integers(1, 4), channels=st.sampled_from([1, 3]), classes=st.integers(1, 999)
+)
+def test_a_buffer_comes_back_as_it_was(n, size, channels, classes):
+    rng = np.random.default_rng(n)
+    pixels = rng.integers(0, 256, (n, size, size, channels)).astype(np.uint8)
+    label = rng.integers(0, classes, n)
+    shape = BufferShape(n, size, channels, classes)
+    values = packed(pixels, label)
+    assert (values.dtype, len(values)) == (np.uint8, shape.n_bytes)
+    assert problem_of(values, shape) == ""
+    found = unpacked(values, shape)
+    assert np.array_equal(found.label, label)
+    assert np.array_equal(found.read(np.arange(n)), pixels)
+
+
+def small_buffer(label=(0, 1, 0, 1)):
+    return packed(np.zeros((4, 2, 2, 3), np.uint8), np.array(label))
+
+
+def test_garbage_is_no_buffer():
+    assert "label 2, and there are 2 classes" in problem_of(small_buffer((0, 1, 0, 2)), SMALL)
+    assert "agreed on" in problem_of(small_buffer()[:-1], SMALL)
+    assert problem_of(np.full(SMALL.n_bytes, 255, np.uint8), SMALL)
+    assert SMALL.schema != BufferShape(4, 2, 3, 3).schema
+
+
+def byte_release(folder, values, schema=SMALL.schema):
+    terms = Terms(1e-5, allow=("buffer", "model"))
+    ledger = PrivacyLedger(folder / "a.jsonl", site="a", run="r", terms=terms)
+    return ledger.release(1, values, schema=schema, mechanism=None, content="buffer")
+
+
+def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
+    release = byte_release(tmp_path, small_buffer())
+    assert release.vector.dtype == np.uint8
+    header, values = pack(Outgoing(0, 1, 1.0, release), 1, 5)
+    assert values.tobytes() == small_buffer().tobytes()
+    assert received(header, values, 0, 1, 1, len(values), kind=BYTES).refused == ""
+    assert "another kind" in received(header, values, 0, 1, 1, len(values)).refused
+    assert body_length(header, len(values)) == 0  # a receiver of numbers does not even take it in
+    with pytest.raises(ValueError, match="cannot be scaled"):
+        pack(Outgoing(0, 1, 0.5, release), 1, 5)
+
+
+@pytest.mark.parametrize("what", ["label", "length", "schema"])
+def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
+    """One site of a run sends what it should not; the other two get what is right."""
+    pipeline = study.pipeline("small")
+    sites = [assemble(study, pipeline, "replay", RunFolder(study.runs / "x"), k) for k in range(3)]
+    for site in sites:
+        release_buffer(site, 1)
+        site.received = {9: site.buffer.values}
+    (matrix,) = replay().carries(3, 0, 0.0)
+    releases = {site.index: released_buffer(site, 1) for site in sites}
+    bad = np.array(sites[0].buffer.values)
+    if what == "label":
+        bad[0] = 200
+    schema = "cd" * 32 if what == "schema" else sites[0].buffer.shape.schema
+    ledger = sites[0].ledger
+    releases[0] = ledger.release(
+        1, bad[:-1] if what == "length" else bad, schema=schema, mechanism=None, content="buffer"
+    )
+    pass_buffers(sites, LocalComm(3), matrix, releases, round_=1, hop=5)
+    (victim,) = receivers(matrix, 0)
+    for site in sites:
+        (sender,) = senders(matrix, site.index)
+        if site.index == victim:
+            assert site.received == {}
+            assert site.rejected[0].startswith("buffer of site 0: ")
+        else:
+            assert np.array_equal(site.received[sender], sites[sender].buffer.values)
+            assert site.rejected == []
+
+
+# kills, plans, ranks
+
+
+@pytest.mark.parametrize(
+    ("variant", "moment"),
+    [
+        *(("replay", moment) for moment in ("before the checkpoint", "after it", "after the exchange")),
+        *((variant, "after it") for variant in VARIANTS[1:]),
+    ],
+)
+def test_a_run_goes_on_after_a_kill_to_the_same_bytes(study, variant, moment, monkeypatch):
+    whole = run(study, variant, "train.rounds=3")
+
+    class PowerCut(BaseException):
+        pass
+
+    saved, logged = loop.checkpoint, loop._log_round
+
+    def checkpoint(site, round_):
+        if moment == "after it":
+            saved(site, round_)
+        if moment != "after the exchange" and (site.name, round_) == ("S1", 2):
+            raise PowerCut
+        if moment != "after it":
+            saved(site, round_)
+
+    def log_round(site, *arguments, round_, **more):
+        if moment == "after the exchange" and (site.name, round_) == ("S1", 2):
+            raise PowerCut
+        logged(site, *arguments, round_=round_, **more)
+
+    monkeypatch.setattr(loop, "checkpoint", checkpoint)
+    monkeypatch.setattr(loop, "_log_round", log_round)
+    with pytest.raises(PowerCut):
+        run(study, variant, "train.rounds=3")
+    monkeypatch.undo()
+    path = sorted(study.runs.glob("0*"))[-1]
+    assert path != whole
+    for site in SITES:  # a generator that is trained anew meanwhile changes nothing
+        plant(study, site, seed=77)
+    resume(study, path.name, backend="local")
+    for site in SITES:
+        assert same(model(path, site), model(whole, site))
+        states = [
+            load_file(one / "sites" / site / "state" / "round_00003.safetensors") for one in (path, whole)
+        ]
+        assert same(*states)
+        assert any(key.startswith("buffer/") for key in states[0]) == (variant != "no_buffer")
+        assert [line["round"] for line in metrics(path, site)] == [1, 2, 3]
+        assert {line["bytes"] for line in metrics(path, site)} == {
+            line["bytes"] for line in metrics(whole, site)
+        }
+
+
+@pytest.mark.parametrize("variant", ["replay", "buffer_only", "central"])
+def test_who_was_lost_comes_back_and_gets_buffers_again(study, variant, monkeypatch):
+    class PowerCut(BaseException):
+        pass
+
+    saved = loop.checkpoint
+
+    def cut_in(stop):
+        def checkpoint(site, round_):
+            if (site.name, round_) == ("S2", stop):
+                raise PowerCut
+            saved(site, round_)
+
+        monkeypatch.setattr(loop, "checkpoint", checkpoint)
+
+    cut_in(3)
+    with pytest.raises(PowerCut):
+        run(study, variant, "train.rounds=7")
+    cut_in(5)
+    with pytest.raises(PowerCut):
+        resume(study, "1", without=["S1"], backend="local")
+    monkeypatch.undo()
+    summary = resume(study, "1", backend="local")
+    assert [row["site"] for row in summary["sites"]] == SITES
+    path = study.root / summary["run"]
+    last = metrics(path, "S1")[-1]
+    assert (last["round"], last["takes_part"]) == (7, True)
+    assert last["loss"]["private"] is not None
+    if variant != "central":
+        models = variant in ("replay", "no_buffer", "synthetic_only")
+        assert {metrics(path, site)[-1]["messages"] for site in SITES} == {models + (variant != "no_buffer")}
+    assert [row["rejected"] for row in summary["sites"]] == [0, 0, 0]
+
+
+def test_a_dry_run_writes_nothing(study):
+    before = sorted(study.root.rglob("*"))
+    document = dry_run(study, method="replay", overrides=["replay.variant=synthetic_only"])
+    assert sorted(study.root.rglob("*")) == before
+    assert {row["guarantee"] for row in document["sites"]} == {"none"}
+
+
+def test_three_ranks_do_as_one_process_does(study, wsi_fl):
+    local = run(study)
+    done = wsi_fl("train", "--method", "replay", "--json", "--set", "train.rounds=2", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert "S1 lets go" in done.stderr
+    assert "without differential privacy" in done.stderr
+    path = study.root / summary["run"]
+    assert path != local
+    for site in SITES:
+        assert same(model(path, site), model(local, site))
+        assert [line["bytes"] for line in metrics(path, site)] == [
+            line["bytes"] for line in metrics(local, site)
+        ]
+    assert summary["communication"]["messages"] == 12
+    assert not [f for f in path.rglob("*") if f.is_file() and f.read_bytes()[:1] == b"\x80"]
+
+
+def test_the_shipped_pipeline_is_the_paper_s(tmp_path):
+    for name in ("pipelines", "sites"):
+        (tmp_path / name).mkdir()
+    first = (shipped("pipelines") / "replay.toml").read_text().splitlines()[0]
+    assert first.startswith("# wsi-fl ")
+    assert first.endswith("wsi-fl train --method replay --pipeline replay")
+    pipeline = Study(tmp_path).pipeline("replay")
+    assert (pipeline.model.private, pipeline.train.lr, pipeline.train.augment) == ("resnet18", 1e-4, "flips")
+    assert (pipeline.train.rounds, pipeline.train.epochs_per_round) == (100, 100)
+    assert pipeline.train.optimizer_after_exchange == "reset"
+    assert (pipeline.replay.variant, pipeline.replay.buffer) == ("replay", 512)
+    assert (pipeline.privacy.enabled, pipeline.replay.unchecked) == (False, False)

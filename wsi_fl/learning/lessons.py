@@ -1,0 +1,106 @@
+"""What a site learns from in a round: its own rows, synthetic ones, and those that are replayed beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.units import Units, rows_alone
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a site has to learn from.
+
+    Attributes:
+        real: its training rows, and the canaries that are in.
+        units: what privacy counts among them.
+        own: its own synthetic samples, those it shares; None where it has none.
+        received: the synthetic samples of each site that it holds a buffer of.
+    """
+
+    real: Examples
+    units: Units
+    own: Examples | None = None
+    received: Sequence[Examples] = ()
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one round is learned from.
+
+    Attributes:
+        learned: what its epochs go through, in batches of `units`.
+        replayed: as many rows of it as a batch has stand beside each batch; None for nothing.
+    """
+
+    learned: Examples
+    units: Units
+    replayed: Examples | None = None
+
+    def examples(self) -> Examples:
+        """Both parts as one, `learned` first."""
+        return self.learned if self.replayed is None else joined([self.learned, self.replayed])
+
+    def rows(
+        self, batch_size: int, epochs: int, *, sampler: torch.Generator, poisson: bool
+    ) -> list[NDArray[np.int64]]:
+        """Rows of `examples` for every batch: those of an epoch, then as many replayed ones.
+
+        Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
+        L(own) + L(buffer), whose constant factor Adam ignores.
+        """
+        own = list(self.units.epoch(batch_size, epochs, sampler=sampler, poisson=poisson))
+        if self.replayed is None:
+            return own
+        again = replayed_rows([len(rows) for rows in own], len(self.replayed), sampler)
+        n = len(self.learned)
+        return [np.concatenate([mine, n + theirs]) for mine, theirs in zip(own, again, strict=True)]
+
+
+def replayed_rows(sizes: Sequence[int], n: int, sampler: torch.Generator) -> list[NDArray[np.int64]]:
+    """For batches of these sizes, rows of n samples in shuffled passes: each has its turn before any comes again.
+
+    Example:
+        >>> drawn = replayed_rows([2, 3], 5, torch.Generator().manual_seed(0))
+        >>> [len(rows) for rows in drawn], sorted(np.concatenate(drawn).tolist())
+        ([2, 3], [0, 1, 2, 3, 4])
+    """
+    passes = -(-sum(sizes) // n)
+    order = [torch.randperm(n, generator=sampler).numpy() for _ in range(passes)]
+    drawn = np.concatenate([*order, np.zeros(0, np.int64)])[: sum(sizes)]
+    return np.split(drawn, np.cumsum(sizes)[:-1])
+
+
+def real_alone(material: Material) -> Lesson | None:
+    """The site's own rows."""
+    return Lesson(material.real, material.units)
+
+
+def real_and_received(material: Material) -> Lesson | None:
+    """Its own rows, and beside them what it received (Pennisi et al., eq. 4)."""
+    return Lesson(material.real, material.units, _pooled(material.received))
+
+
+def synthetic_and_received(material: Material) -> Lesson | None:
+    """Its own synthetic samples in place of its rows (Fig. 5b)."""
+    assert material.own is not None
+    return Lesson(material.own, rows_alone(len(material.own)), _pooled(material.received))
+
+
+def synthetic_of_all(material: Material) -> Lesson | None:
+    """All sites' synthetic samples alike, as a centre would that has no patches; nothing before they are there."""
+    if not material.received:
+        return None
+    assert material.own is not None
+    everything = joined([material.own, *material.received])
+    return Lesson(everything, rows_alone(len(everything)))
+
+
+def _pooled(parts: Sequence[Examples]) -> Examples | None:
+    return joined(list(parts)) if parts else None
