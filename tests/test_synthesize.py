@@ -320,6 +320,19 @@ def test_models_train_on_a_synthetic_store(checked):
     given = {"overrides": ['sites=["both", "S1"]', "privacy.enabled=false"], "backend": "local"}
     summary = train(study, method="fedavg", pipeline_name="gan", **given)
     assert {row["site"] for row in summary["sites"]} == {"both", "S1"}
+    given["overrides"] = ['sites=["both", "S1"]', "train.rounds=1"]
+    summary = train(study, method="proxyfl", pipeline_name="gan", **given)
+    assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
+
+
+def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(checked, tmp_path):
+    study = copied(checked[0], tmp_path)
+    path = study.root / "sites" / "S1.toml"
+    path.write_text(path.read_text().replace("real = false", "real = true"))
+    refused(lambda: sample(study, site="S1", n_per_class=2, as_site=True), "S1.toml", 'allow = ["generator"]')
+    assert not study.store("S1-synthetic").exists()
+    path.write_text(path.read_text() + '\nallow = ["generator"]\n')
+    assert sample(study, site="S1", n_per_class=2, as_site=True)["site_file"]
 
 
 def test_real_patches_are_never_written_over(checked):

@@ -87,6 +87,8 @@ def evaluate(
         rows.append(row)
         answers.append(answer)
         watcher.update("evaluate", index + 1, len(sites), site.name)
+    if not rows:
+        raise WsiFlError(f"{run.name}: every site whose store is here was lost and has no model")
     taking_part = [site for site in sites if site.name not in lost]
     weights = [_n_training(study, pipeline, site) for site in taking_part]
     document = {

@@ -51,18 +51,17 @@ def bring_generated(
         WsiFlError: when a site's denoiser looks as if it copied: it is not released.
         UsageError: when the sites' denoisers do not fit together.
     """
-    for site in sites:
-        _ready(study, pipeline, site.name, watcher)
+    checked = {site.name: _ready(study, pipeline, site.name, watcher) for site in sites}
     kept = comm.gather([site.folder.package() for site in sites], patient=True)
     here = all(_all_there(study, site.folder.package()) for site in sites)
     if not (all(kept) and all(comm.gather([here for _ in sites], patient=True))):
-        _exchanged(study, pipeline, method, sites, comm, watcher)
+        _exchanged(study, pipeline, method, sites, comm, watcher, checked=checked)
     for site in sites:
         _learn_from(study, pipeline, method, site)
 
 
-def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> None:
-    """Trains and checks a site's denoiser where that was not done."""
+def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
+    """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
     train_denoiser(study, pipeline, site, watcher=watcher)
     folder, _ = trained_denoiser(study, site)
     state, reasons = check_state(folder, folder.denoiser_digest())
@@ -73,6 +72,7 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> Non
         raise WsiFlError(
             f"site {site}: its denoiser is not released, the check was not passed: {'; '.join(reasons)}"
         )
+    return folder.denoiser_digest()
 
 
 def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
@@ -80,9 +80,19 @@ def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
 
 
 def _exchanged(
-    study: Study, pipeline: Pipeline, method: Method, sites: Sequence[Site], comm: Comm, watcher: Watcher
+    study: Study,
+    pipeline: Pipeline,
+    method: Method,
+    sites: Sequence[Site],
+    comm: Comm,
+    watcher: Watcher,
+    *,
+    checked: Mapping[str, str],
 ) -> None:
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
+    for name, digest in checked.items():
+        if trained_denoiser(study, name)[0].denoiser_digest() != digest:
+            raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
     denoisers = {
         site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
     }
@@ -130,6 +140,10 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
     try:
         return ledger.reissue(round_, vector, schema=agreed)
     except WsiFlError:
+        if any(said.split()[0] == content for said in ledger.released()):
+            raise WsiFlError(
+                f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
+            ) from None
         return ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
 
 

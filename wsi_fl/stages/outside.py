@@ -36,7 +36,7 @@ def outside(
         return None
     with open_data(study, sites[0].name, pipeline) as store:
         classes, shape = store.meta.classes, shape_of(pipeline, store)
-    examples = joined([_whole(study, pipeline, name, sites, classes) for name in names])
+    examples = joined([_whole(study, pipeline, name, classes) for name in names])
     device = device_of_rank()
     with torch.no_grad():
         said = [
@@ -47,12 +47,10 @@ def outside(
     return {"sites": names, "n": len(examples), "rows": rows, "aggregated": aggregated}
 
 
-def _whole(
-    study: Study, pipeline: Pipeline, name: str, sites: Sequence[config.Site], classes: tuple[str, ...]
-) -> Examples:
+def _whole(study: Study, pipeline: Pipeline, name: str, classes: tuple[str, ...]) -> Examples:
     """All patches of an external site, whatever their split."""
     site = study.site(name)
-    if name in [one.name for one in sites]:
+    if name in [one.name for one in study.sites(pipeline)]:
         raise UsageError(f"evaluate.external: site {name} took part in the run")
     if not site.allows("patches"):
         raise UsageError(

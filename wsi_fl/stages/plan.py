@@ -51,6 +51,10 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     bare = not privacy.noisy or privacy.insecure_seed is not None
     if row.bare:
         _check_bare(pipeline, method, row, sites)
+    if pipeline.audit.canaries and (row.bare or row.generated):
+        raise UsageError(
+            f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
+        )
     for site in sites:
         if row.travels is not None and bare and not site.allows("model"):
             raise UsageError(

@@ -197,7 +197,8 @@ def _row(site: Site) -> dict[str, Any]:
         "sigma": site.mechanism.sigma if site.mechanism else None,
         "rounds": took_part,
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        "n_train": len(site.train),
+        # where patients are protected, how many rows they have is theirs
+        "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
         "n_units": site.units.n,
         "canaries": len(site.canaries.included) if site.canaries else 0,
         "group": None if terms.lifetime else group_of(site),

@@ -68,6 +68,12 @@ def sample(
             f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
             "--despite-failed-check writes it all the same"
         )
+    source = study.site(site)
+    if as_site and source.real and not source.allows("generator"):
+        raise UsageError(
+            f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; "
+            'allow = ["generator"] there lets it'
+        )
     _refuse_taken(study, name, as_site)
     meta = _meta(name, document, made_by)
     with locked(study.store(name).parent, name):
