@@ -340,6 +340,25 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
     )  # one may lag behind
 
 
+@pytest.mark.parametrize("tile_px", [48, 50, 100])
+def test_patches_that_touch_are_read_together_and_give_the_same(tmp_path, monkeypatch, tile_px):
+    path = write_slide(tmp_path / "s.tif", tile_px=tile_px)
+    corners = np.array(
+        [(x, y) for y in range(0, 600, 100) for x in range(0, 700, 100) if (x, y) != (300, 100)]
+    )
+    spec, record = GridSpec(100, MPP, 100), SlideRecord(path, "s", "p", "s", "negative", positive=False)
+    singly = []
+    original = Slide.read
+    monkeypatch.setattr(
+        Slide, "read", lambda self, xy, *more: (singly.append(xy), original(self, xy, *more))[1]
+    )
+    together = np.concatenate([pixels for _, pixels in read_patches(record, corners, spec, threads=2)])
+    assert len(singly) < len(corners) / 4
+    with Slide(path, reader="openslide") as judge:
+        expected = np.stack([original(judge, (int(x), int(y)), 100, MPP) for x, y in corners])
+    assert np.array_equal(together, expected)
+
+
 def test_what_is_kept_is_bounded(tmp_path, monkeypatch):
     path = write_slide(tmp_path / "s.tif")
     with Slide(path) as slide:

@@ -181,7 +181,7 @@ def read_patches(
 
         try:
             for first in range(0, len(xy_l0), step):
-                batch = Batch(first, xy_l0[first : first + step].tolist(), spec)
+                batch = Batch(first, [(x, y) for x, y in xy_l0[first : first + step].tolist()], spec)
                 ahead.append((batch, [pool.submit(batch.fill, slide) for _ in range(threads)]))
                 if len(ahead) > _AHEAD:
                     yield finished().given(aside)
