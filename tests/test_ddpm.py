@@ -141,6 +141,20 @@ def test_every_sampler_finds_the_image_of_the_class(sampler, chain):
     assert images.float().std(dim=(1, 2, 3)).max() < 6
 
 
+@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm++"])
+def test_no_sampler_believes_in_a_clean_image_beyond_black_and_white(sampler):
+    """Of noise alone an error of a hundredth becomes one of the whole range."""
+    scheduler = scheduler_of(replace(SHAPE, chain=1000), Sampling(sampler, 25))
+    x, said = torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
+    t = scheduler.timesteps[0]
+    if sampler == "dpm++":
+        scheduler._init_step_index(t)
+        clean = scheduler.convert_model_output(said, sample=x)
+    else:
+        clean = scheduler.step(said, t, x).pred_original_sample
+    assert clean.abs().max() <= 1
+
+
 @pytest.mark.parametrize("chain", [20, 40, 1000])
 @pytest.mark.parametrize("schedule", ["linear", "squaredcos_cap_v2"])
 def test_every_chain_ends_in_noise(chain, schedule):

@@ -184,6 +184,10 @@ def test_train_and_test_folders_share_classes_channels_and_size(tmp_path):
     found = read_data_set(tmp_path)
     assert found.train.x.shape == (2, 8, 8, 3)
     assert np.array_equal(found.train.x, np.repeat(grey[:2, ..., None], 3, 3))
+    save(tmp_path / "test/a/0.png", np.repeat(grey[0][..., None], 3, 2))  # grey, though it is saved as RGB
+    assert np.array_equal(read_data_set(tmp_path).train.x[..., 0], grey[:2])
+    assert read_data_set(tmp_path).test.x.shape == (2, 8, 8, 1)
+    save(tmp_path / "test/a/0.png", pixels(1)[0])
     save(tmp_path / "test/a/1.png", pixels(1, side=9)[0])
     refused(tmp_path, "2 sizes; .*--size-px")
     assert read_data_set(tmp_path, size_px=4).test.x.shape == (3, 4, 4, 3)

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from scipy.ndimage import gaussian_filter
 
+from wsi_fl.slides import tissue
 from wsi_fl.slides.reader import Slide
 from wsi_fl.slides.tissue import NoTissueError, TissueParams, tissue_fraction, tissue_mask
 from wsi_fl.types import WsiFlError
@@ -188,3 +190,23 @@ def test_the_tissue_of_a_real_slide():
     assert mask[500:900, 310:500].mean() > 0.95
     assert not mask[450:, :150].any()
     assert not mask[:, 700:].any()
+
+
+@pytest.mark.parametrize("radius", [1.0, 2.4, 5.0, 9.9])
+def test_dilation_reaches_as_far_as_the_radius(radius):
+    mask = np.random.default_rng(0).random((30, 40)) < 0.01
+    there = np.argwhere(mask)
+    every = np.stack(np.indices(mask.shape), -1)
+    nearest = np.sqrt(((every[:, :, None] - there) ** 2).sum(-1)).min(-1)
+    np.testing.assert_array_equal(tissue._dilated(mask, radius), nearest <= radius)
+
+
+def test_smoothing_is_the_gaussian_of_scipy():
+    plane = np.random.default_rng(0).random((20, 31)).astype(np.float32)
+    wanted = gaussian_filter(plane, 1.7, mode="nearest", truncate=tissue._TRUNCATE)
+    np.testing.assert_allclose(tissue._smoothed(plane, 1.7), wanted, atol=1e-6)
+
+
+def test_a_thumbnail_full_of_tissue_is_all_tissue():
+    full = np.full((40, 40, 3), (200, 120, 180), np.uint8)
+    assert tissue_mask(full, 4.0).all()

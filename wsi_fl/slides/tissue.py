@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.ndimage import binary_dilation, binary_erosion
-from skimage.filters import gaussian, threshold_otsu
+from skimage.filters import threshold_otsu
 from skimage.measure import label
-from skimage.morphology import isotropic_closing, isotropic_dilation
 
 from wsi_fl.slides.areas import area_mean
 from wsi_fl.types import WsiFlError
 
 _MIN_AREA_PX = 4
 """Objects and holes below this many thumbnail pixels are noise at any resolution."""
-_SMALL_DISC_PX = 5
 _INK_CHROMA = 15 / 255
 _BLACK = 25 / 255
 _DARK, _GREY_CHROMA = 100 / 255, 20 / 255
+_TRUNCATE = 3
+"""Standard deviations at which the smoothing kernel ends."""
 
 
 class NoTissueError(WsiFlError):
@@ -60,22 +60,23 @@ def tissue_mask(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
-    rgb: NDArray[np.float32] = thumbnail.astype(np.float32) / np.float32(255)
+    planes = [thumbnail[..., k] / np.float32(255) for k in range(3)]
     if params.smooth_um >= um_per_px / 2:
-        rgb = gaussian(rgb, params.smooth_um / um_per_px, channel_axis=-1, truncate=3)
-    red, green, blue = (rgb[..., k] for k in range(3))
+        planes = [_smoothed(plane, params.smooth_um / um_per_px) for plane in planes]
+    red, green, blue = planes
     high = np.maximum(np.maximum(red, green), blue)
     low = np.minimum(np.minimum(red, green), blue)
-    saturation = ((high - low) / np.maximum(high, 1 / 255)).astype(np.float32, copy=False)
+    saturation = (high - low) / np.maximum(high, np.float32(1 / 255))
 
     min_px = max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2)
-    excluded = _without_small(_ink_or_black(rgb, high, high - low), min_px)
+    excluded = _without_small(_ink_or_black(red, green, blue, high, high - low), min_px)
     if excluded.any():  # smoothing mixed its rim with what is beside it
-        excluded = isotropic_dilation(excluded, 1 + 2 * params.smooth_um / um_per_px)
+        excluded = _dilated(excluded, 1 + 2 * params.smooth_um / um_per_px)
     threshold = _threshold(saturation[~excluded], params)
     mask = (saturation > threshold) & ~excluded
     if params.close_um >= um_per_px:
-        mask = _closed(mask, params.close_um / um_per_px) & ~excluded
+        radius_px = params.close_um / um_per_px
+        mask = ~_dilated(~_dilated(mask, radius_px), radius_px) & ~excluded
     mask = ~_without_small(~mask, max(_MIN_AREA_PX, params.max_hole_um2 / um_per_px**2)) & ~excluded
     mask = _without_small(mask, min(min_px, mask.size / 2))
     if not mask.any():
@@ -111,11 +112,30 @@ def _threshold(saturation: NDArray[np.float32], params: TissueParams) -> float:
     return float(np.clip(threshold_otsu(saturation), params.min_saturation, params.max_saturation))
 
 
+def _smoothed(plane: NDArray[np.float32], sigma_px: float) -> NDArray[np.float32]:
+    """Gaussian smoothing of [h, w], the edge continued; on whole arrays, which is three times as fast as
+    scipy's general filter for the few taps it has here."""
+    reach = int(_TRUNCATE * sigma_px + 0.5)
+    taps = np.exp(-0.5 * (np.arange(reach + 1) / sigma_px) ** 2)
+    taps = (taps / (2 * taps.sum() - 1)).astype(np.float32)
+    for axis in (0, 1):
+        n = plane.shape[axis]
+        room = np.pad(plane, [(reach, reach) if k == axis else (0, 0) for k in (0, 1)], mode="edge")
+        shifted = [room[k : k + n] if axis == 0 else room[:, k : k + n] for k in range(2 * reach + 1)]
+        plane = taps[0] * shifted[reach]
+        for k in range(1, reach + 1):
+            plane += taps[k] * (shifted[reach - k] + shifted[reach + k])
+    return plane
+
+
 def _ink_or_black(
-    rgb: NDArray[np.float32], high: NDArray[np.float32], chroma: NDArray[np.float32]
+    red: NDArray[np.float32],
+    green: NDArray[np.float32],
+    blue: NDArray[np.float32],
+    high: NDArray[np.float32],
+    chroma: NDArray[np.float32],
 ) -> NDArray[np.bool_]:
     """Pixels with a colour that H&E never has: green, cyan and blue ink, red ink, black ink, black padding."""
-    red, green, blue = (rgb[..., k] for k in range(3))
     greener_than_red = (green - red > 0.03) & (chroma > _INK_CHROMA)
     pure_red = _pure(red, green, blue) & (red > 0.5)
     pure_blue = _pure(blue, red, green)
@@ -132,14 +152,18 @@ def _pure(
     return alone & alike
 
 
-def _closed(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
-    """Closing with a disc; a small one costs less pixel by pixel than by distances."""
-    if radius_px > _SMALL_DISC_PX:
-        return np.asarray(isotropic_closing(mask, radius_px), np.bool_)
-    reach = np.arange(-int(radius_px), int(radius_px) + 1)
-    disc = reach[:, None] ** 2 + reach**2 <= radius_px**2
-    closed = binary_erosion(binary_dilation(mask, disc), disc, border_value=1)
-    return np.asarray(closed, np.bool_)
+def _dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
+    """Dilation with a disc as a stack of runs of pixels, many times faster than by distances."""
+    reach, (height, width) = int(radius_px), mask.shape
+    room = np.pad(mask, reach)
+    runs = [room[:, reach : reach + width].copy()]  # so many pixels to each side
+    for k in range(1, reach + 1):
+        sides = room[:, reach - k : reach - k + width] | room[:, reach + k : reach + k + width]
+        runs.append(runs[-1] | sides)
+    out = np.zeros_like(mask)
+    for row in range(-reach, reach + 1):
+        out |= runs[int(sqrt(radius_px**2 - row**2))][reach + row : reach + row + height]
+    return out
 
 
 def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:

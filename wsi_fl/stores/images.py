@@ -47,8 +47,9 @@ class DataSet:
 def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
     """Reads an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder of classes.
 
-    A folder holds one subfolder per class, or `train/` and `test/` with one each. Pixels are uint8, or floats
-    in [0, 1]. With `size_px` images are scaled to squares of that size; without it they must be squares.
+    A folder holds one subfolder per class, or `train/` and `test/` with one each; if no picture in it has any colour,
+    as radiographs saved as RGB, images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
+    scaled to squares of that size; without it they must be squares.
 
     Raises:
         UsageError: when the data are missing, of another form, or not squares of one size.
@@ -178,8 +179,14 @@ def _from_folder(folder: Path, size_px: int | None) -> DataSet:
         what = f"images of {len(sizes)} sizes" if len(sizes) > 1 else "the images are no squares"
         raise UsageError(f"{folder}: {what}; make them squares of one size with --size-px")
     side = size_px or headers[0][1][0]
-    train, *test = (_class_folders(root, classes, mode, side) for root in roots)
-    return DataSet(train, test[0] if test else None, classes)
+    parts = [_class_folders(root, classes, mode, side) for root in roots]
+    if all(_colourless(part.x) for part in parts):
+        parts = [Images(part.x[..., :1].copy(), part.y) for part in parts]
+    return DataSet(parts[0], parts[1] if len(parts) > 1 else None, classes)
+
+
+def _colourless(x: NDArray[np.uint8]) -> bool:
+    return bool((x == x[..., :1]).all())
 
 
 def _classes(root: Path) -> tuple[str, ...]:

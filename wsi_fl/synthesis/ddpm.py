@@ -251,7 +251,9 @@ def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
     elif sampling.sampler == "ddim":
         found = DDIMScheduler(**common)
     else:
-        found = DPMSolverMultistepScheduler(**common, algorithm_type="dpmsolver++")
+        # clipped like the others: of noise alone a denoiser that errs by little says clean images that are far off
+        clipped = {"thresholding": True, "sample_max_value": 1.0}
+        found = DPMSolverMultistepScheduler(**common, **clipped, algorithm_type="dpmsolver++")
     found.set_timesteps(sampling.steps)
     return found
 
