@@ -24,6 +24,8 @@ Box = tuple[int, int, int, int]
 _KEPT_ROWS, _KEPT_BYTES = 6, 192 << 20
 """Decoded tiles that are kept for patches to come. A 512-px patch touches four rows of 240-px tiles, and threads may
 work in two rows of patches."""
+_STRADDLING_ROWS = 3
+"""Of these, so many lie under two rows of patches that do not overlap."""
 
 
 class NativeLevel:
@@ -41,8 +43,9 @@ class NativeLevel:
         self._background = np.array(background, np.uint8)
         width, height = image.tile_px
         self._tile_shape = (height, width, 3)
-        n_kept = min(_KEPT_ROWS * image.n_columns, _KEPT_BYTES // (height * width * 3))
-        self._kept = _Recent(max(1, n_kept))
+        self._most = max(1, _KEPT_BYTES // (height * width * 3))
+        self._kept = _Recent()
+        self._offset, self._n_bytes = image.offset.tolist(), image.n_bytes.tolist()
         self._scratch = threading.local()
         self._complete = bool(image.n_bytes.all())
 
@@ -85,7 +88,8 @@ class NativeLevel:
                 if whole and len(parts) == 1 and out.shape[1:] == self._tile_shape == _covered(row, column):
                     self._decode(first + number, out[k])
                     continue
-                tile = self._tile(first + number, keep=not whole)
+                rows = 0 if whole else _KEPT_ROWS if overlapping else _STRADDLING_ROWS
+                tile = self._tile(first + number, rows)
                 for k, column in parts:
                     out[k, row.to, column.to] = tile[row.of, column.of]
 
@@ -124,10 +128,11 @@ class NativeLevel:
         )
         return columns, rows
 
-    def _tile(self, number: int, *, keep: bool) -> NDArray[np.uint8]:
-        """uint8 in the tile's shape; without `keep` good until this thread's next call."""
-        if keep:
-            return self._kept.get(number, self._decode)
+    def _tile(self, number: int, rows: int) -> NDArray[np.uint8]:
+        """uint8 in the tile's shape, kept with so many rows of others; without any good until this thread's next
+        call."""
+        if rows:
+            return self._kept.get(number, self._decode, min(self._most, rows * self.image.n_columns))
         if not hasattr(self._scratch, "tile"):
             self._scratch.tile = np.empty(self._tile_shape, np.uint8)
         return self._decode(number, self._scratch.tile)
@@ -140,8 +145,8 @@ class NativeLevel:
             raise self._damaged(number, error) from None
 
     def _stream(self, number: int) -> bytes:
-        n_bytes = int(self.image.n_bytes[number])
-        stream = os.pread(self._file, n_bytes, int(self.image.offset[number]))
+        n_bytes = self._n_bytes[number]
+        stream = os.pread(self._file, n_bytes, self._offset[number])
         if len(stream) < n_bytes:
             raise WsiFlError("the file ends within it")
         return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
@@ -216,15 +221,14 @@ class _Made:
 
 
 class _Recent:
-    """The results of the last `n` keys, made once each also when several threads want one at the same time."""
+    """The results of the last keys, made once each also when several threads want one at the same time."""
 
-    def __init__(self, n: int) -> None:
-        self._n = n
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._results: OrderedDict[int, _Made] = OrderedDict()
 
-    def get(self, key: int, make: Callable[[int], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """What `make` returned for the key; its error is kept as well."""
+    def get(self, key: int, make: Callable[[int], NDArray[np.uint8]], most: int) -> NDArray[np.uint8]:
+        """What `make` returned for the key; its error is kept as well, and at most so many results."""
         known = self._results.get(key)
         if known is not None and isinstance(known.value, np.ndarray):  # most are: no lock for them
             return known.value
@@ -233,7 +237,7 @@ class _Recent:
             if result is None:
                 mine = self._results[key] = _Made()
                 mine.lock.acquire()
-                if len(self._results) > self._n:
+                while len(self._results) > most:
                     self._results.popitem(last=False)
             else:
                 self._results.move_to_end(key)

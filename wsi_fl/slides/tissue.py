@@ -60,7 +60,7 @@ def tissue_mask(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
-    planes = [thumbnail[..., k] / np.float32(255) for k in range(3)]
+    planes = [thumbnail[..., k].astype(np.float32) / np.float32(255) for k in range(3)]
     if params.smooth_um >= um_per_px / 2:
         planes = [_smoothed(plane, params.smooth_um / um_per_px) for plane in planes]
     red, green, blue = planes
