@@ -4,9 +4,9 @@
     python benchmarks/mpcpa.py CHEST_XRAY --show mpcpa.json
 
 The test images are the same throughout; every seed divides the others anew among three hospitals, trains other
-denoisers and other classifiers. In `differ` the hospitals have different scanners (contrast, gamma) and see other shares of
-the disease, also in their part of the test images. Differences are paired by seed and test image; their intervals draw
-both anew. A study that was finished is not made again: the folder can be used once more. docs/MPCPA.md has the tables.
+denoisers and other classifiers. In `differ` the hospitals have different scanners (contrast, gamma), which also took
+their part of the test images, and learn from other shares of the disease. Differences are paired by seed and test
+image; their intervals draw both anew. What a folder holds already is not made again. docs/MPCPA.md has the tables.
 """
 
 from __future__ import annotations

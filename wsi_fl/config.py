@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from wsi_fl.types import UsageError
 
@@ -279,6 +279,8 @@ class Mpcpa(Section):
     an absolute, relative or weighted majority of votes."""
     per_class: int | None = Field(None, ge=1)
     """How many of each denoiser's images of each class classifiers learn from; default: all that were drawn."""
+    curve: list[PositiveInt] = []
+    """`train --baselines` also measures classifiers that learn from so many, [100, 400, 1600] say."""
 
 
 class Lpips(Section):

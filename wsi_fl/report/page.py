@@ -12,7 +12,7 @@ from jinja2 import ChainableUndefined, Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from wsi_fl.report import audit, figures, pictures, sections, sets, words
+from wsi_fl.report import aggregation, audit, figures, pictures, sections, sets, words
 
 Json = Mapping[str, Any]
 """A JSON object as the run's files hold it."""
@@ -47,6 +47,10 @@ class Page:
     """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
     audit: Json | None = None
     """The document of ``audit --json``."""
+    mpcpa: Json | None = None
+    """The document of ``train --method mpcpa --baselines``."""
+    generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
+    """Images that were generated for this run, by the site whose denoiser they come from."""
     examples: str = "patches"
     """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 
@@ -101,6 +105,7 @@ def _context(page: Page) -> dict[str, Any]:
         "headline": sections.headline(page, len(names)),
         "privacy": sections.privacy(page),
         "audit": audit.section(page, colors),
+        "aggregation": aggregation.section(page, colors),
         "rows": rows,
         "comparison": sections.comparison(page, rows, colors),
         "curves": sections.curves(page, colors),

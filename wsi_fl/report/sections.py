@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.report import figures, pictures, words
 from wsi_fl.report.figures import Chart, Points
@@ -308,9 +309,16 @@ def traffic(page: Page) -> list[dict[str, Any]]:
 def patches(page: Page, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """Data URIs by site and label; labels in the order of the classes."""
     limit = PATCHES_SHOWN if len(names) <= MANY_SITES else PATCHES_SHOWN // 2
+    return picture_uris(page.patches, page.classes, limit)
+
+
+def picture_uris(
+    pictures_of: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]], classes: Sequence[str], limit: int
+) -> dict[str, dict[str, list[str]]]:
+    """Data URIs by site and label, at most so many of each; labels in the order of the classes."""
     shown: dict[str, dict[str, list[str]]] = {}
-    for site, samples in page.patches.items():
-        labels = dict.fromkeys([*page.classes, *(label for label, _ in samples)])
+    for site, samples in pictures_of.items():
+        labels = dict.fromkeys([*classes, *(label for label, _ in samples)])
         chosen = {label: [p for own, p in samples if own == label][:limit] for label in labels}
         shown[site] = {label: [pictures.patch_uri(p) for p in some] for label, some in chosen.items() if some}
     return {site: by_label for site, by_label in shown.items() if by_label}

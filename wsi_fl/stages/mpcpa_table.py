@@ -48,18 +48,44 @@ def mpcpa_table(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
             'all allow = ["patches"]'
         )
-    runs, evaluations = {}, {}
-    for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
+    too_many = [n for n in pipeline.mpcpa.curve if n > pipeline.ddpm.samples_per_class]
+    if too_many:
+        raise UsageError(
+            f"mpcpa.curve: {max(too_many)} images of each class, but ddpm.samples_per_class = "
+            f"{pipeline.ddpm.samples_per_class} are drawn"
+        )
+
+    def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, dict[str, Any]]:
         run = _finished(study, pipeline, method)
         if run is None:
             watcher.say(f"  training {method}")
             summary = begin(study, pipeline, method, name, backend=backend, watcher=watcher)
             run = RunFolder(study.run(summary["run"]))
-        runs[method] = run
-        evaluations[method] = _evaluated(study, run, pipeline)
+        return run, _evaluated(study, run, pipeline)
+
+    runs, evaluations = {}, {}
+    for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
+        runs[method], evaluations[method] = done(method, pipeline)
+    all_drawn = pipeline.mpcpa.per_class or pipeline.ddpm.samples_per_class
+    curve = {0: evaluations[_OWN], all_drawn: evaluations[_BOTH]}
+    for n in pipeline.mpcpa.curve:
+        fewer = pipeline.model_copy(update={"mpcpa": pipeline.mpcpa.model_copy(update={"per_class": n})})
+        curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
     document = _document(study, pipeline, runs, evaluations)
+    document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
     write_json(runs[_BOTH].path / "mpcpa.json", document)
     return document
+
+
+def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the paper's Figure 5: accuracies with so many generated images of each class from each denoiser."""
+    together = evaluation["aggregated"]["rules"][pipeline.mpcpa.aggregate]
+    return {
+        "per_class": n,
+        "sites": {one["site"]: one["accuracy"] for one in evaluation["sites"]},
+        "mean": evaluation["merged"]["accuracy"]["mean"],
+        "aggregated": together["accuracy"],
+    }
 
 
 def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None:
@@ -159,6 +185,12 @@ def print_mpcpa(document: dict[str, Any]) -> None:
     for row in document["rows"]:
         table.add_row(row["row"], *(number(row[name]) for name in SCORES))
     stderr.print(table)
+    if len(document["curve"]) > 2:
+        for point in document["curve"]:
+            say(
+                f"  {point['per_class']} generated images of each class: mean {number(point['mean'])}, aggregated "
+                f"{number(point['aggregated'])}"
+            )
     say(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
     for row in document["memorization"]:
         say(

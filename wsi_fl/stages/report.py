@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import WsiFlError
 
 _SAMPLES_PER_CLASS = 6
+
+Patches = list[tuple[str, NDArray[np.uint8]]]
+"""(class, pixels) each."""
 
 
 def report(study: Study, run_name: str) -> Path:
@@ -57,8 +60,23 @@ def _page(study: Study, run: RunFolder) -> Page:
         overviews={name: _overviews(study, name, store) for name, store in with_pixels.items()},
         groups=_groups(run),
         audit=_optional(run.path / "audit" / "audit.json"),
+        mpcpa=_optional(run.path / "mpcpa.json"),
+        generated=_generated(study, run, [site.name for site in sites]),
         examples=example_word(pipeline),
     )
+
+
+def _generated(study: Study, run: RunFolder, sites: Sequence[str]) -> dict[str, Patches]:
+    """A few images of each denoiser that a site of this run learned from; of each denoiser once."""
+    keys: dict[str, str] = {}
+    for site in sites:
+        keys = (run.site(site).package() or {}) | keys
+    found = {}
+    for name in sorted(keys):
+        if study.generated(keys[name]).exists():
+            with PatchStore(study.generated(keys[name])) as store:
+                found[name] = _samples(store)
+    return found
 
 
 def _groups(run: RunFolder) -> dict[str, Any]:
@@ -138,7 +156,7 @@ def _mosaics(store: FeatureStore) -> dict[str, Any]:
     }
 
 
-def _samples(store: PatchStore) -> list[tuple[str, NDArray[np.uint8]]]:
+def _samples(store: PatchStore) -> Patches:
     """A few patches of each class, the same ones at every call."""
     rng = np.random.default_rng(0)
     out = []
