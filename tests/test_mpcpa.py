@@ -13,7 +13,9 @@ from safetensors.numpy import load_file
 
 from wsi_fl.federation.courier import federated_transfers, mpcpa_transfers
 from wsi_fl.files import read_json, read_lines
+from wsi_fl.stages.console import Silent
 from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.mpcpa import _ready
 from wsi_fl.stages.mpcpa_table import mpcpa_table
 from wsi_fl.stages.partition import partition
 from wsi_fl.stages.plan import dry_run
@@ -227,6 +229,12 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
     failing = lambda: train(study, method="mpcpa", backend="local", overrides=["ddpm.samples_per_class=6"])  # noqa: E731
     refused(failing, "S1", "is not released", "copies of training images", error=WsiFlError)
     assert not [e for e in read_lines(study.ledger("S1")) if e.get("released") and "00004" in e["run"]]
+    both = ["ddpm.samples_per_class=6", "mpcpa.unchecked=true"]
+    assert train(study, method="mpcpa", backend="local", overrides=both)["communication"]["messages"] == 9
+    path = study.root / "sites" / "S1.toml"
+    path.write_text(path.read_text().replace("real = false", 'real = true\nallow = ["generator", "model"]'))
+    pipeline = study.pipeline(study.pipeline_name(None), both)
+    refused(lambda: _ready(study, pipeline, "S1", Silent()), "S1", "is not released", error=WsiFlError)
 
 
 def test_one_command_trains_every_baseline(trained, tmp_path):

@@ -279,6 +279,9 @@ class Mpcpa(Section):
     an absolute, relative or weighted majority of votes."""
     per_class: int | None = Field(None, ge=1)
     """How many of each denoiser's images of each class classifiers learn from; default: all that were drawn."""
+    unchecked: bool = False
+    """Whether a simulated site's denoiser is released that did not pass its check: for studies of the check itself. A
+    real site's never is."""
     curve: list[PositiveInt] = []
     """`train --baselines` also measures classifiers that learn from so many, [100, 400, 1600] say."""
 

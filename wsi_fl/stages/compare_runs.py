@@ -24,7 +24,8 @@ from wsi_fl.types import UsageError, WsiFlError
 BASELINE = "regular"
 _NO_EFFECT = (
     *("sites", "slides.", "tile.", "store.", "mosaic.", "features.", "subtypes.", "comm.", "evaluate."),
-    *("predict.threshold", "predict.top_k", "synthesis.", "gan.", "lpips.", "mpcpa.aggregate", "mpcpa.curve"),
+    *("predict.threshold", "predict.top_k", "synthesis.", "gan.", "lpips.", "mpcpa.aggregate"),
+    *("mpcpa.unchecked", "mpcpa.curve"),
 )
 """Settings that change nothing about what is learned from a given store, or answered."""
 _REPEATS = (
