@@ -7,10 +7,10 @@ from scipy.linalg import sqrtm
 from wsi_fl.synthesis.evidence import (
     COPY,
     compared,
-    copy_threshold,
     frechet_distance,
     kernel_distance,
     moved,
+    over_usual,
     spread,
     verdict,
 )
@@ -72,7 +72,7 @@ def test_memorising_all_some_or_a_few_is_caught(memorised, word):
     training = distances(300, 0)
     copied = round(memorised * 300)
     training[:copied] *= 0.05
-    found = compared(training, distances(200, 1), copy_below=copy_threshold(distances(200, 2)))
+    found = compared(training, distances(200, 1), copy_below=COPY * float(np.median(distances(200, 2))))
     judged = verdict([("projection", found)], 200)
     assert not judged["passed"]
     assert any(word in reason for reason in judged["reasons"]), judged
@@ -101,8 +101,17 @@ def test_without_held_out_images_nothing_passes():
     assert "only 3 held-out" in judged["reasons"][0]
 
 
-def test_the_threshold_of_a_copy_comes_from_the_data():
-    assert copy_threshold(np.array([0.2, 0.4, 0.9])) == pytest.approx(0.4 * COPY)
+def test_images_with_a_twin_are_left_out_of_relative_distances():
+    assert over_usual(np.array([0.2, 0.4, 0.9]), np.array([0.4, 0.0, 0.3])) == pytest.approx([0.5, 3.0])
+
+
+def test_odd_images_that_are_held_out_by_chance_are_no_sign_of_copying():
+    """What bare distances would have taken for memory: far from everything, as real images as from generated ones."""
+    rng = np.random.default_rng(0)
+    usual, odd = rng.uniform(0.1, 0.2, 300), rng.uniform(0.15, 0.3, 100)
+    to_generator = [values * rng.uniform(0.9, 1.1, len(values)) for values in (usual, odd)]
+    assert compared(*to_generator).reasons("bare")
+    assert not compared(over_usual(to_generator[0], usual), over_usual(to_generator[1], odd)).reasons("over")
 
 
 def test_spread_and_paired_shift():

@@ -13,6 +13,7 @@ from wsi_fl.models.lpips import (
     _heads,
     embeddings,
     load_lpips,
+    nearest_lpips,
     paired_lpips,
     pairwise_lpips,
     squared_distances,
@@ -87,6 +88,19 @@ def test_the_memory_bound_limits_what_is_embedded_at_once(lpips, monkeypatch):
     per_image = 4 * sum(c * s * s for c, s in ((64, 16), (128, 8), (256, 4), (512, 2), (512, 1)))
     assert max(held) * per_image <= (1 << 20) // 2
     assert sum(held) > 12 + 9  # the second set went through more than once
+
+
+def test_the_nearest_other_image_is_not_the_image_itself(lpips):
+    images = torch.randint(
+        0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    units = to_images(images)
+    every = pairwise_lpips(lpips, units, units).double()
+    assert nearest_lpips(lpips, images, images).tolist() == [0.0] * 6
+    others = every.fill_diagonal_(torch.inf).amin(1)
+    np.testing.assert_allclose(nearest_lpips(lpips, images, images, itself=True), others, rtol=1e-6)
+    twins = torch.cat([images, images[:1]])
+    assert (nearest_lpips(lpips, twins, twins, itself=True) == 0).tolist() == [True, *[False] * 5, True]
 
 
 def test_squared_distances_are_never_negative():

@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -38,6 +40,8 @@ _HUB = "timm/vgg16.tv_in1k"
 _HEADS = Path(__file__).with_name("lpips_vgg16.safetensors")
 _EPSILON = 1e-10
 _SMALLEST_PX = 16
+_EQUAL = 1e-5
+"""Distances below are rounding."""
 """Below that nothing is left for the last block."""
 _DIGITS = 16
 
@@ -194,6 +198,22 @@ def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PA
         for columns in _slices(len(b), piece):
             out[rows, columns] = squared_distances(left, embeddings(lpips, b[columns], piece)).cpu()
     return out
+
+
+def nearest_lpips(
+    lpips: Lpips, images: Tensor, others: Tensor, *, memory_bytes: int = PAIRWISE_BYTES, itself: bool = False
+) -> NDArray[np.float64]:
+    """LPIPS float64[n] of each image to the nearest of the others; 0 for equal ones, which rounding would hide.
+
+    Args:
+        images, others: uint8[n, c, h, w] and uint8[m, c, h, w].
+        itself: whether each image is among the others too and its nearest but itself is wanted; m ≥ 2 then.
+    """
+    units = [one.float() / 127.5 - 1 for one in (images, others)]
+    found = pairwise_lpips(lpips, *units, memory_bytes=memory_bytes)
+    nearest = found.topk(2, dim=1, largest=False).values[:, 1] if itself else found.amin(dim=1)
+    distance: NDArray[np.float64] = nearest.double().numpy()
+    return np.where(distance < _EQUAL, 0.0, distance)
 
 
 def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:

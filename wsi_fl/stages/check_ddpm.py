@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes, write_json, write_text
-from wsi_fl.models.lpips import Lpips, pairwise_lpips
+from wsi_fl.models.lpips import Lpips, nearest_lpips
 from wsi_fl.privacy.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
@@ -36,11 +36,10 @@ from wsi_fl.stages.tile_shards import locked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.synthesis.denoisers import DenoiserFolder
-from wsi_fl.synthesis.evidence import COPY, LEAST_HELD_OUT, Comparison, compared, verdict
+from wsi_fl.synthesis.evidence import COPY, LEAST_HELD_OUT, Comparison, compared, over_usual, verdict
 from wsi_fl.types import UsageError
 
 _SHOWN = 10
-_LEAST_LPIPS = 1e-6
 NAME = "denoiser"
 
 
@@ -145,7 +144,7 @@ def _result(
     study: Study, pipeline: Pipeline, site: str, folder: DenoiserFolder, seen: _Seen
 ) -> dict[str, Any]:
     """The document: distances, comparisons, and the verdict."""
-    comparisons, copy_below, lpips = _compared(study, pipeline, site, seen)
+    comparisons, lpips = _compared(study, pipeline, site, seen)
     n_fresh = int((seen.held_out_to_training.distance > 0).sum())
     by_sets = verdict(list(comparisons.items()), n_fresh)
     reasons = list(dict.fromkeys([*seen.found.reasons, *by_sets["reasons"]]))
@@ -164,7 +163,7 @@ def _result(
         "n_held_out": len(seen.held_out),
         "n_samples": len(seen.generated),
         "memorization": asdict(seen.found),
-        "copy_below": copy_below,
+        "copy_below": COPY if comparisons else None,
         "copying": {NAME: {what: asdict(one) for what, one in comparisons.items()}} if comparisons else {},
         "projection": None,
         "quality": quality,
@@ -175,36 +174,27 @@ def _result(
 
 def _compared(
     study: Study, pipeline: Pipeline, site: str, seen: _Seen
-) -> tuple[dict[str, Comparison], float | None, Lpips | None]:
-    """(training against held-out images by their nearest generated one, in L2 and LPIPS; what a copy is; LPIPS).
-
-    Each distance is divided by that to the nearest other training image. Some images are far from everything,
-    generated or real, and by chance more of them may be held out; what a generator remembers shows in the quotient.
-    An image that is held out and, pixel by pixel, in the training set too is not held out.
-    """
+) -> tuple[dict[str, Comparison], Lpips | None]:
+    """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
     memory = pipeline.lpips.memory_mb << 20
     fresh = seen.held_out_to_training.distance > 0
     if fresh.sum() < LEAST_HELD_OUT:
-        return {}, None, None
-    held_out = _chosen(seen.held_out, fresh)
-    among = nearest_other(_rows(seen.training.images), memory_bytes=memory)
-    training, among = _chosen(seen.training, among > 0), among[among > 0]
+        return {}, None
     reached = [
         nearest(_rows(one.images), _rows(seen.generated), memory_bytes=memory).distance
-        for one in (training, held_out)
+        for one in (seen.training, seen.held_out)
     ]
-    outside = seen.held_out_to_training.distance[fresh]
-    found = {"nearest sample": compared(reached[0] / among, reached[1] / outside, copy_below=COPY)}
+    among = nearest_other(_rows(seen.training.images), memory_bytes=memory)
+    outside = seen.held_out_to_training.distance
+    found = {"nearest sample": compared(over_usual(reached[0], among), over_usual(reached[1], outside))}
     if pipeline.lpips.weights is None:
-        return found, COPY, None
+        return found, None
     lpips = lpips_of(study, pipeline, site, device_of_rank())
-    found["nearest sample, LPIPS"] = _compared_by_lpips(pipeline, lpips, training, held_out, seen.generated)
-    return found, COPY, lpips
-
-
-def _chosen(pictures: Pictures, rows: NDArray[np.bool_]) -> Pictures:
-    kept = torch.from_numpy(rows)
-    return Pictures(pictures.images[kept], pictures.labels[kept])
+    held_out = Pictures(seen.held_out.images[fresh], seen.held_out.labels[fresh])
+    found["nearest sample, LPIPS"] = _compared_by_lpips(
+        pipeline, lpips, seen.training, held_out, seen.generated
+    )
+    return found, lpips
 
 
 def _compared_by_lpips(
@@ -212,23 +202,15 @@ def _compared_by_lpips(
 ) -> Comparison:
     few, seed = pipeline.gan.check_images, pipeline.ddpm.seed
     training, held_out = training.some(few, seed), held_out.some(few, seed)
-    samples = generated[: pipeline.gan.check_samples]
-
-    def distances(images: Tensor, others: Tensor) -> Tensor:
-        memory = pipeline.lpips.memory_mb << 20
-        return pairwise_lpips(lpips, _unit(images), _unit(others), memory_bytes=memory).double().cpu()
-
-    among = distances(training.images, training.images).fill_diagonal_(torch.inf).amin(dim=1)
-    outside = distances(held_out.images, training.images).amin(dim=1)
+    samples, memory = generated[: pipeline.gan.check_samples], pipeline.lpips.memory_mb << 20
     quotients = [
-        (distances(one.images, samples).amin(dim=1) / usual.clamp(min=_LEAST_LPIPS)).numpy()
-        for one, usual in ((training, among), (held_out, outside))
+        over_usual(
+            nearest_lpips(lpips, images, samples, memory_bytes=memory),
+            nearest_lpips(lpips, images, training.images, memory_bytes=memory, itself=own),
+        )
+        for images, own in ((training.images, True), (held_out.images, False))
     ]
-    return compared(quotients[0], quotients[1], copy_below=COPY)
-
-
-def _unit(images: Tensor) -> Tensor:
-    return images.float() / 127.5 - 1
+    return compared(quotients[0], quotients[1])
 
 
 def _cautions(seen: _Seen, lpips: Lpips | None) -> list[str]:

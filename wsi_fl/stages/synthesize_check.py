@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes, write_json, write_text
-from wsi_fl.models.lpips import Lpips, pairwise_lpips
+from wsi_fl.models.lpips import Lpips, nearest_lpips
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
 from wsi_fl.stages.console import Silent, Watcher, say
@@ -37,16 +37,16 @@ from wsi_fl.stages.quality import quality_of
 from wsi_fl.stages.tile_shards import locked
 from wsi_fl.study import Study
 from wsi_fl.synthesis.evidence import (
+    COPY,
     LEAST_HELD_OUT,
     Comparison,
     compared,
-    copy_threshold,
     moved,
+    over_usual,
     spread,
     verdict,
 )
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import to_images
 from wsi_fl.synthesis.projection import Projections, projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
@@ -63,6 +63,16 @@ class _Real:
     held_out: Pictures
     projected_training: Pictures
     projected_held_out: Pictures
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """LPIPS of the same images to their nearest other training image: float64[n] each."""
+
+    training: NDArray[np.float64]
+    held_out: NDArray[np.float64]
+    projected_training: NDArray[np.float64]
+    projected_held_out: NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -163,11 +173,19 @@ def _measured(job: _Check, real: _Real, phase: Phase) -> _Found:
     )
 
 
-def _distances(job: _Check, images: Tensor, others: Tensor) -> NDArray[np.float64]:
-    """LPIPS of each image to its nearest among the others; uint8 in."""
-    found = pairwise_lpips(job.lpips, to_images(images), to_images(others), memory_bytes=job.memory_bytes)
-    nearest: NDArray[np.float64] = found.amin(dim=1).double().numpy()
-    return nearest
+def _distances(job: _Check, images: Tensor, others: Tensor, *, itself: bool = False) -> NDArray[np.float64]:
+    """LPIPS of each image to its nearest among the others, or its nearest but itself; uint8 in."""
+    return nearest_lpips(job.lpips, images, others, memory_bytes=job.memory_bytes, itself=itself)
+
+
+def _usual(job: _Check, real: _Real) -> _Usual:
+    others = real.training.images
+    return _Usual(
+        _distances(job, others, others, itself=True),
+        _distances(job, real.held_out.images, others),
+        _distances(job, real.projected_training.images, others, itself=True),
+        _distances(job, real.projected_held_out.images, others),
+    )
 
 
 def _projections(job: _Check, generator: Generator, real: _Real, phase: Phase) -> Projections:
@@ -197,12 +215,11 @@ def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase
     """The document: what is known of each generator, and the verdict on the one that may be shared."""
     phase = shared_phase(job.document)
     comparisons: dict[Phase, dict[str, Comparison]] = {}
-    calibration = None
-    if len(real.held_out) >= LEAST_HELD_OUT:
-        between_real = _distances(job, real.held_out.images, real.training.images)
-        calibration = copy_threshold(between_real)
-        comparisons = {name: _comparisons(one, calibration) for name, one in found.items()}
-    judged = verdict(list(comparisons.get(phase, {}).items()), len(real.held_out))
+    usual = _usual(job, real)
+    n_fresh = int((usual.held_out > 0).sum())
+    if n_fresh >= LEAST_HELD_OUT:
+        comparisons = {name: _comparisons(one, usual) for name, one in found.items()}
+    judged = verdict(list(comparisons.get(phase, {}).items()), n_fresh)
     sets = {name: one.samples for name, one in found.items()} | {"training": real.training.images}
     quality, note = quality_of(study, job.pipeline, real.held_out.images, sets)
     return {
@@ -214,7 +231,7 @@ def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase
         "n_training": len(real.training),
         "n_held_out": len(real.held_out),
         "n_samples": len(found[phase].samples),
-        "copy_below": calibration,
+        "copy_below": COPY if comparisons else None,
         "copying": {
             name: {what: asdict(one) for what, one in both.items()} for name, both in comparisons.items()
         },
@@ -226,15 +243,18 @@ def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase
     }
 
 
-def _comparisons(found: _Found, copy_below: float) -> dict[str, Comparison]:
+def _comparisons(found: _Found, usual: _Usual) -> dict[str, Comparison]:
     pairs = {
-        "nearest sample": (found.nearest_training, found.nearest_held_out),
+        "nearest sample": (
+            over_usual(found.nearest_training, usual.training),
+            over_usual(found.nearest_held_out, usual.held_out),
+        ),
         "projection": (
-            found.projected_training.distance.double().numpy(),
-            found.projected_held_out.distance.double().numpy(),
+            over_usual(found.projected_training.distance.double().numpy(), usual.projected_training),
+            over_usual(found.projected_held_out.distance.double().numpy(), usual.projected_held_out),
         ),
     }
-    return {what: compared(a, b, copy_below=copy_below) for what, (a, b) in pairs.items()}
+    return {what: compared(a, b) for what, (a, b) in pairs.items()}
 
 
 def _projection_document(job: _Check, found: dict[Phase, _Found]) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 Distances between sets: FID (Heusel et al., NeurIPS 2017) and KID (Bińkowski et al., ICLR 2018), on the features of
 any encoder. The verdict on copying rests on a comparison that needs no threshold of its own: a generator that has
 learned the *distribution* is as near to images of it that were held out as to those it was trained on; one that
-has memorised is nearer to the latter. How near two different images are is measured too, between held-out and
-training images, since a fixed threshold means nothing across resolutions and tissues.
+has memorised is nearer to the latter. Distances are those to the generator over those to the nearest other training
+image: a fixed threshold means nothing across resolutions and tissues, and some images are far from everything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAIL = 0.05
 TAIL_EXCESS = 2.0
 """A tail fails where training images are in it so many times as often."""
 COPY = 0.1
-"""A copy is nearer than this share of the median distance of a held-out image to its nearest training image."""
+"""A copy is nearer to its original than this share of what the original is to its nearest other training image."""
 LEAST_HELD_OUT = 20
 """With fewer held-out images nothing can be told."""
 
@@ -111,12 +111,12 @@ def spread(distances: Distances) -> Spread:
     )
 
 
-def compared(training: Distances, held_out: Distances, *, copy_below: float) -> Comparison:
+def compared(training: Distances, held_out: Distances, *, copy_below: float = COPY) -> Comparison:
     """Whether training images are nearer to a generator than held-out ones.
 
     Args:
         training, held_out: distance of each real image to the nearest synthetic one (or to its projection).
-        copy_below: what counts as met almost exactly, from `copy_threshold`.
+        copy_below: what counts as met almost exactly.
     """
     a, b = np.asarray(training, np.float64), np.asarray(held_out, np.float64)
     test = mannwhitneyu(a, b, alternative="less")
@@ -136,9 +136,20 @@ def compared(training: Distances, held_out: Distances, *, copy_below: float) -> 
     )
 
 
-def copy_threshold(held_out_to_training: Distances) -> float:
-    """Below this an image is met almost exactly: a tenth of how near different real images typically come."""
-    return COPY * float(np.median(held_out_to_training))
+def over_usual(distance: Distances, usual: Distances) -> Distances:
+    """Each image's distance over that to its nearest other training image.
+
+    By chance more images that are far from everything may be held out; what a generator remembers shows in the
+    quotient. Images that some other training image equals pixel by pixel are left out: they are not held out, or
+    two of a kind.
+
+    Example:
+        >>> over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, 0.2])).tolist()
+        [0.5, 1.0]
+    """
+    alone = usual > 0
+    quotient: Distances = distance[alone] / usual[alone]
+    return quotient
 
 
 def moved(after: Distances, before: Distances) -> Moved:
