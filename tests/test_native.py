@@ -359,6 +359,14 @@ def test_patches_that_touch_are_read_together_and_give_the_same(tmp_path, monkey
     assert np.array_equal(together, expected)
 
 
+def test_a_closed_slide_keeps_no_tiles(tmp_path):
+    with Slide(write_slide(tmp_path / "s.tif")) as slide:
+        slide.read((0, 0), 200, MPP)
+        level = slide._native.level(0)
+        assert level._kept._results
+    assert not level._kept._results
+
+
 def test_what_is_kept_is_bounded(tmp_path, monkeypatch):
     path = write_slide(tmp_path / "s.tif")
     with Slide(path) as slide:

@@ -93,6 +93,10 @@ class NativeLevel:
                 for k, column in parts:
                     out[k, row.to, column.to] = tile[row.of, column.of]
 
+    def forget(self) -> None:
+        """Lets go of the tiles that were kept."""
+        self._kept = _Recent()
+
     def stream(self, box: Box) -> bytes | None:
         """The self-contained JPEG stream of the one whole tile that is the box; None where there is no such tile.
 

@@ -73,7 +73,11 @@ class TrustedLevels:
         return self._levels[number]
 
     def close(self) -> None:
+        """Also lets go of decoded tiles: whoever still knows the slide must not keep them alive."""
         self._file.close()
+        for level in self._levels.values():
+            if level is not None:
+                level.forget()
 
     def _judged(self, number: int) -> NativeLevel | None:
         image = self._images[number]
