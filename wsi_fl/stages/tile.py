@@ -72,7 +72,20 @@ def tile(
             if note := weak_note(one.records):
                 say(f"  {one.records[0].site}: {note}", style="yellow")
     rows = [_tile_site(one, job, watcher if watcher and job.first else Silent()) for one in listed]
-    return {"sites": rows} if job.first else {}
+    which = "--all" if site is None else f"--site {site}"
+    return {"sites": rows, "next": next_steps(listed[0].pipeline, which)} if job.first else {}
+
+
+def next_steps(pipeline: Pipeline, which: str) -> list[str]:
+    """The commands between stores and a trained model.
+
+    Example:
+        >>> next_steps(Pipeline(stain={"exchange": True}), "--site C1")
+        ['wsi-fl stain --site C1', 'wsi-fl train --method proxyfl']
+    """
+    steps = [f"wsi-fl stain {which}"] if pipeline.stain.exchange else []
+    steps += [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []
+    return [*steps, "wsi-fl train --method proxyfl"]
 
 
 @dataclass(frozen=True)

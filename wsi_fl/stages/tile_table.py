@@ -87,4 +87,4 @@ def print_tile(document: dict[str, Any]) -> None:
         missing = [name for name in CLASSES if not row[name]]
         if missing:
             say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
-    say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: wsi-fl train --method proxyfl")
+    say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}")
