@@ -1,12 +1,13 @@
 """MPCPA over several seeds: hospitals that are alike and hospitals that differ, own images against own and generated.
 
-    python benchmarks/mpcpa.py CHEST_XRAY --seeds 3 --out mpcpa.json
+    python benchmarks/mpcpa.py CHEST_XRAY --seeds 0 1 2 --out mpcpa.json
     python benchmarks/mpcpa.py CHEST_XRAY --show mpcpa.json
 
 The test images are the same throughout; every seed divides the others anew among three hospitals, trains other
 denoisers and other classifiers. In `differ` the hospitals have different scanners (contrast, gamma), which also took
 their part of the test images, and learn from other shares of the disease. Differences are paired by seed and test
-image; their intervals draw both anew. What a folder holds already is not made again. docs/MPCPA.md has the tables.
+image (not by patient, whom such data often do not name); their intervals draw both anew. What a folder holds already
+is not made again. docs/MPCPA.md has the tables.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import csv
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,9 +84,14 @@ def divided(labels: NDArray[np.int64], setting: Setting, seed: int) -> list[NDAr
 
 def made_study(root: Path, data: Path, setting: Setting, seed: int, args: argparse.Namespace) -> Study:
     """Three hospitals of one image data set with two classes."""
-    study = Study(root)
+    said = {"data": str(data.resolve()), "size_px": args.size_px, "setting": repr(setting), "seed": seed}
     if root.exists():
-        return study
+        if json.loads((root / "made.json").read_text()) != said:
+            raise SystemExit(f"{root} was made of other data or settings; use another --folder")
+        return Study(root)
+    final, root = root, root.with_name(f".{root.name}.partial")
+    shutil.rmtree(root, ignore_errors=True)
+    study = Study(root)
     for part in ("pipelines", "sites"):
         (root / part).mkdir(parents=True)
     pipeline = shipped("pipelines") / f"{args.pipeline}.toml"
@@ -107,7 +114,9 @@ def made_study(root: Path, data: Path, setting: Setting, seed: int, args: argpar
         )
         partition(study, file, n_sites=1, prefix=name)
         file.unlink()
-    return study
+    (root / "made.json").write_text(json.dumps(said))
+    root.rename(final)
+    return Study(final)
 
 
 def right(run: Path) -> NDArray[np.float64]:

@@ -101,8 +101,13 @@ def test_without_held_out_images_nothing_passes():
     assert "only 3 held-out" in judged["reasons"][0]
 
 
-def test_images_with_a_twin_are_left_out_of_relative_distances():
-    assert over_usual(np.array([0.2, 0.4, 0.9]), np.array([0.4, 0.0, 0.3])) == pytest.approx([0.5, 3.0])
+def test_images_without_a_usual_distance_are_left_out():
+    found = over_usual(np.array([0.2, 0.4, 0.9, 0.1]), np.array([0.4, 0.0, 0.3, np.inf]))
+    assert found == pytest.approx([0.5, 3.0])
+
+
+def test_without_a_comparison_nothing_passes():
+    assert not verdict([], 200)["passed"]
 
 
 def test_odd_images_that_are_held_out_by_chance_are_no_sign_of_copying():

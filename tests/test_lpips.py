@@ -14,6 +14,7 @@ from wsi_fl.models.lpips import (
     embeddings,
     load_lpips,
     nearest_lpips,
+    nearest_other_lpips,
     paired_lpips,
     pairwise_lpips,
     squared_distances,
@@ -97,10 +98,15 @@ def test_the_nearest_other_image_is_not_the_image_itself(lpips):
     units = to_images(images)
     every = pairwise_lpips(lpips, units, units).double()
     assert nearest_lpips(lpips, images, images).tolist() == [0.0] * 6
-    others = every.fill_diagonal_(torch.inf).amin(1)
-    np.testing.assert_allclose(nearest_lpips(lpips, images, images, itself=True), others, rtol=1e-6)
-    twins = torch.cat([images, images[:1]])
-    assert (nearest_lpips(lpips, twins, twins, itself=True) == 0).tolist() == [True, *[False] * 5, True]
+    whose = np.array(["a", "a", "b", "c", "d", "e"])
+    wanted = every.numpy().copy()
+    wanted[whose[:, None] == whose] = np.inf
+    found = nearest_other_lpips(lpips, images, whose, images, whose)
+    np.testing.assert_allclose(found, wanted.min(1), rtol=1e-6)
+    twins, whose = torch.cat([images, images[:1]]), np.array(list("abcdefg"))
+    assert (nearest_other_lpips(lpips, twins, whose, twins, whose) > 0.001).all(), "a twin is no measure"
+    alone = nearest_other_lpips(lpips, images[:1], whose[:1], images[:1], whose[:1])
+    assert alone.tolist() == [np.inf]
 
 
 def test_squared_distances_are_never_negative():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.privacy.memorization import duplicates, judged, nearest, nearest_other
-from wsi_fl.synthesis.evidence import COPY, compared
+from wsi_fl.synthesis.evidence import COPY, compared, over_usual
 
 
 def films(n, seed, side=8):
@@ -106,20 +106,66 @@ def test_without_held_out_images_nobody_passes(n):
 @settings(max_examples=20, deadline=None)
 def test_the_nearest_other_is_never_oneself(n, seed, memory):
     a = np.random.default_rng(seed).integers(0, 256, (n, 3, 3, 1)).astype(np.uint8)
+    patient = np.random.default_rng(seed + 1).integers(0, 1 + n // 2, n).astype(str)
     every = np.sqrt(((a[:, None].astype(float) - a[None]) ** 2).reshape(n, n, -1).mean(-1)) / 255
-    np.fill_diagonal(every, np.inf)
-    assert np.allclose(nearest_other(a, memory_bytes=memory), every.min(1))
+    every[(patient[:, None] == patient) | (every == 0)] = np.inf
+    assert np.allclose(nearest_other(a, patient, memory_bytes=memory), every.min(1))
 
 
 def quotients(images, others, usual):
-    return nearest(images, others).distance / usual
+    return over_usual(nearest(images, others).distance, usual)
+
+
+def numbered(images):
+    return np.arange(len(images)).astype(str)
+
+
+def relative(training, patient, held_out, generated):
+    """The comparison as the check makes it."""
+    usual = nearest_other(training, patient), nearest(held_out, training).distance
+    return compared(
+        *(quotients(one, generated, u) for one, u in zip((training, held_out), usual, strict=True))
+    )
+
+
+def of_patients(n, each, seed):
+    """Images that resemble those of the same patient."""
+    rng = np.random.default_rng(seed)
+    centres = np.repeat(rng.integers(30, 226, (n, 8, 8, 1)), each, 0)
+    images = (centres + rng.integers(-25, 26, centres.shape)).clip(0, 255).astype(np.uint8)
+    return images, np.repeat(np.arange(n), each).astype(str)
+
+
+def test_images_of_the_same_patient_hide_no_memory():
+    """A training image has siblings in the training set, a held-out one has none."""
+    training, patient = of_patients(20, 10, 1)
+    held_out, honest = of_patients(20, 5, 2)[0], of_patients(40, 10, 3)[0]
+    found = relative(training, patient, held_out, honest)
+    assert found.reasons("honest") == []
+    assert 0.35 < found.nearer < 0.65
+    copies = np.concatenate([honest, (training[:20] // 2 * 2)])
+    assert relative(training, patient, held_out, copies).reasons("twenty copies")
+    rng = np.random.default_rng(4)
+    alike = (training.astype(int) + rng.integers(-40, 41, training.shape)).clip(0, 255).astype(np.uint8)
+    assert relative(training, patient, held_out, alike).reasons("knows the patients")
+
+
+def test_training_images_with_a_twin_are_not_left_out():
+    """They are copied first."""
+    training, held_out, honest = films(150, 1), films(60, 2), films(300, 3)
+    training[40:80] = training[:40]
+    copier = np.concatenate([honest, training[:40]])
+    assert relative(training, numbered(training), held_out, honest).copies_training == 0
+    found = relative(training, numbered(training), held_out, copier)
+    assert found.copies_training == 80
+    assert found.reasons("twins")
 
 
 def test_a_chance_split_is_no_verdict_but_remembering_is():
     """Held-out images that are far from everything are far from an honest generator too."""
     training, odd = films(150, 1), films(60, 2).astype(int)
     odd = (odd + np.random.default_rng(7).integers(-25, 26, odd.shape)).clip(0, 255).astype(np.uint8)
-    among, outside = nearest_other(training), nearest(odd, training).distance
+    among, outside = nearest_other(training, numbered(training)), nearest(odd, training).distance
     honest = films(300, 3)
     bare = compared(nearest(training, honest).distance, nearest(odd, honest).distance, copy_below=0.0)
     assert bare.reasons("bare"), "this is what dividing is for"

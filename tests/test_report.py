@@ -636,6 +636,8 @@ def test_pictures_keep_their_look() -> None:
     back = np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures.patch_uri(pixels).split(",")[1]))))
     assert back.shape == pixels.shape
     assert np.abs(back.astype(int) - pixels).max() <= 4
+    grey = base64.b64decode(pictures.patch_uri(pixels[..., :1]).split(",")[1])
+    assert np.abs(np.asarray(Image.open(io.BytesIO(grey))).astype(int) - 200).max() <= 4
     out = io.BytesIO()
     Image.new("RGBA", (300, 200), (0, 0, 0, 0)).save(out, "PNG")
     ((_, uri),) = pictures.overview_uris({"A": [("s", out.getvalue())]})["A"]

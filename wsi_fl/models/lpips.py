@@ -39,9 +39,9 @@ _SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 _HUB = "timm/vgg16.tv_in1k"
 _HEADS = Path(__file__).with_name("lpips_vgg16.safetensors")
 _EPSILON = 1e-10
-_SMALLEST_PX = 16
 _EQUAL = 1e-5
 """Distances below are rounding."""
+_SMALLEST_PX = 16
 """Below that nothing is left for the last block."""
 _DIGITS = 16
 
@@ -201,19 +201,35 @@ def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PA
 
 
 def nearest_lpips(
-    lpips: Lpips, images: Tensor, others: Tensor, *, memory_bytes: int = PAIRWISE_BYTES, itself: bool = False
+    lpips: Lpips, images: Tensor, others: Tensor, *, memory_bytes: int = PAIRWISE_BYTES
 ) -> NDArray[np.float64]:
-    """LPIPS float64[n] of each image to the nearest of the others; 0 for equal ones, which rounding would hide.
+    """LPIPS float64[n] of each image uint8[n, c, h, w] to the nearest of the others uint8[m, c, h, w], 0 for equals."""
+    nearest: NDArray[np.float64] = _between(lpips, images, others, memory_bytes).min(axis=1, initial=np.inf)
+    return nearest
 
-    Args:
-        images, others: uint8[n, c, h, w] and uint8[m, c, h, w].
-        itself: whether each image is among the others too and its nearest but itself is wanted; m ≥ 2 then.
-    """
-    units = [one.float() / 127.5 - 1 for one in (images, others)]
-    found = pairwise_lpips(lpips, *units, memory_bytes=memory_bytes)
-    nearest = found.topk(2, dim=1, largest=False).values[:, 1] if itself else found.amin(dim=1)
-    distance: NDArray[np.float64] = nearest.double().numpy()
-    return np.where(distance < _EQUAL, 0.0, distance)
+
+def nearest_other_lpips(
+    lpips: Lpips,
+    images: Tensor,
+    patient: NDArray[np.str_],
+    others: Tensor,
+    other_patient: NDArray[np.str_],
+    *,
+    memory_bytes: int = PAIRWISE_BYTES,
+) -> NDArray[np.float64]:
+    """LPIPS float64[n] to the nearest different image of another patient; infinite where there is none."""
+    found = _between(lpips, images, others, memory_bytes)
+    found[(patient[:, None] == other_patient) | (found == 0)] = np.inf
+    nearest: NDArray[np.float64] = found.min(axis=1, initial=np.inf)
+    return nearest
+
+
+def _between(lpips: Lpips, a: Tensor, b: Tensor, memory_bytes: int) -> NDArray[np.float64]:
+    """All pairs of uint8 images; exactly 0 where rounding alone lies between them."""
+    units = [one.float() / 127.5 - 1 for one in (a, b)]
+    found: NDArray[np.float64] = pairwise_lpips(lpips, *units, memory_bytes=memory_bytes).double().numpy()
+    found[found < _EQUAL] = 0.0
+    return found
 
 
 def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:

@@ -118,16 +118,27 @@ def nearest(
     return Nearest(rows, distance[:, 0].copy(), relative)
 
 
-def nearest_other(images: Images, *, memory_bytes: int = _MEMORY_BYTES) -> Distances:
-    """float64[n]: how near every image is to the nearest other one of its set; infinite where there is none."""
+def nearest_other(
+    images: Images, patient: NDArray[np.str_], *, memory_bytes: int = _MEMORY_BYTES
+) -> Distances:
+    """float64[n]: how near every image is to the nearest different one of another patient, infinite without one.
+
+    Args:
+        patient: str[n], whose each is.
+    """
     a = _flat(images)
-    if len(a) < 2:
-        return np.full(len(a), np.inf)
-    out = np.empty(len(a))
-    mine, theirs = _block_sizes(a.shape[1], len(a), 2, memory_bytes)
+    whose = np.unique(patient, return_inverse=True)[1]
+    out = np.full(len(a), np.inf)
+    if not len(a):
+        return out
+    mine, theirs = _block_sizes(a.shape[1], len(a), 1, memory_bytes)
     for start in range(0, len(a), mine):
-        best, _ = _nearest_of_block(a[start : start + mine].astype(np.float64), a, 2, theirs)
-        out[start : start + mine] = best[:, 1]  # the first is itself
+        rows = slice(start, start + mine)
+        block = a[rows].astype(np.float64)
+        for first, part in _blocks(a, theirs):
+            found = _squares(block, part)
+            found[(whose[rows, None] == whose[first : first + len(part)]) | (found == 0)] = np.inf
+            out[rows] = np.minimum(out[rows], found.min(axis=1))
     distances: Distances = np.sqrt(out / a.shape[1]) / 255
     return distances
 
@@ -149,15 +160,20 @@ def _nearest_of_block(
     block: NDArray[np.float64], references: Images, k: int, size: int
 ) -> tuple[Distances, NDArray[np.int64]]:
     """(float64[b, k] squared distances in pixel values, ascending; int64[b] row of the nearest)."""
-    own = (block**2).sum(axis=1)
     best, where = np.full((len(block), k), np.inf), np.zeros(len(block), np.int64)
     for start, part in _blocks(references, size):
-        found = own[:, None] + (part**2).sum(axis=1) - 2 * block @ part.T
+        found = _squares(block, part)
         at = found.argmin(axis=1)
         nearer = found[np.arange(len(block)), at] < best[:, 0]
         where = np.where(nearer, start + at, where)
         best = np.sort(np.concatenate([best, found], axis=1), axis=1)[:, :k]
     return best, where
+
+
+def _squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Squared distances [n, m] of whole numbers, exact."""
+    found: NDArray[np.float64] = (a**2).sum(axis=1)[:, None] + (b**2).sum(axis=1) - 2 * a @ b.T
+    return found
 
 
 def _blocks(images: Images, size: int) -> Iterator[tuple[int, NDArray[np.float64]]]:

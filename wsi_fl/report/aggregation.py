@@ -27,14 +27,16 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
     if not together:
         return None
     table = page.mpcpa
-    several = table is not None and len(table["curve"]) > 2
+    curve = table.get("curve", ()) if table else ()
     return {
         "used": RULES[together["rule"]],
         "rules": [(RULES[name], scores) for name, scores in together["rules"].items()],
         "findings": list(_findings(page, together)),
         "table": table,
         "chart": models_chart(table["rows"], colors) if table else None,
-        "curve": curve_chart(table["curve"], colors) if table and several else None,
+        "curve": curve_chart(curve, colors) if len(curve) > 2 else None,
+        "rule": RULES[table["aggregate"]] if table else None,
+        "failed": [row["site"] for row in table["memorization"] if not row["passed"]] if table else [],
         "generated": sections.picture_uris(page.generated, page.classes, sections.PATCHES_SHOWN),
     }
 

@@ -20,8 +20,8 @@ _SIDES_PX = (1200, 900, 640, 480, 360, 260, 180, 120)
 
 
 def patch_uri(pixels: NDArray[np.uint8]) -> str:
-    """A patch, uint8[h, w, 3], as a data URI."""
-    image = Image.fromarray(pixels)
+    """A patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
     image.thumbnail((PATCH_SIDE_PX, PATCH_SIDE_PX), Image.Resampling.LANCZOS)
     return _uri(_jpeg(image, quality=88))
 

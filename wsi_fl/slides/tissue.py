@@ -156,13 +156,15 @@ def _dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
     """Dilation with a disc as a stack of runs of pixels, many times faster than by distances."""
     reach, (height, width) = int(radius_px), mask.shape
     room = np.pad(mask, reach)
-    runs = [room[:, reach : reach + width].copy()]  # so many pixels to each side
-    for k in range(1, reach + 1):
-        sides = room[:, reach - k : reach - k + width] | room[:, reach + k : reach + k + width]
-        runs.append(runs[-1] | sides)
+    run = room[:, reach : reach + width].copy()  # of so many pixels to each side
     out = np.zeros_like(mask)
-    for row in range(-reach, reach + 1):
-        out |= runs[int(sqrt(radius_px**2 - row**2))][reach + row : reach + row + height]
+    for k in range(reach + 1):
+        if k:
+            run |= room[:, reach - k : reach - k + width]
+            run |= room[:, reach + k : reach + k + width]
+        for row in range(-reach, reach + 1):
+            if int(sqrt(radius_px**2 - row**2)) == k:
+                out |= run[reach + row : reach + row + height]
     return out
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes, write_json, write_text
-from wsi_fl.models.lpips import Lpips, nearest_lpips
+from wsi_fl.models.lpips import Lpips, nearest_lpips, nearest_other_lpips
 from wsi_fl.privacy.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
@@ -36,7 +36,16 @@ from wsi_fl.stages.tile_shards import locked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.synthesis.denoisers import DenoiserFolder
-from wsi_fl.synthesis.evidence import COPY, LEAST_HELD_OUT, Comparison, compared, over_usual, verdict
+from wsi_fl.synthesis.evidence import (
+    COPY,
+    CRITERIA,
+    LEAST_HELD_OUT,
+    Comparison,
+    can_be_told,
+    compared,
+    over_usual,
+    verdict,
+)
 from wsi_fl.types import UsageError
 
 _SHOWN = 10
@@ -155,6 +164,7 @@ def _result(
         "kind": "ddpm",
         "passed": not reasons,
         "reasons": reasons,
+        "criteria": CRITERIA,
         "generator": {"phase": NAME, "sha256": folder.denoiser_digest()},
         "sampling": asdict(sampling_of(pipeline.ddpm)),
         "seed": pipeline.ddpm.seed,
@@ -177,40 +187,41 @@ def _compared(
 ) -> tuple[dict[str, Comparison], Lpips | None]:
     """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
     memory = pipeline.lpips.memory_mb << 20
-    fresh = seen.held_out_to_training.distance > 0
-    if fresh.sum() < LEAST_HELD_OUT:
-        return {}, None
     reached = [
         nearest(_rows(one.images), _rows(seen.generated), memory_bytes=memory).distance
         for one in (seen.training, seen.held_out)
     ]
-    among = nearest_other(_rows(seen.training.images), memory_bytes=memory)
-    outside = seen.held_out_to_training.distance
-    found = {"nearest sample": compared(over_usual(reached[0], among), over_usual(reached[1], outside))}
+    among = nearest_other(_rows(seen.training.images), seen.training.patient, memory_bytes=memory)
+    training = over_usual(reached[0], among)
+    held_out = over_usual(reached[1], seen.held_out_to_training.distance)
+    if not can_be_told(training, held_out):
+        return {}, None
+    found = {"nearest sample": compared(training, held_out)}
     if pipeline.lpips.weights is None:
         return found, None
     lpips = lpips_of(study, pipeline, site, device_of_rank())
-    held_out = Pictures(seen.held_out.images[fresh], seen.held_out.labels[fresh])
-    found["nearest sample, LPIPS"] = _compared_by_lpips(
-        pipeline, lpips, seen.training, held_out, seen.generated
-    )
+    if (by_lpips := _compared_by_lpips(pipeline, lpips, seen)) is not None:
+        found["nearest sample, LPIPS"] = by_lpips
     return found, lpips
 
 
-def _compared_by_lpips(
-    pipeline: Pipeline, lpips: Lpips, training: Pictures, held_out: Pictures, generated: Tensor
-) -> Comparison:
+def _compared_by_lpips(pipeline: Pipeline, lpips: Lpips, seen: _Seen) -> Comparison | None:
+    """Of some images; None where too few are left."""
     few, seed = pipeline.gan.check_images, pipeline.ddpm.seed
-    training, held_out = training.some(few, seed), held_out.some(few, seed)
-    samples, memory = generated[: pipeline.gan.check_samples], pipeline.lpips.memory_mb << 20
-    quotients = [
-        over_usual(
-            nearest_lpips(lpips, images, samples, memory_bytes=memory),
-            nearest_lpips(lpips, images, training.images, memory_bytes=memory, itself=own),
-        )
-        for images, own in ((training.images, True), (held_out.images, False))
+    some, held_out = seen.training.some(few, seed), seen.held_out.some(few, seed)
+    every, samples = seen.training, seen.generated[: pipeline.gan.check_samples]
+    memory = pipeline.lpips.memory_mb << 20
+    usual = [
+        nearest_other_lpips(
+            lpips, some.images, some.patient, every.images, every.patient, memory_bytes=memory
+        ),
+        nearest_lpips(lpips, held_out.images, every.images, memory_bytes=memory),
     ]
-    return compared(quotients[0], quotients[1])
+    quotients = [
+        over_usual(nearest_lpips(lpips, one.images, samples, memory_bytes=memory), known)
+        for one, known in zip((some, held_out), usual, strict=True)
+    ]
+    return compared(quotients[0], quotients[1]) if can_be_told(*quotients) else None
 
 
 def _cautions(seen: _Seen, lpips: Lpips | None) -> list[str]:

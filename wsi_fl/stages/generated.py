@@ -22,10 +22,13 @@ from wsi_fl.study import Study
 from wsi_fl.synthesis.ddpm import DdpmShape, Denoiser, Sampling, drawn, schema_of, vector_of
 from wsi_fl.synthesis.sampling import balanced_labels
 
+_DRAWING = 2
+"""Version of how samplers turn a denoiser into images; 2: DPM-Solver++ clips clean images."""
+
 
 def key_of(denoiser: Denoiser, shape: DdpmShape, sampling: Sampling, n_per_class: int, seed: int) -> str:
     """What decides the images that are drawn, as the name of their folder."""
-    said = [schema_of(shape), asdict(sampling), n_per_class, seed]
+    said = [_DRAWING, schema_of(shape), asdict(sampling), n_per_class, seed]
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
     return digest.hexdigest()[:24]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl import __version__, config
@@ -18,6 +19,7 @@ from wsi_fl.models.lpips import RANDOM, Lpips, load_lpips
 from wsi_fl.stages.data import examples_of, open_store
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
+from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.gan import GanTerms
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
@@ -29,10 +31,11 @@ HELD_OUT = ("test", "val")
 
 @dataclass(frozen=True)
 class Pictures:
-    """Real images at the generator's resolution: uint8[n, c, h, h] and their labels int64[n]."""
+    """Real images at the generator's resolution: uint8[n, c, h, h], their labels int64[n] and patients str[n]."""
 
     images: Tensor
     labels: Tensor
+    patient: NDArray[np.str_]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -40,7 +43,10 @@ class Pictures:
     def some(self, n: int, seed: int) -> Pictures:
         """At most n of them, drawn at random, in order."""
         rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
-        return Pictures(self.images[rows], self.labels[rows])
+        return Pictures(self.images[rows], self.labels[rows], self.patient[rows])
+
+    def to(self, device: torch.device | str) -> Pictures:
+        return Pictures(self.images.to(device), self.labels.to(device), self.patient)
 
 
 def gan_shape(settings: config.Gan, store: PatchStore) -> GanShape:
@@ -86,10 +92,12 @@ def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
     pixels = [part.read(np.arange(len(part))) for part in parts if len(part)]
     if not pixels:
         shape = (0, store.channels, resolution, resolution)
-        return Pictures(torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64))
+        nobody = np.empty(0, np.str_)
+        return Pictures(torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), nobody)
     images = np.ascontiguousarray(np.concatenate(pixels).transpose(0, 3, 1, 2))
     labels = np.concatenate([part.label for part in parts])
-    return Pictures(torch.from_numpy(images), torch.from_numpy(labels))
+    patient = np.concatenate([part.patient for part in parts])
+    return Pictures(torch.from_numpy(images), torch.from_numpy(labels), patient)
 
 
 def open_site(study: Study, site: str) -> PatchStore:
@@ -148,6 +156,10 @@ def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
         return "not run", ["`synthesize check` was not run"]
     if check["generator"]["sha256"] != digest:
         return "not run", ["the check belongs to another generator; run `synthesize check` again"]
+    if check.get("criteria") != CRITERIA:
+        return "not run", [
+            "the check is of an earlier version, by other criteria; run `synthesize check` again"
+        ]
     return ("passed" if check["passed"] else "failed"), list(check["reasons"])
 
 

@@ -66,8 +66,8 @@ def mpcpa_table(
     runs, evaluations = {}, {}
     for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
         runs[method], evaluations[method] = done(method, pipeline)
-    all_drawn = pipeline.mpcpa.per_class or pipeline.ddpm.samples_per_class
-    curve = {0: evaluations[_OWN], all_drawn: evaluations[_BOTH]}
+    drawn = pipeline.ddpm.samples_per_class
+    curve = {0: evaluations[_OWN], min(pipeline.mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
     for n in pipeline.mpcpa.curve:
         fewer = pipeline.model_copy(update={"mpcpa": pipeline.mpcpa.model_copy(update={"per_class": n})})
         curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
@@ -195,6 +195,7 @@ def print_mpcpa(document: dict[str, Any]) -> None:
     for row in document["memorization"]:
         say(
             f"  {row['site']}: nearest training image {row['least']:.4f} (paper's Table 4), held-out real images "
-            f"{number(row['held_out_least'])}; {row['copies']} copies in {row['n_generated']}"
+            f"{number(row['held_out_least'])}; {row['copies']} copies in {row['n_generated']}; check "
+            f"{'passed' if row['passed'] else 'NOT passed'}"
         )
     say(f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing")

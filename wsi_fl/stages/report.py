@@ -106,6 +106,7 @@ def _baselines(
 ) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
+    per_class = load_pipeline(run.path / "config.toml").mpcpa.per_class
     for path in sorted(study.runs.glob("[0-9]*-*")):
         evaluation, summary = _optional(path / "evaluation.json"), _optional(path / "summary.json")
         if path.name == run.name or not evaluation or not summary or evaluation["merged"] is None:
@@ -113,6 +114,8 @@ def _baselines(
         other = read_json(path / "manifest.json")
         if inputs_of(RunFolder(path)) != inputs or other["pipeline"] != manifest["pipeline"]:
             continue
+        if other["method"] == "mpcpa" and load_pipeline(path / "config.toml").mpcpa.per_class != per_class:
+            continue  # a point of the curve over generated images
         epsilons = [row["epsilon"] for row in summary["sites"]]
         dp = summary["sites"][0]["guarantee"] != "none"
         latest[other["method"], dp] = {

@@ -119,7 +119,7 @@ def _prepared(study: Study, site: str, pipeline: Pipeline, folder: GeneratorFold
         {"sha256": digest, "n": len(pictures), "classes": classes, **patch},
         _by_phase,
     )
-    on_device = Pictures(pictures.images.to(device), pictures.labels.to(device))
+    on_device = pictures.to(device)
     state = GanState(shape, terms, seed=gan.seed, device=device)
     if folder.load_state(state):
         folder.forget_after(state.iteration)
@@ -181,7 +181,7 @@ def _keepaway(job: _Job) -> Keepaway:
     """The privacy loss: its margin, how far apart the site's own images are, and the images it always looks at."""
     gan, state = job.pipeline.gan, job.state
     assert job.lpips is not None
-    all_images = Pictures(job.pictures.images.cpu(), job.pictures.labels.cpu())
+    all_images = job.pictures.to("cpu")
     if state.margin is None:
         few = all_images.some(_MARGIN_IMAGES, gan.seed)
         state.margin = margin_of(job.lpips, to_images(few.images), gan.privacy_quantile)

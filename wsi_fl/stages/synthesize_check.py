@@ -19,7 +19,7 @@ from torch import Tensor
 
 from wsi_fl.config import Pipeline
 from wsi_fl.files import write_bytes, write_json, write_text
-from wsi_fl.models.lpips import Lpips, nearest_lpips
+from wsi_fl.models.lpips import Lpips, nearest_lpips, nearest_other_lpips
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
 from wsi_fl.stages.console import Silent, Watcher, say
@@ -38,8 +38,10 @@ from wsi_fl.stages.tile_shards import locked
 from wsi_fl.study import Study
 from wsi_fl.synthesis.evidence import (
     COPY,
+    CRITERIA,
     LEAST_HELD_OUT,
     Comparison,
+    can_be_told,
     compared,
     moved,
     over_usual,
@@ -67,7 +69,7 @@ class _Real:
 
 @dataclass(frozen=True)
 class _Usual:
-    """LPIPS of the same images to their nearest other training image: float64[n] each."""
+    """LPIPS of the same images to their nearest training image of another patient: float64[n] each."""
 
     training: NDArray[np.float64]
     held_out: NDArray[np.float64]
@@ -173,18 +175,24 @@ def _measured(job: _Check, real: _Real, phase: Phase) -> _Found:
     )
 
 
-def _distances(job: _Check, images: Tensor, others: Tensor, *, itself: bool = False) -> NDArray[np.float64]:
-    """LPIPS of each image to its nearest among the others, or its nearest but itself; uint8 in."""
-    return nearest_lpips(job.lpips, images, others, memory_bytes=job.memory_bytes, itself=itself)
+def _distances(job: _Check, images: Tensor, others: Tensor) -> NDArray[np.float64]:
+    """LPIPS of each image to its nearest among the others; uint8 in."""
+    return nearest_lpips(job.lpips, images, others, memory_bytes=job.memory_bytes)
 
 
 def _usual(job: _Check, real: _Real) -> _Usual:
-    others = real.training.images
+    every = real.training
+
+    def among(some: Pictures) -> NDArray[np.float64]:
+        return nearest_other_lpips(
+            job.lpips, some.images, some.patient, every.images, every.patient, memory_bytes=job.memory_bytes
+        )
+
     return _Usual(
-        _distances(job, others, others, itself=True),
-        _distances(job, real.held_out.images, others),
-        _distances(job, real.projected_training.images, others, itself=True),
-        _distances(job, real.projected_held_out.images, others),
+        among(real.training),
+        _distances(job, real.held_out.images, every.images),
+        among(real.projected_training),
+        _distances(job, real.projected_held_out.images, every.images),
     )
 
 
@@ -218,13 +226,14 @@ def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase
     usual = _usual(job, real)
     n_fresh = int((usual.held_out > 0).sum())
     if n_fresh >= LEAST_HELD_OUT:
-        comparisons = {name: _comparisons(one, usual) for name, one in found.items()}
+        comparisons = {name: both for name, one in found.items() if (both := _comparisons(one, usual))}
     judged = verdict(list(comparisons.get(phase, {}).items()), n_fresh)
     sets = {name: one.samples for name, one in found.items()} | {"training": real.training.images}
     quality, note = quality_of(study, job.pipeline, real.held_out.images, sets)
     return {
         "site": site,
         **judged,
+        "criteria": CRITERIA,
         "generator": {"phase": phase, "sha256": job.folder.digest(phase)},
         "lpips": job.lpips.label,
         "truncation": job.pipeline.gan.truncation,
@@ -254,7 +263,9 @@ def _comparisons(found: _Found, usual: _Usual) -> dict[str, Comparison]:
             over_usual(found.projected_held_out.distance.double().numpy(), usual.projected_held_out),
         ),
     }
-    return {what: compared(a, b) for what, (a, b) in pairs.items()}
+    if not can_be_told(*pairs["nearest sample"]):
+        return {}
+    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
 
 
 def _projection_document(job: _Check, found: dict[Phase, _Found]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _prepared(study: Study, site: str, pipeline: Pipeline, folder: DenoiserFolde
     state = DdpmState(shape, terms, seed=ddpm.seed, device=device)
     if folder.load_state(state):
         folder.forget_after(state.iteration)
-    on_device = Pictures(pictures.images.to(device), pictures.labels.to(device))
+    on_device = pictures.to(device)
     return _Job(site, pipeline, folder, state, on_device, total, watcher)
 
 

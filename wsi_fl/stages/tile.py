@@ -73,19 +73,20 @@ def tile(
                 say(f"  {one.records[0].site}: {note}", style="yellow")
     rows = [_tile_site(one, job, watcher if watcher and job.first else Silent()) for one in listed]
     which = "--all" if site is None else f"--site {site}"
-    return {"sites": rows, "next": next_steps(listed[0].pipeline, which)} if job.first else {}
+    named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"
+    return {"sites": rows, "next": next_steps(listed[0].pipeline, which, named)} if job.first else {}
 
 
-def next_steps(pipeline: Pipeline, which: str) -> list[str]:
+def next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
     """The commands between stores and a trained model.
 
     Example:
-        >>> next_steps(Pipeline(stain={"exchange": True}), "--site C1")
-        ['wsi-fl stain --site C1', 'wsi-fl train --method proxyfl']
+        >>> next_steps(Pipeline(stain={"exchange": True}), "--site C1", " --pipeline stained")
+        ['wsi-fl stain --site C1 --pipeline stained', 'wsi-fl train --method proxyfl --pipeline stained']
     """
     steps = [f"wsi-fl stain {which}"] if pipeline.stain.exchange else []
     steps += [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []
-    return [*steps, "wsi-fl train --method proxyfl"]
+    return [step + named for step in (*steps, "wsi-fl train --method proxyfl")]
 
 
 @dataclass(frozen=True)

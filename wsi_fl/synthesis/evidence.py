@@ -3,8 +3,8 @@
 Distances between sets: FID (Heusel et al., NeurIPS 2017) and KID (Bińkowski et al., ICLR 2018), on the features of
 any encoder. The verdict on copying rests on a comparison that needs no threshold of its own: a generator that has
 learned the *distribution* is as near to images of it that were held out as to those it was trained on; one that
-has memorised is nearer to the latter. Distances are those to the generator over those to the nearest other training
-image: a fixed threshold means nothing across resolutions and tissues, and some images are far from everything.
+has memorised is nearer to the latter. Distances are those to the generator over those to the nearest training image
+of another patient: a fixed threshold means nothing across resolutions and tissues, and some images are far from all.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ TAIL = 0.05
 TAIL_EXCESS = 2.0
 """A tail fails where training images are in it so many times as often."""
 COPY = 0.1
-"""A copy is nearer to its original than this share of what the original is to its nearest other training image."""
+"""A copy is nearer to its original than this share of what the nearest training image of another patient is."""
 LEAST_HELD_OUT = 20
 """With fewer held-out images nothing can be told."""
+CRITERIA = 2
+"""Version of the verdict's rules; one that was reached by others does not count."""
 
 
 @dataclass(frozen=True)
@@ -137,19 +139,25 @@ def compared(training: Distances, held_out: Distances, *, copy_below: float = CO
 
 
 def over_usual(distance: Distances, usual: Distances) -> Distances:
-    """Each image's distance over that to its nearest other training image.
+    """Each image's distance over its usual one, that to the nearest different training image of another patient.
 
     By chance more images that are far from everything may be held out; what a generator remembers shows in the
-    quotient. Images that some other training image equals pixel by pixel are left out: they are not held out, or
-    two of a kind.
+    quotient. Other patients' images alone are compared with, for a held-out image has no others, and a twin of a
+    training image is no measure of what is usual (twins are copied first). Where there is no such image (infinite),
+    or a held-out image is in the training set too (0), the image is left out.
 
     Example:
-        >>> over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, 0.2])).tolist()
-        [0.5, 1.0]
+        >>> over_usual(np.array([0.1, 0.3, 0.2]), np.array([0.2, 0.0, np.inf])).tolist()
+        [0.5]
     """
-    alone = usual > 0
-    quotient: Distances = distance[alone] / usual[alone]
+    known = (usual > 0) & np.isfinite(usual)
+    quotient: Distances = distance[known] / usual[known]
     return quotient
+
+
+def can_be_told(training: Distances, held_out: Distances) -> bool:
+    """Whether both have enough relative distances for a verdict."""
+    return len(training) > 0 and len(held_out) >= LEAST_HELD_OUT
 
 
 def moved(after: Distances, before: Distances) -> Moved:
@@ -169,6 +177,9 @@ def verdict(comparisons: Sequence[tuple[str, Comparison]], n_held_out: int) -> d
             f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} "
             "copying cannot be told from likeness"
         )
+        return {"passed": False, "reasons": [reason]}
+    if not comparisons:
+        reason = "too few images differ from all others: copying cannot be told from likeness"
         return {"passed": False, "reasons": [reason]}
     reasons = [reason for what, one in comparisons for reason in one.reasons(what)]
     return {"passed": not reasons, "reasons": reasons}
