@@ -8,11 +8,12 @@ from shutil import copytree
 import numpy as np
 import pytest
 import torch
-from conftest import patches_of, refused
+from conftest import SHARED, patches_of, refused
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.courier import federated_transfers, mpcpa_transfers
 from wsi_fl.files import read_json, read_lines
+from wsi_fl.stages.check_ddpm import check_denoiser
 from wsi_fl.stages.console import Silent
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.mpcpa import _ready
@@ -21,7 +22,9 @@ from wsi_fl.stages.partition import partition
 from wsi_fl.stages.plan import dry_run
 from wsi_fl.stages.report import report
 from wsi_fl.stages.synthesize_check import check
+from wsi_fl.stages.synthesize_ddpm import train_denoiser
 from wsi_fl.stages.train import resume, train
+from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.types import WsiFlError
@@ -290,3 +293,28 @@ def test_over_mpi_each_rank_gets_its_package(trained, tmp_path):
     for k in (1, 2, 3):
         a, b = (load_file(run / f"sites/S{k}/private.safetensors") for run in (folder(study, summary), local))
         assert all(np.allclose(a[name], b[name], atol=1e-5) for name in a)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (SHARED / "data" / "chest_xray").exists(), reason="no radiographs beside the project")
+def test_a_denoiser_that_saw_a_dozen_images_a_thousand_times_is_caught(tmp_path):
+    """Not planted: it memorises by itself. Ten minutes on one core."""
+    images = read_data_set(SHARED / "data" / "chest_xray", 32).train
+    order = np.random.default_rng(0).permutation(len(images))
+    few, others = order[:12], order[12:137]
+    data = {
+        "x_train": images.x[few],
+        "y_train": images.y[few],
+        "x_test": images.x[others],
+        "y_test": images.y[others],
+    }
+    study = make_study(tmp_path / "study")
+    np.savez(tmp_path / "dozen.npz", **data)
+    partition(study, tmp_path / "dozen.npz", n_sites=1, prefix="D")
+    settings = ["ddpm.resolution=32", "ddpm.channels=[32,64,64]", "ddpm.chain=1000", "ddpm.sampling_steps=25"]
+    settings += ["ddpm.steps=1500", "ddpm.batch_size=16", "ddpm.lr=2e-3", "ddpm.samples_per_class=50"]
+    pipeline = study.pipeline(study.pipeline_name(None), settings)
+    train_denoiser(study, pipeline, "D1")
+    document = check_denoiser(study, pipeline, "D1")
+    assert not document["passed"], document["memorization"]
+    print(document["reasons"], document["memorization"])
