@@ -48,7 +48,7 @@ from wsi_fl.synthesis.evidence import (
 )
 from wsi_fl.types import UsageError
 
-_SHOWN = 10
+_SHOWN = 9
 NAME = "denoiser"
 
 

@@ -54,7 +54,7 @@ from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
 from wsi_fl.types import UsageError
 
-_SHOWN = 10
+_SHOWN = 9
 
 
 @dataclass(frozen=True)
