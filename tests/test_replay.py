@@ -34,6 +34,7 @@ from wsi_fl.stages.plan import dry_run
 from wsi_fl.stages.train import resume, train
 from wsi_fl.stages.workshop import assemble
 from wsi_fl.study import Study, shipped
+from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 from wsi_fl.types import UsageError, WsiFlError
@@ -65,7 +66,13 @@ def plant(study, site, *, seed=0, passed=True):
         }
     )
     if passed is not None:
-        check = {"generator": {"sha256": digest}, "passed": passed, "reasons": [], "truncation": 1.0}
+        check = {
+            "criteria": CRITERIA,
+            "generator": {"sha256": digest},
+            "passed": passed,
+            "reasons": [],
+            "truncation": 1.0,
+        }
         check["reasons"] = [] if passed else ["a planted reason"]
         folder.check_path.write_text(json.dumps(check))
 

@@ -272,6 +272,15 @@ def test_a_check_of_another_generator_does_not_count(checked, tmp_path):
     refused(lambda: sample(study, site="S1", n_per_class=2), "another generator", error=WsiFlError)
 
 
+def test_a_check_by_earlier_criteria_does_not_count(checked, tmp_path):
+    study = copied(checked[0], tmp_path)
+    path = study.generator("S1") / "check.json"
+    document = json.loads(path.read_text())
+    del document["criteria"]
+    path.write_text(json.dumps(document))
+    refused(lambda: sample(study, site="S1", n_per_class=2), "earlier version", "again", error=WsiFlError)
+
+
 def test_a_synthetic_store_is_a_patch_store_that_says_so(checked):
     study, _ = checked
     document = sample(study, site="S1", n_per_class=5, name="twin", seed=3, as_site=True)
