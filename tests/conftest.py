@@ -1,6 +1,7 @@
 """Small studies that tests share."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell's background jobs ignore it, and the commands that tests interrupt would inherit that."""
 
 
 def refused(action, *words: str, error=UsageError) -> None:
