@@ -312,7 +312,13 @@ def test_a_denoiser_that_saw_a_dozen_images_a_thousand_times_is_caught(tmp_path)
     np.savez(tmp_path / "dozen.npz", **data)
     partition(study, tmp_path / "dozen.npz", n_sites=1, prefix="D")
     settings = ["ddpm.resolution=32", "ddpm.channels=[32,64,64]", "ddpm.chain=1000", "ddpm.sampling_steps=25"]
-    settings += ["ddpm.steps=1500", "ddpm.batch_size=16", "ddpm.lr=2e-3", "ddpm.samples_per_class=50"]
+    settings += [
+        "ddpm.checkpoint_every=500",
+        "ddpm.steps=1500",
+        "ddpm.batch_size=16",
+        "ddpm.lr=2e-3",
+        "ddpm.samples_per_class=50",
+    ]
     pipeline = study.pipeline(study.pipeline_name(None), settings)
     train_denoiser(study, pipeline, "D1")
     document = check_denoiser(study, pipeline, "D1")
