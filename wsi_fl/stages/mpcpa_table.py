@@ -199,3 +199,4 @@ def print_mpcpa(document: dict[str, Any]) -> None:
             f"{'passed' if row['passed'] else 'NOT passed'}"
         )
     say(f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing")
+    say(f"next: wsi-fl report {document['run']}")
