@@ -29,7 +29,7 @@ from wsi_fl.stages.console import Silent, Watcher
 from wsi_fl.stages.data import store_digest
 from wsi_fl.stages.denoisers import sampling_of, trained_denoiser
 from wsi_fl.stages.devices import device_of_rank
-from wsi_fl.stages.generated import drawn_once, synthetic_meta
+from wsi_fl.stages.generated import images_of
 from wsi_fl.stages.generators import HELD_OUT, Pictures, lpips_of, open_site, pictures_of
 from wsi_fl.stages.quality import quality_of
 from wsi_fl.stages.tile_shards import locked
@@ -110,8 +110,7 @@ def _images(
     watcher: Watcher,
 ) -> tuple[str, Pictures, Pictures, Tensor]:
     """(key of the generated store, training images, held-out images, generated images)."""
-    ddpm, device = pipeline.ddpm, device_of_rank()
-    denoiser, shape = folder.load_denoiser(device)
+    denoiser, shape = folder.load_denoiser(device_of_rank())
     with open_site(study, site) as store:
         if store_digest(store) != document["store"]["sha256"]:
             raise UsageError(
@@ -119,22 +118,11 @@ def _images(
             )
         training = pictures_of(store, shape.resolution, "train")
         held_out = pictures_of(store, shape.resolution, *HELD_OUT)
-        meta = synthetic_meta(site, store, shape.resolution, {"kind": "ddpm", "site": site})
+        key, path = images_of(study, pipeline, store, denoiser, shape, site=site, watcher=watcher, part=site)
     if len(held_out) < LEAST_HELD_OUT:
         watcher.say(
             f"  site {site} holds out {len(held_out)} images; {LEAST_HELD_OUT} are the least for a verdict"
         )
-    key, path = drawn_once(
-        study,
-        denoiser,
-        shape,
-        sampling_of(ddpm),
-        n_per_class=ddpm.samples_per_class,
-        seed=ddpm.seed,
-        meta=meta,
-        watcher=watcher,
-        part=site,
-    )
     return key, training, held_out, _all_images(path)
 
 

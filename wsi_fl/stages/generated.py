@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.config import Pipeline
 from wsi_fl.files import remove_leftovers
 from wsi_fl.stages.console import Watcher
+from wsi_fl.stages.denoisers import sampling_of
 from wsi_fl.stages.synthetic import as_pixels, reduced_spec, write_synthetic
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
@@ -65,6 +67,38 @@ def drawn_once(
             )
             write_synthetic(path, meta, labels, as_pixels(batches), shape.channels)
     return key, path
+
+
+def images_of(
+    study: Study,
+    pipeline: Pipeline,
+    store: PatchStore,
+    denoiser: Denoiser,
+    shape: DdpmShape,
+    *,
+    site: str,
+    watcher: Watcher,
+    part: str,
+) -> tuple[str, Path]:
+    """`drawn_once` as the pipeline says: what `check` looks at is what a site draws that receives the denoiser.
+
+    Args:
+        store: of real patches of the same kind.
+        site: whose denoiser it is.
+        part: what progress is told of.
+    """
+    ddpm = pipeline.ddpm
+    return drawn_once(
+        study,
+        denoiser,
+        shape,
+        sampling_of(ddpm),
+        n_per_class=ddpm.samples_per_class,
+        seed=ddpm.seed,
+        meta=synthetic_meta(site, store, shape.resolution, {"kind": "ddpm", "site": site}),
+        watcher=watcher,
+        part=part,
+    )
 
 
 def synthetic_meta(site: str, store: PatchStore, resolution: int, provenance: dict[str, Any]) -> StoreMeta:

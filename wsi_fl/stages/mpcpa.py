@@ -27,9 +27,9 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.check_ddpm import check_denoiser, checked_as
 from wsi_fl.stages.console import Watcher
 from wsi_fl.stages.data import examples_of, input_px, open_store
-from wsi_fl.stages.denoisers import sampling_of, trained_denoiser
+from wsi_fl.stages.denoisers import trained_denoiser
 from wsi_fl.stages.devices import device_of_rank
-from wsi_fl.stages.generated import drawn_once, synthetic_meta
+from wsi_fl.stages.generated import images_of
 from wsi_fl.stages.generators import check_state
 from wsi_fl.stages.synthesize_ddpm import train_denoiser
 from wsi_fl.stores.patches import PatchStore
@@ -159,22 +159,9 @@ def _drawn(
     watcher: Watcher,
 ) -> str:
     """The key of the images drawn from a denoiser of the package."""
-    ddpm = pipeline.ddpm
-    with open_store(study, me) as store:
-        meta = synthetic_meta(other, store, shape.resolution, {"kind": "ddpm", "site": other})
     denoiser = denoiser_from(vector, shape).to(device_of_rank())
-    key, _ = drawn_once(
-        study,
-        denoiser,
-        shape,
-        sampling_of(ddpm),
-        n_per_class=ddpm.samples_per_class,
-        seed=ddpm.seed,
-        meta=meta,
-        watcher=watcher,
-        part=me,
-    )
-    return key
+    with open_store(study, me) as store:
+        return images_of(study, pipeline, store, denoiser, shape, site=other, watcher=watcher, part=me)[0]
 
 
 def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) -> None:
