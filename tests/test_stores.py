@@ -20,8 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl import jpeg
-from wsi_fl.bulk import ALIGNMENT, BulkFile, aligned_empty
+from wsi_fl import bulk, jpeg
+from wsi_fl.bulk import ALIGNMENT, BulkFile, Pile, aligned_empty
 from wsi_fl.stores.contents import SlideSource
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
@@ -458,13 +458,30 @@ def test_direct_writes_that_end_half_way_are_done_again_by_the_page_cache(tmp_pa
     path = tmp_path / "file"
     path.write_bytes(bytes(pixels.nbytes))
     monkeypatch.setattr(os, "pwrite", some)
-    with BulkFile(path, pixels.nbytes) as bulk:
-        if bulk._direct is None:
+    with BulkFile(path, pixels.nbytes) as file:
+        if file._direct is None:
             pytest.skip("the file system has no direct writes")
         for k, patch in enumerate(pixels):
-            bulk.write(patch, k * patch.nbytes)
+            file.write(patch, k * patch.nbytes)
     assert refused == [1000]
     assert path.read_bytes() == pixels.tobytes()
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 77])
+@pytest.mark.parametrize("lengths", [[], [0, 1], [4096], [5000, 1, 4096 * 2, 70], [40_000], [4096] * 9])
+def test_a_pile_gives_back_what_was_put_on_it(tmp_path, monkeypatch, lengths, offset):
+    monkeypatch.setattr(bulk, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(bulk, "_MOST_PIECES", 2)
+    path, rng = tmp_path / "f", np.random.default_rng(0)
+    parts = [rng.bytes(n) for n in lengths]
+    path.touch()
+    with Pile(tmp_path) as pile:
+        for part in parts:
+            pile.add(part)
+        with BulkFile(path, offset + sum(lengths)) as file:
+            pile.write(file, offset)
+    assert path.read_bytes()[offset:] == b"".join(parts)
+    assert [one.name for one in tmp_path.iterdir()] == ["f"]
 
 
 META = ShardMeta("a", "p", "train", SPEC, "hash")

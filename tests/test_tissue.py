@@ -202,9 +202,21 @@ def test_dilation_reaches_as_far_as_the_radius(radius):
 
 
 def test_smoothing_is_the_gaussian_of_scipy():
-    plane = np.random.default_rng(0).random((20, 31)).astype(np.float32)
-    wanted = gaussian_filter(plane, 1.7, mode="nearest", truncate=tissue._TRUNCATE)
-    np.testing.assert_allclose(tissue._smoothed(plane, 1.7), wanted, atol=1e-6)
+    planes = np.random.default_rng(0).random((3, 20, 31)).astype(np.float32)
+    wanted = gaussian_filter(planes, (0, 1.7, 1.7), mode="nearest", truncate=tissue._TRUNCATE)
+    np.testing.assert_allclose(tissue._smoothed(planes, 1.7), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("sigma_px", [0, 0.8, 5.0])
+def test_strips_of_a_thumbnail_look_like_the_whole(monkeypatch, sigma_px):
+    thumbnail = np.random.default_rng(0).integers(0, 256, (137, 90, 3), np.uint8)
+    monkeypatch.setattr(tissue, "_STRIP_PX", 1 << 30)
+    saturation, foreign = tissue._looks(thumbnail, sigma_px)
+    monkeypatch.setattr(tissue, "_STRIP_PX", 1000)
+    strips = tissue._looks(thumbnail, sigma_px)
+    assert foreign.any()
+    np.testing.assert_array_equal(strips[0], saturation)
+    np.testing.assert_array_equal(strips[1], foreign)
 
 
 def test_a_thumbnail_full_of_tissue_is_all_tissue():

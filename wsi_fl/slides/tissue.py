@@ -18,6 +18,8 @@ _MIN_AREA_PX = 4
 _INK_CHROMA = 15 / 255
 _BLACK = 25 / 255
 _DARK, _GREY_CHROMA = 100 / 255, 20 / 255
+_STRIP_PX = 1 << 16
+"""Pixels of the thumbnail looked at together."""
 _TRUNCATE = 3
 """Standard deviations at which the smoothing kernel ends."""
 
@@ -60,18 +62,12 @@ def tissue_mask(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
-    planes = [thumbnail[..., k].astype(np.float32) / np.float32(255) for k in range(3)]
-    if params.smooth_um >= um_per_px / 2:
-        planes = [_smoothed(plane, params.smooth_um / um_per_px) for plane in planes]
-    red, green, blue = planes
-    high = np.maximum(np.maximum(red, green), blue)
-    low = np.minimum(np.minimum(red, green), blue)
-    saturation = (high - low) / np.maximum(high, np.float32(1 / 255))
-
+    sigma_px = params.smooth_um / um_per_px
+    saturation, foreign = _looks(thumbnail, sigma_px if sigma_px >= 0.5 else 0)
     min_px = max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2)
-    excluded = _without_small(_ink_or_black(red, green, blue, high, high - low), min_px)
+    excluded = _without_small(foreign, min_px)
     if excluded.any():  # smoothing mixed its rim with what is beside it
-        excluded = _dilated(excluded, 1 + 2 * params.smooth_um / um_per_px)
+        excluded = _dilated(excluded, 1 + 2 * sigma_px)
     threshold = _threshold(saturation[~excluded], params)
     mask = (saturation > threshold) & ~excluded
     if params.close_um >= um_per_px:
@@ -112,20 +108,44 @@ def _threshold(saturation: NDArray[np.float32], params: TissueParams) -> float:
     return float(np.clip(threshold_otsu(saturation), params.min_saturation, params.max_saturation))
 
 
-def _smoothed(plane: NDArray[np.float32], sigma_px: float) -> NDArray[np.float32]:
-    """Gaussian smoothing of [h, w], the edge continued; on whole arrays, which is three times as fast as
+def _looks(thumbnail: NDArray[np.uint8], sigma_px: float) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """HSV saturation [h, w] of the smoothed thumbnail, and where it is ink or black.
+
+    In strips that fit the cache, which takes a third of the time of whole pictures.
+    """
+    height, width, _ = thumbnail.shape
+    saturation, foreign = np.empty((height, width), np.float32), np.empty((height, width), bool)
+    reach = int(_TRUNCATE * sigma_px + 0.5)
+    step = max(_STRIP_PX // width, 4 * reach, 1)
+    for top in range(0, height, step):
+        first, rows = max(0, top - reach), slice(top, top + step)
+        planes = np.moveaxis(thumbnail[first : top + step + reach], -1, 0).astype(np.float32) / np.float32(
+            255
+        )
+        if reach:
+            planes = _smoothed(planes, sigma_px)
+        red, green, blue = planes[:, top - first : top - first + step]
+        high = np.maximum(np.maximum(red, green), blue)
+        chroma = high - np.minimum(np.minimum(red, green), blue)
+        saturation[rows] = chroma / np.maximum(high, np.float32(1 / 255))
+        foreign[rows] = _ink_or_black(red, green, blue, high, chroma)
+    return saturation, foreign
+
+
+def _smoothed(planes: NDArray[np.float32], sigma_px: float) -> NDArray[np.float32]:
+    """Gaussian smoothing of [c, h, w], the edge continued; on whole arrays, which is three times as fast as
     scipy's general filter for the few taps it has here."""
     reach = int(_TRUNCATE * sigma_px + 0.5)
     taps = np.exp(-0.5 * (np.arange(reach + 1) / sigma_px) ** 2)
     taps = (taps / (2 * taps.sum() - 1)).astype(np.float32)
-    for axis in (0, 1):
-        n = plane.shape[axis]
-        room = np.pad(plane, [(reach, reach) if k == axis else (0, 0) for k in (0, 1)], mode="edge")
-        shifted = [room[k : k + n] if axis == 0 else room[:, k : k + n] for k in range(2 * reach + 1)]
-        plane = taps[0] * shifted[reach]
+    for axis in (1, 2):
+        n = planes.shape[axis]
+        room = np.pad(planes, [(reach, reach) if k == axis else (0, 0) for k in range(3)], mode="edge")
+        shifted = [room[:, k : k + n] if axis == 1 else room[..., k : k + n] for k in range(2 * reach + 1)]
+        planes = taps[0] * shifted[reach]
         for k in range(1, reach + 1):
-            plane += taps[k] * (shifted[reach - k] + shifted[reach + k])
-    return plane
+            planes += taps[k] * (shifted[reach - k] + shifted[reach + k])
+    return planes
 
 
 def _ink_or_black(
@@ -170,6 +190,8 @@ def _dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
 
 def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
     """The mask without connected objects of fewer than min_px pixels."""
+    if not mask.any():
+        return mask
     objects = label(mask, connectivity=1)
     large = np.bincount(objects.ravel()) >= min_px
     large[0] = False

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import SpooledTemporaryFile
 from types import MappingProxyType
 
 import h5py
@@ -20,17 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.bulk import BulkFile, aligned_empty
+from wsi_fl.bulk import BulkFile, Pile
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
 from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, spec_attrs, write_root
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
-
-_IN_MEMORY_BYTES = 160 << 20
-"""JPEG streams of one slide beyond that wait on disk until their number of bytes is known."""
-_COPY_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -161,25 +156,21 @@ def write_streams(
 ) -> None:
     """Writes one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
 
-    The lengths are known only at the end, so many streams wait in a file without a name.
+    How many bytes there are is known only at the end, so all of them wait.
     """
     quality = quality_of(meta.wanted)
-    with atomic(path) as final, SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(path.parent)) as spool:
+    with atomic(path) as final, Pile(path.parent) as pile:
         start = [0]
         for stream in streams:
-            spool.write(stream)
+            pile.add(stream)
             start.append(start[-1] + len(stream))
         _check_count(path, len(start) - 1, len(table) - len(unread))
-        spool.seek(0)
         with _filled(final, meta, table, unread, start[-1], version=2) as file:
             file.attrs.update({"content": meta.wanted, "lossy": quality is not None})
             file["start"] = np.array(start, np.uint64)
             (offset,) = _allocated(file, "bytes", (start[-1],))
-            piece = aligned_empty((_COPY_BYTES,))
             with BulkFile(final, offset + start[-1]) as bulk:
-                for first in range(0, start[-1], _COPY_BYTES):
-                    n = spool.readinto(piece.data)
-                    bulk.write(piece[:n], offset + first)
+                pile.write(bulk, offset)
 
 
 def write_positions(
