@@ -11,12 +11,9 @@ from wsi_fl.bulk import aligned_empty
 from wsi_fl.slides.reader import Slide
 from wsi_fl.types import GridSpec, WsiFlError
 
-_TOGETHER = 4
-"""Patches of a row that one thread reads at once; the threads share a batch."""
-
 
 class Batch:
-    """Neighbouring patches; several threads may fill one batch.
+    """Neighbouring patches.
 
     Args:
         first: row of the first patch.
@@ -30,21 +27,19 @@ class Batch:
         self._first = first
         self._spec = spec
         self._corners = corners
-        self._overlapping = spec.stride_px < spec.size_px
-        rows = _rows(corners, 1 if self._overlapping else _TOGETHER)
-        self._todo = iter(rows)  # whose steps are atomic under the interpreter's lock
         self._pixels = aligned_empty((len(corners), spec.size_px, spec.size_px, 3))
 
     def fill(self, slide: Slide) -> None:
-        """Reads patches until none is left to begin, those that touch each other together."""
+        """Reads all of them, those that touch each other together."""
         size, mpp = self._spec.size_px, self._spec.mpp
-        for row in self._todo:
+        overlapping = self._spec.stride_px < size
+        for row in _rows(self._corners, 1 if overlapping else len(self._corners)):
             touching = slice(row.start, row.stop)
             if len(row) > 1 and slide.read_row(self._corners[touching], mpp, self._pixels[touching]):
                 continue
             for k in row:
                 try:
-                    slide.read(self._corners[k], size, mpp, self._pixels[k], self._overlapping)
+                    slide.read(self._corners[k], size, mpp, self._pixels[k], overlapping)
                 except WsiFlError as error:
                     self.bad[self._first + k] = str(error)
 

@@ -32,8 +32,10 @@ from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 _UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 8
 _PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
-_BATCH, _BATCH_BYTES, _AHEAD = 32, 1 << 23, 2
+_BATCH, _BATCH_BYTES = 32, 13 << 19
 """Larger arrays are given back to the system each time, and fresh pages cost more than they save."""
+_AHEAD, _AHEAD_BYTES = 1, 1 << 28
+"""Batches beyond those that threads are filling, and the most memory for all of them."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,9 @@ def read_patches(
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
-    Threads share one slide (the decoders release the interpreter's lock) and one batch, patch by patch: neighbours are
-    read at about the same time, so a native tile under several of them is decoded once. They run only so far ahead
-    that memory stays bounded.
+    Each thread fills a batch of one slide, which they share (the decoders release the interpreter's lock): neighbours
+    are read at about the same time, so a native tile under several of them is decoded once. They run only so far
+    ahead that memory stays bounded.
 
     Args:
         record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
@@ -166,15 +168,15 @@ def read_patches(
     Raises:
         WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
-    step = max(1, min(_BATCH, _BATCH_BYTES // (spec.size_px**2 * 3)))
     threads = max(1, threads)
-    ahead: deque[tuple[Batch, list[Future[None]]]] = deque()
+    in_hand = threads + _AHEAD
+    step = _batch_size(xy_l0, spec, in_hand)
+    ahead: deque[tuple[Batch, Future[None]]] = deque()
     with Slide(record.path, record.mpp_override, reader) as slide, ThreadPoolExecutor(threads) as pool:
 
         def finished() -> Batch:
-            batch, work = ahead.popleft()
-            for future in work:
-                future.result()
+            batch, filled = ahead.popleft()
+            filled.result()
             if batch.bad and aside is None:
                 raise WsiFlError(batch.bad[min(batch.bad)])
             return batch
@@ -182,13 +184,20 @@ def read_patches(
         try:
             for first in range(0, len(xy_l0), step):
                 batch = Batch(first, [(x, y) for x, y in xy_l0[first : first + step].tolist()], spec)
-                ahead.append((batch, [pool.submit(batch.fill, slide) for _ in range(threads)]))
-                if len(ahead) > _AHEAD:
+                ahead.append((batch, pool.submit(batch.fill, slide)))
+                if len(ahead) > in_hand:
                     yield finished().given(aside)
             while ahead:
                 yield finished().given(aside)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _batch_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
+    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept."""
+    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
+    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
+    return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))
 
 
 def _check_resolution(record: SlideRecord, spec: GridSpec, mpp: float) -> None:
