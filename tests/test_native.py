@@ -359,6 +359,36 @@ def test_patches_that_touch_are_read_together_and_give_the_same(tmp_path, monkey
     assert np.array_equal(together, expected)
 
 
+@pytest.mark.parametrize("together", [1, 2, 4])
+@pytest.mark.parametrize("tile_px", [16, 48, 96])
+def test_tiles_side_by_side_are_copied_together_and_give_the_same(tmp_path, monkeypatch, tile_px, together):
+    path = write_slide(tmp_path / "s.tif", tile_px=tile_px)  # whose last tiles hang over on both sides
+    monkeypatch.setattr(native, "_SCRATCH_BYTES", together * tile_px**2 * 3)
+    rows = []
+    original = native.NativeLevel._read_tiles
+    monkeypatch.setattr(
+        native.NativeLevel,
+        "_read_tiles",
+        lambda self, number, row, out: (rows.append(number), original(self, number, row, out)),
+    )
+    with Slide(path, reader="native") as slide, Slide(path, reader="openslide") as judge:
+        for y in range(0, 610, 96):
+            strip = np.zeros((7, 96, 96, 3), np.uint8)
+            assert slide.read_row([(x, y) for x in range(0, 7 * 96, 96)], MPP, strip)
+            for k, patch in enumerate(strip):
+                assert np.array_equal(patch, judge.read((k * 96, y), 96, MPP)), (k, y)
+    assert len(rows) >= -(-610 // tile_px)
+
+
+def test_a_row_of_tiles_fills_memory_that_is_no_whole(tmp_path):
+    with Slide(write_slide(tmp_path / "s.tif")) as slide:
+        room = np.zeros((64, 100, 3), np.uint8)
+        slide._native.level(0).read((64, 64, 64, 64), room[:, 10:74], overlapping=False)
+        assert np.array_equal(room[:, 10:74], slide.read((64, 64), 64, MPP))
+        assert not room[:, :10].any()
+        assert not room[:, 74:].any()
+
+
 def test_a_closed_slide_keeps_no_tiles(tmp_path):
     with Slide(write_slide(tmp_path / "s.tif")) as slide:
         slide.read((0, 0), 200, MPP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import resource
 import shutil
@@ -36,7 +37,7 @@ from wsi_fl.stores.shards import (
     write_shard,
     write_streams,
 )
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
+from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 SPEC = GridSpec(8, 0.5, 4)
@@ -607,6 +608,19 @@ def test_streams_come_back_decoded_linked_and_packed(tmp_path):
             assert store.version == 2 and store.channels == 3
             np.testing.assert_array_equal(store.read(rows), pixels[rows])
             assert b"".join(streams_of(7)) == store.shard("a")["bytes"][:].tobytes()
+
+
+def test_a_disk_that_fills_while_streams_wait_is_named(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(bulk, "_PIECE_BYTES", 256)
+    monkeypatch.setattr(bulk, "_MOST_PIECES", 1)
+    monkeypatch.setattr(bulk, "TemporaryFile", lambda dir: Full())
+    with pytest.raises(DiskFull, match="disk is full"):
+        make_streams(tmp_path, {"a": 7})
+    assert not [one for one in tmp_path.rglob("*") if one.is_file()]
 
 
 def test_a_site_may_mix_raw_native_and_new_streams(tmp_path):

@@ -64,7 +64,6 @@ class NativeLevel:
 
         Args:
             box: may reach over the edges.
-            out: contiguous.
             overlapping: whether other boxes will want the same pixels; if not, only tiles that straddle are kept.
 
         Raises:
@@ -149,7 +148,7 @@ class NativeLevel:
         together = min(across, max(1, _SCRATCH_BYTES // (height * width * 3)))
         numbers = iter(range(number, number + len(out) * across))
         for patch in out[:, row.to]:
-            if patch.shape == self._tile_shape:
+            if patch.shape == self._tile_shape and patch.flags.c_contiguous:
                 self._decode(next(numbers), patch)
                 continue
             columns = patch.reshape(len(patch), across, width * 3).swapaxes(0, 1)

@@ -169,7 +169,7 @@ def read_patches(
         WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
     threads = max(1, threads)
-    in_hand = threads + _AHEAD
+    in_hand = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
     step = _batch_size(xy_l0, spec, in_hand)
     ahead: deque[tuple[Batch, Future[None]]] = deque()
     with Slide(record.path, record.mpp_override, reader) as slide, ThreadPoolExecutor(threads) as pool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,9 +58,14 @@ def new_streams(
     reader: Reader,
 ) -> Iterator[bytes]:
     """The patches encoded anew; raises as `pixel_batches` does."""
+    ahead: deque[Future[bytes]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for batch in pixel_batches(record, xy_l0, spec, threads=threads, reader=reader):
-            yield from pool.map(partial(jpeg.encode, quality=quality), batch)
+            ahead.extend(pool.submit(jpeg.encode, patch, quality) for patch in batch)
+            while len(ahead) > 2 * threads:
+                yield ahead.popleft().result()
+        for encoded in ahead:
+            yield encoded.result()
 
 
 def native_streams(
