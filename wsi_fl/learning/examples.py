@@ -182,9 +182,8 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
     there, here = out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
     for start in range(0, len(here), _AT_ONCE):
         some = there[start : start + _AT_ONCE]
-        np.divide(here[start : start + _AT_ONCE], np.float32(255), out=some)
-        np.subtract(some, np.float32(0.5), out=some)
-        np.divide(some, np.float32(0.5), out=some)
+        np.divide(here[start : start + _AT_ONCE], np.float32(127.5), out=some)
+        np.subtract(some, np.float32(1), out=some)
     return torch.from_numpy(out).permute(0, 3, 1, 2)
 
 
