@@ -13,11 +13,14 @@ import pytest
 import tifffile
 from PIL import Image
 
+from wsi_fl import jpeg
 from wsi_fl.slides import planning
+from wsi_fl.slides.batch import Batch
 from wsi_fl.slides.overview import draw_overview
 from wsi_fl.slides.planning import PlanParams, plan_slide, read_patches
 from wsi_fl.slides.reader import Slide
 from wsi_fl.slides.tissue import NoTissueError
+from wsi_fl.stages.tile_rows import new_streams
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"
@@ -213,6 +216,22 @@ def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, thread
     assert pixels.dtype == np.uint8
     for (x, y), patch in zip(xy, pixels, strict=True):
         np.testing.assert_array_equal(patch, IMAGE[y : y + CELL, x : x + CELL])
+
+
+def test_large_patches_leave_few_batches_in_hand(record, monkeypatch):
+    made = []
+    monkeypatch.setattr(planning, "Batch", lambda *args: (made.append(args), Batch(*args))[1])
+    monkeypatch.setattr(planning, "_AHEAD_BYTES", CELL**2 * 3)  # one patch
+    next(read_patches(record, plan_slide(record, SPEC).xy_l0, SPEC, threads=16))
+    assert [len(corners) for _, corners, _ in made] == [1, 1]
+
+
+def test_patches_are_encoded_anew_across_batches(record, monkeypatch):
+    both, encode = threading.Barrier(2, timeout=20), jpeg.encode
+    monkeypatch.setattr(planning, "_BATCH", 1)
+    monkeypatch.setattr(jpeg, "encode", lambda pixels, quality: (both.wait(), encode(pixels, quality))[1])
+    xy = plan_slide(record, SPEC).xy_l0[:4]
+    assert len(list(new_streams(record, xy, SPEC, 90, threads=2, reader="auto"))) == 4
 
 
 def test_no_patches_is_no_batch(record):

@@ -119,9 +119,8 @@ def _looks(thumbnail: NDArray[np.uint8], sigma_px: float) -> tuple[NDArray[np.fl
     step = max(_STRIP_PX // width, 4 * reach, 1)
     for top in range(0, height, step):
         first, rows = max(0, top - reach), slice(top, top + step)
-        planes = np.moveaxis(thumbnail[first : top + step + reach], -1, 0).astype(np.float32) / np.float32(
-            255
-        )
+        planes = np.moveaxis(thumbnail[first : top + step + reach], -1, 0).astype(np.float32)
+        planes /= np.float32(255)
         if reach:
             planes = _smoothed(planes, sigma_px)
         red, green, blue = planes[:, top - first : top - first + step]
