@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_study, refused
+from conftest import make_study, refused, write_store
 from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
@@ -32,7 +32,7 @@ from wsi_fl.stages.report import report
 from wsi_fl.stages.stain import stain
 from wsi_fl.stages.stains import stains_of
 from wsi_fl.stages.tile import tile
-from wsi_fl.stages.train import train
+from wsi_fl.stages.train import resume, train
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
@@ -291,6 +291,33 @@ def test_stale_variants_are_refused(study):
         "run `wsi-fl features --site S0 --set stain.exchange=true`",
         error=UsageError,
     )
+
+
+def test_a_resumed_run_keeps_the_stains_it_began_with(study, settings):
+    overrides = [*HEADS, "stain.exchange=true"]
+    run = study.root / train(study, method="proxyfl", overrides=overrides, backend="local")["run"]
+    (run / "summary.json").unlink()
+    resume(study, run.name, backend="local")
+    (run / "summary.json").unlink()
+    stain(study, site="S1", again=True)
+    features(study, site=None, overrides=[*settings, "stain.exchange=true"])
+    refused(
+        lambda: resume(study, run.name, backend="local"),
+        "the stain of S1 was released anew",
+        error=UsageError,
+    )
+
+
+@pytest.mark.parametrize("method", ["proxyfl", "joint"])
+def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study, method):
+    earlier = train(study, method=method, overrides=HEADS, backend="local")["run"]
+    write_store(study, "S1", n_per_slide=14, size_px=32)
+    refused(
+        lambda: train(study, method=method, overrides=HEADS, backend="local"),
+        "tiled again; run `wsi-fl features --site S1`",
+        error=WsiFlError,
+    )
+    evaluate(study, earlier)
 
 
 def test_canaries_are_vectors_and_leave_the_exchange_of_stains_as_it_is(study):

@@ -140,6 +140,23 @@ class SiteFolder:
         """The facts that `remember_store` noted."""
         return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
 
+    def remember_stains(self, digests: Mapping[str, str]) -> None:
+        """Notes in whose stains the site's examples are shown: {site: digest of its released stain}.
+
+        Raises:
+            UsageError: when they are others than those the run began with.
+        """
+        path = self.path / "stains.json"
+        if not path.exists():
+            write_json(path, dict(digests))
+            return
+        began = read_json(path)
+        if changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
+            raise UsageError(
+                f"site {self.path.name}: the stain of {changed[0]} was released anew since this run began; start a new "
+                "run, or put the earlier file back into stains/"
+            )
+
     def remember_choice(self, choice: Mapping[str, Any]) -> None:
         """Notes what answers best at this site: {"with": "private", "proxy" or "mean", "by": …}."""
         write_json(self.path / "choice.json", choice)

@@ -76,6 +76,27 @@ def open_features(study: Study, site: str) -> PatchFeatures:
     return PatchFeatures(_there(study, site, study.features(site), "features"))
 
 
+def require_current(study: Study, site: str, store: Store) -> None:
+    """Refuses features of other patches than the site's patch store holds, where that is still there.
+
+    Raises:
+        WsiFlError: when slides, positions, labels or splits differ.
+    """
+    if not isinstance(store, PatchFeatures) or not study.store(site).exists():
+        return
+    with open_store(study, site) as patches:
+        meta, table = patches.meta, patches.table
+    same_grid = (meta.spec, meta.classes) == (store.meta.spec, store.meta.classes)
+    columns = ("slide", "xy_l0", "label", "patient", "split")
+    if not same_grid or any(
+        not np.array_equal(getattr(table, name), getattr(store.table, name)) for name in columns
+    ):
+        raise WsiFlError(
+            f"{study.relative(store.path)}: features of patches as they were before the site was tiled again; run "
+            f"`wsi-fl features --site {site}`"
+        )
+
+
 def _there(study: Study, site: str, path: Path, command: str) -> Path:
     if not path.exists():
         raise WsiFlError(

@@ -24,6 +24,7 @@ from wsi_fl.stages.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.console import Events, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
 from wsi_fl.stages.material import remember_canaries
+from wsi_fl.stages.stains import stains_of
 from wsi_fl.stages.workshop import assemble, brought, method_for, schedule_of
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
@@ -44,6 +45,9 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     for site in sites:
         with open_data(study, site.name, pipeline) as store:
             remember(site.folder, store)
+        if pipeline.stain.exchange:
+            stains = stains_of(study, pipeline)
+            site.folder.remember_stains({name: released.digest for name, released in stains.items()})
     documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
     preflight.compare(documents)
     first = comm.running[0] in comm.sites

@@ -40,6 +40,7 @@ from wsi_fl.stages.data import (
     may_merge,
     of_images,
     open_data,
+    require_current,
     shape_of,
 )
 from wsi_fl.stages.devices import device_of_rank
@@ -165,6 +166,10 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     sites = study.sites(pipeline)
     site, method = sites[index], method_for(method_name, pipeline)
     store = open_data(study, site.name, pipeline)
+    folder = run.site(site.name)
+    if folder.store_digest() is None:  # a run that began with them goes on with them
+        for name in [one.name for one in sites] if method.pooled else [site.name]:
+            require_current(study, name, open_data(study, name, pipeline))
     device = device_of_rank()
     train, validation = learned_from(study, pipeline, method, site.name)
     if not len(train):
@@ -183,7 +188,6 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         terms=terms,
         includes=_included(study, site, pipeline),
     )
-    folder = run.site(site.name)
     canaries = agreed_canaries(folder, pipeline, store, train.n_stains)
     units = units_of(pipeline, train, site.name)
     if canaries is not None:
