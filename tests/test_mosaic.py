@@ -121,7 +121,7 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     study = Study(shutil.copytree(calm[0].root, tmp_path / "study"))
     overrides = [*settings(weights), "train.data=mosaics", "train.rounds=2", "train.batch_size=2"]
     overrides += ["model.private=deepset", "privacy.enabled=false"]
-    overrides += ["mosaic.size_px=128"]  # not what the mosaics were made of
+    overrides += ["mosaic.size_px=128", "mosaic.clusters=2", "mosaic.fraction=0.9"]  # not how they were made
     run = train(study, method="regular", overrides=overrides, backend="local")["run"]
     with FeatureStore(study.mosaic("C1")) as store:
         name = str(store.table.slide[0])

@@ -145,12 +145,29 @@ def test_a_hospital_needs_its_run_and_the_slide_alone(copied, predicted, trained
     assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
 
 
-def test_the_stores_own_grid_counts_where_the_pipeline_said_something_else(copied):
+def test_the_stores_own_tiling_counts_where_the_pipeline_said_something_else(copied, predicted, trained):
     study, run, slides = copied
     path = study.root / run / "config.toml"
-    path.write_text(path.read_text().replace("size_px = 64", "size_px = 100"))
+    said = path.read_text()
+    assert "min_tissue = 0.3" in said
+    path.write_text(
+        said.replace("size_px = 64", "size_px = 100").replace("min_tissue = 0.3", "min_tissue = 0.9")
+    )
     (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
-    assert {line["size_l0"] for line in rows_of(study.root / row["csv"])} == {"128"}
+    before = trained[0].root / predicted["slides"][0]["csv"]
+    assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
+
+
+def test_a_run_that_remembers_no_tiling_goes_by_its_configuration(copied, predicted, trained, capsys):
+    study, run, slides = copied
+    path = study.root / run / "sites/C1/store.json"
+    path.write_text(
+        json.dumps({"sha256": json.loads(path.read_text())["sha256"]})
+    )  # as earlier versions left it
+    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
+    assert "does not remember how its slides were tiled" in capsys.readouterr().err
+    before = trained[0].root / predicted["slides"][0]["csv"]
+    assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
 
 
 class Purpleness(torch.nn.Module):
@@ -164,7 +181,7 @@ class Purpleness(torch.nn.Module):
 
 def known_predictor(study, spec, model=None, input_px=32):
     site = config.Site(name="C1", layout="camelyon17")
-    inputs = Inputs(CLASSES, 3, spec, input_px)
+    inputs = Inputs(CLASSES, 3, spec, input_px, 0.2)
     run = RunFolder(study.root / "runs" / "none")
     models = Answering({"private": model or Purpleness()}, "private", torch.device("cpu"))
     return Predictor(run, site, config.Pipeline(), inputs, models)

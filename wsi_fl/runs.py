@@ -114,7 +114,7 @@ class SiteFolder:
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def remember_store(self, digest: str, facts: Mapping[str, Any] | None = None) -> None:
+    def remember_store(self, digest: str, facts: Mapping[str, Any]) -> None:
         """Notes which examples the site works on, for itself alone; a run never changes them half-way.
 
         Args:
@@ -125,7 +125,7 @@ class SiteFolder:
         """
         path = self.path / "store.json"
         if not path.exists():
-            write_json(path, {"sha256": digest, **(facts or {})})
+            write_json(path, {"sha256": digest, **facts})
         elif read_json(path)["sha256"] != digest:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
@@ -137,8 +137,9 @@ class SiteFolder:
         return str(read_json(path)["sha256"]) if path.exists() else None
 
     def store_facts(self) -> dict[str, Any]:
-        """The facts that `remember_store` noted."""
-        return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
+        """The facts that `remember_store` noted; none of a run that an early version began."""
+        path = self.path / "store.json"
+        return {k: v for k, v in read_json(path).items() if k != "sha256"} if path.exists() else {}
 
     def remember_stains(self, digests: Mapping[str, str]) -> None:
         """Notes in whose stains the site's examples are shown: {site: digest of its released stain}.

@@ -19,6 +19,7 @@ from wsi_fl.models import Bags, Images, Shape, Vectors
 from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.slide_pixels import SlidePixels
 from wsi_fl.stores.features import FeatureMeta, FeatureStore
+from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
@@ -124,26 +125,26 @@ def store_digest(store: Store) -> str:
 
 
 def remember(folder: SiteFolder, store: Store) -> None:
-    """Notes in a run which store a site works on; of features also what its models must know without it.
+    """Notes in a run which store a site works on, and what its models must know without it.
 
     Raises:
         UsageError: when it is not the store the run began with.
     """
-    folder.remember_store(store_digest(store), None if isinstance(store, PatchStore) else _facts(store))
+    folder.remember_store(store_digest(store), _facts(store))
 
 
-def _facts(store: FeatureStore | PatchFeatures) -> dict[str, Any]:
-    if isinstance(store, PatchFeatures):
-        classes, encoder, spec = list(store.meta.classes), store.encoder, asdict(store.meta.spec)
-        return {"classes": classes, "encoder": encoder, "n_features": store.n_features, "spec": spec}
+def _facts(store: Store) -> dict[str, Any]:
     meta = store.meta
-    return {
-        "classes": list(meta.classes),
-        "tumor_types": {kind: list(classes) for kind, classes in meta.tumor_types.items()},
-        "encoder": meta.encoder,
-        "n_features": store.n_features,
-        "spec": asdict(meta.spec),
-    }
+    facts: dict[str, Any] = {"classes": list(meta.classes), "spec": asdict(meta.spec)}
+    if isinstance(meta, StoreMeta):
+        facts["min_tissue"] = meta.min_tissue
+    if isinstance(store, PatchStore):
+        return facts | {"channels": store.channels}
+    if isinstance(store, PatchFeatures):
+        return facts | {"encoder": store.encoder, "n_features": store.n_features}
+    types = {kind: list(classes) for kind, classes in store.meta.tumor_types.items()}
+    features = {"encoder": store.meta.encoder, "n_features": store.n_features}
+    return facts | features | {"tumor_types": types, "recipe": dict(store.meta.recipe)}
 
 
 def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
@@ -151,7 +152,8 @@ def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
     facts = folder.store_facts()
     types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
     spec = GridSpec(**facts["spec"])
-    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec)
+    recipe = facts.get("recipe", {})
+    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec, recipe)
     return meta, Bags(facts["n_features"])
 
 

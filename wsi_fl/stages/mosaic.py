@@ -35,6 +35,9 @@ from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.study import Study
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
 
+RECIPE = ("min_tissue", "clusters", "fraction", "seed")
+"""The settings by which patches are chosen, named as in `MosaicParams`."""
+
 
 def mosaic(
     study: Study,
@@ -142,8 +145,7 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
 
 def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> Work:
     """How mosaics are made, as the pipeline says."""
-    settings = pipeline.mosaic
-    params = MosaicParams(settings.min_tissue, settings.clusters, settings.fraction, settings.seed)
+    params = MosaicParams(**{key: getattr(pipeline.mosaic, key) for key in RECIPE})
     folder = study.mosaic(site).parent
     return Work(folder, spec_of(pipeline), params, pipeline.slides.reader, threads, encoder)
 
@@ -183,7 +185,9 @@ def _write_store(listed: _Listed, kept: Sequence[SlideRecord], label: str) -> Ba
         np.array([record.split or "train" for record in kept], np.str_),
     )
     subtypes = {one: tuple(names) for one, names in listed.pipeline.subtypes.items()}
-    meta = FeatureMeta(name, classes_of(subtypes), subtypes, label, spec_of(listed.pipeline))
+    settings = listed.pipeline.mosaic
+    recipe = {key: getattr(settings, key) for key in RECIPE}
+    meta = FeatureMeta(name, classes_of(subtypes), subtypes, label, spec_of(listed.pipeline), recipe)
     mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
     write_features(study.mosaic(name), meta, table, [shard.bag for shard in shards], mpp_l0)
     return table

@@ -61,7 +61,7 @@ class BagPredictor:
 
     @cached_property
     def work(self) -> Work:
-        """How the run's mosaics were made: their patches are of the size it learned from, whatever the pipeline says.
+        """How the run's mosaics were made, whatever the pipeline says now.
 
         Raises:
             WsiFlError: when the encoder has other weights by now.
@@ -74,7 +74,7 @@ class BagPredictor:
                 f"now are {encoder.label}; put the weights of then back"
             )
         work = work_of(self.study, self.pipeline, self.site.name, encoder, threads)
-        return replace(work, spec=self.meta.spec)
+        return replace(work, spec=self.meta.spec, params=replace(work.params, **self.meta.recipe))
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.data import of_images, open_store, store_digest
+from wsi_fl.stages.data import of_images
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.mosaic import encoder_of
 from wsi_fl.stages.tile import spec_of
-from wsi_fl.stages.trained import Answering, Inputs, answering, inputs_of
+from wsi_fl.stages.trained import Answering, Inputs, answering
 from wsi_fl.study import Study
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
@@ -73,46 +73,48 @@ def load_predictor(
     study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, watcher: Watcher
 ) -> Predictor:
     """The trained models of a site, and how slides are cut for them."""
-    if not of_images(pipeline):
-        encoder, inputs = _encoding(study, run, pipeline, site.name)
-        models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
-        return Predictor(run, site, pipeline, inputs, models, encoder)
-    inputs = _inputs(study, run, pipeline, site.name, watcher)
+    inputs = _inputs(run, pipeline, site.name, watcher)
+    encoder = None if of_images(pipeline) else _encoder(study, run, pipeline, site.name)
     models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
-    return Predictor(run, site, pipeline, inputs, models)
+    return Predictor(run, site, pipeline, inputs, models, encoder)
 
 
-def _encoding(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> tuple[Encoder, Inputs]:
-    """The encoder of a run on features, and what it saw.
+def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Encoder:
+    """The encoder of a run on features.
 
     Raises:
-        WsiFlError: when the encoder has other weights by now.
+        WsiFlError: when it has other weights by now.
     """
-    facts = run.site(site).store_facts()
-    spec = GridSpec(**facts["spec"])
-    if spec.mpp <= 0:
-        raise UsageError(f"site {site}: its features are of images, not slides; predict reads slides")
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
-    if encoder.label != facts["encoder"]:
+    began = run.site(site).store_facts()["encoder"]
+    if encoder.label != began:
         raise WsiFlError(
-            f"{run.name} learned from features of {facts['encoder']}, but features.encoder and features.weights "
+            f"{run.name} learned from features of {began}, but features.encoder and features.weights "
             f"now are {encoder.label}; put the weights of then back"
         )
-    return encoder, Inputs(tuple(facts["classes"]), 3, spec, spec.size_px, facts["n_features"])
+    return encoder
 
 
-def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
-    """What the model was trained on: the site's store says it, or the run's configuration where that is gone."""
-    why = "is not here"
-    if study.store(site).exists():
-        with open_store(study, site) as store:
-            if store.meta.spec.mpp <= 0 or store.channels != 3:
-                raise UsageError(f"site {site}: its store holds images, not slides; predict reads slides")
-            if run.site(site).store_digest() in (None, store_digest(store)):
-                return inputs_of(pipeline, store)
-        why = "was made anew since this run"
-    watcher.say(f"the store of {site} {why}: slides are tiled as the run's config.toml says")
-    return Inputs(CLASSES, 3, spec_of(pipeline), pipeline.train.input_px or pipeline.tile.size_px)
+def _inputs(run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
+    """What a site's models learned from, as the run remembers it; where it does not, as its configuration says."""
+    facts = run.site(site).store_facts()
+    if "spec" not in facts:
+        watcher.say(
+            f"{run.name} does not remember how its slides were tiled: they are as its config.toml says"
+        )
+    spec = GridSpec(**facts["spec"]) if "spec" in facts else spec_of(pipeline)
+    channels = int(facts.get("channels", 3))
+    if spec.mpp <= 0 or channels != 3:
+        raise UsageError(f"site {site}: {run.name} learned from images, not slides; predict reads slides")
+    min_tissue = facts.get("min_tissue")
+    return Inputs(
+        classes=tuple(facts.get("classes", CLASSES)),
+        channels=channels,
+        spec=spec,
+        input_px=pipeline.train.input_px or spec.size_px,
+        min_tissue=pipeline.tile.min_tissue if min_tissue is None else float(min_tissue),
+        n_features=facts.get("n_features"),
+    )
 
 
 def predict_patches(
@@ -120,9 +122,8 @@ def predict_patches(
 ) -> dict[str, Any]:
     """All files of one slide, and its row of the document."""
     watcher.update(record.slide, 0, 1, "finding tissue")
-    tile = predictor.pipeline.tile
-    reader = predictor.pipeline.slides.reader
-    plan = plan_slide(record, predictor.inputs.spec, PlanParams(min_tissue=tile.min_tissue), reader=reader)
+    inputs, reader = predictor.inputs, predictor.pipeline.slides.reader
+    plan = plan_slide(record, inputs.spec, PlanParams(min_tissue=inputs.min_tissue), reader=reader)
     heat, aside = heat_of(predictor, plan, watcher)
     if aside:
         plan = replace(plan, xy_l0=np.delete(plan.xy_l0, list(aside), axis=0))

@@ -172,7 +172,7 @@ def _tile_site(listed: _Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
                     f"site {site.name}: no slide gave a patch; the first: {_first_reason(failed)}"
                 )
             if job.first:
-                meta = StoreMeta(site.name, CLASSES, spec)
+                meta = StoreMeta(site.name, CLASSES, spec, min_tissue=pipeline.tile.min_tissue)
                 counts.update(link_shards(study.store(site.name), meta, shards))
                 remove_strays(folder, {shard.stem for shard in shards})
 

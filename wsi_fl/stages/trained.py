@@ -15,9 +15,7 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.validation import answered, roles
 from wsi_fl.models import Images, Shape, Vectors, build
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.data import input_px
 from wsi_fl.stages.workshop import architecture, method_for, method_named
-from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
@@ -27,6 +25,7 @@ class Inputs:
     """What models of patches see: those of `spec` reduced to input_px, and the classes they tell apart.
 
     Attributes:
+        min_tissue: the least share of tissue in a patch that they are asked about.
         n_features: d where they see a patch's features and not the patch; None elsewhere.
     """
 
@@ -34,16 +33,12 @@ class Inputs:
     channels: int
     spec: GridSpec
     input_px: int
+    min_tissue: float
     n_features: int | None = None
 
     @property
     def shape(self) -> Shape:
         return Images(self.channels, self.input_px) if self.n_features is None else Vectors(self.n_features)
-
-
-def inputs_of(pipeline: Pipeline, store: PatchStore) -> Inputs:
-    """The inputs of models that were trained on a store."""
-    return Inputs(store.meta.classes, store.channels, store.meta.spec, input_px(pipeline, store))
 
 
 def method_of(run: RunFolder) -> str:

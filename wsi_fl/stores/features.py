@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -32,6 +33,7 @@ class FeatureMeta:
         tumor_types: tumour type → the classes it may have; empty where nothing is known beforehand.
         encoder: name and digest of the weights of what made the features.
         spec: of the patches under the features.
+        recipe: the settings by which patches were chosen, by name; empty where the store does not say.
     """
 
     site: str
@@ -39,6 +41,7 @@ class FeatureMeta:
     tumor_types: Mapping[str, tuple[str, ...]]
     encoder: str
     spec: GridSpec
+    recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ def write_features(
                 "tumor_types": json.dumps(dict(meta.tumor_types)),
                 "encoder": meta.encoder,
             }
+            | ({"recipe": json.dumps(dict(meta.recipe))} if meta.recipe else {})
         )
         file["features"] = features
         file["xy_l0"] = np.concatenate([bag.xy_l0 for bag in bags]).astype(np.int64, copy=False)
@@ -126,7 +130,8 @@ class FeatureStore(StoreFile):
         spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
         types = {name: tuple(classes) for name, classes in json.loads(attrs["tumor_types"]).items()}
         classes = tuple(json.loads(attrs["classes"]))
-        self.meta = FeatureMeta(str(attrs["site"]), classes, types, str(attrs["encoder"]), spec)
+        recipe = json.loads(attrs.get("recipe", "{}"))
+        self.meta = FeatureMeta(str(attrs["site"]), classes, types, str(attrs["encoder"]), spec, recipe)
         text = {name: np.asarray(file[name].asstr()[:], np.str_) for name in _TEXTS}
         if unknown := set(text["split"].tolist()) - set(SPLITS):
             raise WsiFlError(f"{self.path}: unknown split {min(unknown)!r}; allowed: {', '.join(SPLITS)}")

@@ -34,6 +34,8 @@ class StoreMeta:
     spec: GridSpec
     generator: str | None = None
     """Of synthetic patches: where they come from, a JSON object; None for patches of slides and images."""
+    min_tissue: float | None = None
+    """Of slides: the least share of tissue in a patch; None where the store does not say."""
 
 
 def spec_attrs(spec: GridSpec) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def write_root(file: h5py.File, meta: StoreMeta, version: int) -> None:
             "classes": json.dumps(meta.classes),
         }
         | ({} if meta.generator is None else {"synthetic": True, "generator": meta.generator})
+        | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})
     )
 
 
@@ -77,7 +80,8 @@ def read_meta(file: h5py.File) -> StoreMeta:
     attrs = file.attrs
     spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
     generator = str(attrs["generator"]) if "generator" in attrs else None
-    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec, generator)
+    min_tissue = float(attrs["min_tissue"]) if "min_tissue" in attrs else None
+    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec, generator, min_tissue)
 
 
 def read_table(file: h5py.File) -> PatchTable:

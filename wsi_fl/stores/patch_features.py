@@ -83,6 +83,8 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
                 "stains": json.dumps(dict(meta.stains), sort_keys=True),
             }
         )
+        if meta.store.min_tissue is not None:
+            file.attrs["min_tissue"] = meta.store.min_tissue
         write_table(file, table)
         whole = file.create_dataset("features", (n, d), np.float32)
         variants = {one: file.create_dataset(f"variants/{one}", (n_train, d), np.float32) for one in others}
