@@ -288,11 +288,11 @@ def _dashed(axes: Axes, y: float, words: str, color: str = MUTED) -> None:
     axes.axhline(y, color=color, lw=1.1, ls=(0, (4, 3)))
     axes.annotate(
         words,
-        (0.995, y),
+        (0.01, y),  # where curves that learn have not come yet
         (0, 3),
         xycoords=("axes fraction", "data"),
         textcoords="offset points",
-        ha="right",
+        ha="left",
         va="bottom",
         fontsize=8.5,
         color=color,
