@@ -1,5 +1,6 @@
 """Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
 
+import csv
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from wsi_fl.slides import phantom
 from wsi_fl.slides.stain import restained
 from wsi_fl.stages import launch
 from wsi_fl.stages.audit import audit
+from wsi_fl.stages.compare import compare
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.features import features
 from wsi_fl.stages.init import init
@@ -69,6 +71,11 @@ def made(tmp_path_factory, settings):
 @pytest.fixture
 def study(made, tmp_path):
     return Study(shutil.copytree(made.root, tmp_path / "study"))
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_weights):
@@ -214,12 +221,22 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     (row,) = features(study, site="C1", overrides=settings)["sites"]
     with PatchFeatures(study.root / row["store"]) as store, PatchStore(study.store("C1")) as patches:
         assert len(store) == row["patches"] == len(patches) > 0
-    overrides = [*cut, *settings, *HEADS, "privacy.enabled=false"]
+        assert store.meta == patches.meta and store.meta.min_tissue == 0.1
+    overrides = [
+        *settings,
+        *HEADS,
+        "privacy.enabled=false",
+        "train.input_px=24",
+    ]  # of pixels, not of features
     run = train(study, method="regular", overrides=overrides, backend="local")["run"]
-    slide = sorted(archive.rglob("*.tif"))[0]
+    evaluate(study, run)
+    tested = rows_of(study.root / run / "sites/C1/predictions.csv")
+    slide = next(path for path in archive.rglob("*.tif") if path.stem == tested[0]["slide"])
     (known,) = predict(study, run, site="C1", slides=[slide])["slides"]
-    assert known["patches"] > 0 and 0 <= known["score"]["max"] <= 1
     assert all((study.root / known[name]).exists() for name in ("heatmap", "geojson", "csv"))
+    said = {(p["x_l0"], p["y_l0"]): float(p["p_tumor"]) for p in rows_of(study.root / known["csv"])}
+    for p in (p for p in tested if p["slide"] == slide.stem):
+        assert said[p["x_l0"], p["y_l0"]] == pytest.approx(float(p["p_tumor"]), abs=1e-5)
     other = tmp_path / "other.safetensors"
     torch.manual_seed(1)
     save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), other)
@@ -293,14 +310,13 @@ def test_stale_variants_are_refused(study):
     )
 
 
-def test_a_resumed_run_keeps_the_stains_it_began_with(study, settings):
+def test_a_resumed_run_keeps_the_stains_it_began_with(study):
     overrides = [*HEADS, "stain.exchange=true"]
     run = study.root / train(study, method="proxyfl", overrides=overrides, backend="local")["run"]
     (run / "summary.json").unlink()
     resume(study, run.name, backend="local")
     (run / "summary.json").unlink()
     stain(study, site="S1", again=True)
-    features(study, site=None, overrides=[*settings, "stain.exchange=true"])
     refused(
         lambda: resume(study, run.name, backend="local"),
         "the stain of S1 was released anew",
@@ -308,16 +324,19 @@ def test_a_resumed_run_keeps_the_stains_it_began_with(study, settings):
     )
 
 
-@pytest.mark.parametrize("method", ["proxyfl", "joint"])
-def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study, method):
-    earlier = train(study, method=method, overrides=HEADS, backend="local")["run"]
+def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
+    run = study.root / train(study, method="proxyfl", overrides=HEADS, backend="local")["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
     refused(
-        lambda: train(study, method=method, overrides=HEADS, backend="local"),
-        "tiled again; run `wsi-fl features --site S1`",
-        error=WsiFlError,
+        lambda: train(study, method="proxyfl", overrides=HEADS, backend="local"),
+        "tiled again; run `wsi-fl features --site S1 --set stain.exchange=true`",
+        error=UsageError,
     )
-    evaluate(study, earlier)
+    assert [path.name for path in study.runs.glob("0*")] == [run.name]
+    (run / "summary.json").unlink()
+    resume(study, run.name, backend="local")
+    evaluate(study, run.name)
+    assert "the features of S1 are of patches before" in compare(study, [run.name])["notes"][0]
 
 
 def test_canaries_are_vectors_and_leave_the_exchange_of_stains_as_it_is(study):

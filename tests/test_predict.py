@@ -158,16 +158,36 @@ def test_the_stores_own_tiling_counts_where_the_pipeline_said_something_else(cop
     assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
 
 
-def test_a_run_that_remembers_no_tiling_goes_by_its_configuration(copied, predicted, trained, capsys):
+def test_a_run_of_an_earlier_version_goes_by_the_store_and_without_it_by_its_configuration(
+    copied, predicted, trained, capsys
+):
     study, run, slides = copied
-    path = study.root / run / "sites/C1/store.json"
-    path.write_text(
-        json.dumps({"sha256": json.loads(path.read_text())["sha256"]})
-    )  # as earlier versions left it
+    known, said = study.root / run / "sites/C1/store.json", study.root / run / "config.toml"
+    facts = json.loads(known.read_text())
+    known.write_text(json.dumps({"sha256": facts["sha256"]}))
+    text = said.read_text()
+    said.write_text(text.replace("size_px = 64", "size_px = 100"))
     (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
-    assert "does not remember how its slides were tiled" in capsys.readouterr().err
     before = trained[0].root / predicted["slides"][0]["csv"]
     assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
+    assert "nobody remembers" not in capsys.readouterr().err
+    said.write_text(text)
+    evaluate(study, run)
+    assert json.loads(known.read_text()) == facts  # noted now
+    known.write_text(json.dumps({"sha256": facts["sha256"]}))
+    said.write_text(text.replace("size_px = 64", "size_px = 100"))
+    shutil.rmtree(study.root / "stores")
+    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
+    assert {line["size_l0"] for line in rows_of(study.root / row["csv"])} == {"200"}
+    assert "nobody remembers how C1 was tiled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fact", [{"channels": 1}, {"spec": {"size_px": 64, "mpp": 0.0, "stride_px": 64}}])
+def test_a_run_that_learned_from_images_predicts_no_slides(copied, fact):
+    study, run, slides = copied
+    known = study.root / run / "sites/C1/store.json"
+    known.write_text(json.dumps(json.loads(known.read_text()) | fact))
+    refused(lambda: predict(study, run, site="C1", slides=slides[:1]), "learned from images, not slides")
 
 
 class Purpleness(torch.nn.Module):
@@ -181,7 +201,7 @@ class Purpleness(torch.nn.Module):
 
 def known_predictor(study, spec, model=None, input_px=32):
     site = config.Site(name="C1", layout="camelyon17")
-    inputs = Inputs(CLASSES, 3, spec, input_px, 0.2)
+    inputs = Inputs(CLASSES, spec, input_px, 0.2)
     run = RunFolder(study.root / "runs" / "none")
     models = Answering({"private": model or Purpleness()}, "private", torch.device("cpu"))
     return Predictor(run, site, config.Pipeline(), inputs, models)

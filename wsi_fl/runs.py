@@ -124,12 +124,13 @@ class SiteFolder:
             UsageError: when they are others than those the run began with.
         """
         path = self.path / "store.json"
-        if not path.exists():
-            write_json(path, {"sha256": digest, **facts})
-        elif read_json(path)["sha256"] != digest:
+        known = read_json(path) if path.exists() else {"sha256": digest}
+        if known["sha256"] != digest:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
             )
+        if not path.exists() or not facts.keys() <= known.keys():  # earlier versions noted less
+            write_json(path, {**facts, **known})
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""
@@ -137,9 +138,8 @@ class SiteFolder:
         return str(read_json(path)["sha256"]) if path.exists() else None
 
     def store_facts(self) -> dict[str, Any]:
-        """The facts that `remember_store` noted; none of a run that an early version began."""
-        path = self.path / "store.json"
-        return {k: v for k, v in read_json(path).items() if k != "sha256"} if path.exists() else {}
+        """The facts that `remember_store` noted."""
+        return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
 
     def remember_stains(self, digests: Mapping[str, str]) -> None:
         """Notes in whose stains the site's examples are shown: {site: digest of its released stain}.

@@ -14,7 +14,15 @@ from wsi_fl.config import Audit, Pipeline, toml_value
 from wsi_fl.files import read_json
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.data import example_word, may_merge, of_images, open_data, store_digest, store_path
+from wsi_fl.stages.data import (
+    example_word,
+    may_merge,
+    of_images,
+    open_data,
+    require_current,
+    store_digest,
+    store_path,
+)
 from wsi_fl.stages.report import inputs_of
 from wsi_fl.stages.train import train
 from wsi_fl.stages.workshop import method_for
@@ -277,6 +285,10 @@ def _cannot_train(study: Study, first: Run) -> str:
             with open_data(study, site.name, first.pipeline) as store:
                 if store_digest(store) != first.inputs.get(site.name):
                     return f"the store of {site.name} was made anew since these runs"
+                try:
+                    require_current(study, site.name, store)
+                except UsageError:
+                    return f"the features of {site.name} are of patches before it was tiled again"
     return ""
 
 

@@ -23,7 +23,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
-from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
+from wsi_fl.types import BagTable, GridSpec, PatchTable, UsageError, WsiFlError
 
 _HASHED = 4096
 """Rows of features hashed at a time."""
@@ -81,7 +81,7 @@ def require_current(study: Study, site: str, store: Store) -> None:
     """Refuses features of other patches than the site's patch store holds, where that is still there.
 
     Raises:
-        WsiFlError: when slides, positions, labels or splits differ.
+        UsageError: when slides, positions, labels or splits differ.
     """
     if not isinstance(store, PatchFeatures) or not study.store(site).exists():
         return
@@ -92,9 +92,10 @@ def require_current(study: Study, site: str, store: Store) -> None:
     if not same_grid or any(
         not np.array_equal(getattr(table, name), getattr(store.table, name)) for name in columns
     ):
-        raise WsiFlError(
+        variants = " --set stain.exchange=true" if store.stains else ""
+        raise UsageError(
             f"{study.relative(store.path)}: features of patches as they were before the site was tiled again; run "
-            f"`wsi-fl features --site {site}`"
+            f"`wsi-fl features --site {site}{variants}`"
         )
 
 
@@ -145,6 +146,19 @@ def _facts(store: Store) -> dict[str, Any]:
     types = {kind: list(classes) for kind, classes in store.meta.tumor_types.items()}
     features = {"encoder": store.meta.encoder, "n_features": store.n_features}
     return facts | features | {"tumor_types": types, "recipe": dict(store.meta.recipe)}
+
+
+def remembered_patches(study: Study, folder: SiteFolder) -> dict[str, Any]:
+    """What the patches were like that a site's models learned from: `classes`, `spec` and, where known, more.
+
+    Empty where an early version began the run, which noted nothing, and the site's store is no longer as it was.
+    """
+    site, digest = folder.path.name, folder.store_digest()
+    facts = folder.store_facts() if digest else {}
+    if "spec" in facts or not study.store(site).exists():
+        return facts
+    with open_store(study, site) as store:
+        return _facts(store) if digest in (None, store_digest(store)) else facts
 
 
 def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:

@@ -35,9 +35,6 @@ from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.study import Study
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
 
-RECIPE = ("min_tissue", "clusters", "fraction", "seed")
-"""The settings by which patches are chosen, named as in `MosaicParams`."""
-
 
 def mosaic(
     study: Study,
@@ -143,9 +140,14 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
     return GridSpec(pipeline.mosaic.size_px, pipeline.mosaic.mpp, pipeline.mosaic.size_px)
 
 
+def _recipe(settings: Mosaic) -> dict[str, Any]:
+    """The settings by which patches are chosen, named as in `MosaicParams`."""
+    return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction", "seed")}
+
+
 def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> Work:
     """How mosaics are made, as the pipeline says."""
-    params = MosaicParams(**{key: getattr(pipeline.mosaic, key) for key in RECIPE})
+    params = MosaicParams(**_recipe(pipeline.mosaic))
     folder = study.mosaic(site).parent
     return Work(folder, spec_of(pipeline), params, pipeline.slides.reader, threads, encoder)
 
@@ -185,8 +187,7 @@ def _write_store(listed: _Listed, kept: Sequence[SlideRecord], label: str) -> Ba
         np.array([record.split or "train" for record in kept], np.str_),
     )
     subtypes = {one: tuple(names) for one, names in listed.pipeline.subtypes.items()}
-    settings = listed.pipeline.mosaic
-    recipe = {key: getattr(settings, key) for key in RECIPE}
+    recipe = _recipe(listed.pipeline.mosaic)
     meta = FeatureMeta(name, classes_of(subtypes), subtypes, label, spec_of(listed.pipeline), recipe)
     mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
     write_features(study.mosaic(name), meta, table, [shard.bag for shard in shards], mpp_l0)

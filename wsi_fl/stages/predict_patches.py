@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.planning import PlanParams, SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.reader import Reader
 from wsi_fl.stages.console import Watcher
-from wsi_fl.stages.data import of_images
+from wsi_fl.stages.data import of_images, remembered_patches
 from wsi_fl.stages.devices import device_of_rank
 from wsi_fl.stages.mosaic import encoder_of
 from wsi_fl.stages.tile import spec_of
@@ -73,7 +73,7 @@ def load_predictor(
     study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, watcher: Watcher
 ) -> Predictor:
     """The trained models of a site, and how slides are cut for them."""
-    inputs = _inputs(run, pipeline, site.name, watcher)
+    inputs = _inputs(study, run, pipeline, site.name, watcher)
     encoder = None if of_images(pipeline) else _encoder(study, run, pipeline, site.name)
     models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
     return Predictor(run, site, pipeline, inputs, models, encoder)
@@ -95,23 +95,21 @@ def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Enc
     return encoder
 
 
-def _inputs(run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
-    """What a site's models learned from, as the run remembers it; where it does not, as its configuration says."""
-    facts = run.site(site).store_facts()
-    if "spec" not in facts:
+def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
+    """What a site's models learned from; where nobody remembers, what the run's configuration says."""
+    facts = remembered_patches(study, run.site(site))
+    if not facts.keys() >= {"classes", "spec"}:
         watcher.say(
-            f"{run.name} does not remember how its slides were tiled: they are as its config.toml says"
+            f"nobody remembers how {site} was tiled for {run.name}: slides are, as its config.toml says"
         )
-    spec = GridSpec(**facts["spec"]) if "spec" in facts else spec_of(pipeline)
-    channels = int(facts.get("channels", 3))
-    if spec.mpp <= 0 or channels != 3:
+        facts = {"classes": CLASSES, "spec": asdict(spec_of(pipeline))} | facts
+    spec, min_tissue = GridSpec(**facts["spec"]), facts.get("min_tissue")
+    if spec.mpp <= 0 or facts.get("channels", 3) != 3:
         raise UsageError(f"site {site}: {run.name} learned from images, not slides; predict reads slides")
-    min_tissue = facts.get("min_tissue")
     return Inputs(
-        classes=tuple(facts.get("classes", CLASSES)),
-        channels=channels,
+        classes=tuple(facts["classes"]),
         spec=spec,
-        input_px=pipeline.train.input_px or spec.size_px,
+        input_px=(of_images(pipeline) and pipeline.train.input_px) or spec.size_px,
         min_tissue=pipeline.tile.min_tissue if min_tissue is None else float(min_tissue),
         n_features=facts.get("n_features"),
     )

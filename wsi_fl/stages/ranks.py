@@ -41,13 +41,14 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     began = time.perf_counter()
     pipeline = load_pipeline(run.path / "config.toml")
     method = read_json(run.path / "manifest.json")["method"]
+    if pipeline.stain.exchange:
+        stains = {name: released.digest for name, released in stains_of(study, pipeline).items()}
+        for index in comm.sites:
+            run.site(study.sites(pipeline)[index].name).remember_stains(stains)
     sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
     for site in sites:
         with open_data(study, site.name, pipeline) as store:
             remember(site.folder, store)
-        if pipeline.stain.exchange:
-            stains = stains_of(study, pipeline)
-            site.folder.remember_stains({name: released.digest for name, released in stains.items()})
     documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
     preflight.compare(documents)
     first = comm.running[0] in comm.sites

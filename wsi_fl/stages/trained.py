@@ -30,7 +30,6 @@ class Inputs:
     """
 
     classes: tuple[str, ...]
-    channels: int
     spec: GridSpec
     input_px: int
     min_tissue: float
@@ -38,7 +37,7 @@ class Inputs:
 
     @property
     def shape(self) -> Shape:
-        return Images(self.channels, self.input_px) if self.n_features is None else Vectors(self.n_features)
+        return Images(3, self.input_px) if self.n_features is None else Vectors(self.n_features)
 
 
 def method_of(run: RunFolder) -> str:

@@ -168,8 +168,7 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     store = open_data(study, site.name, pipeline)
     folder = run.site(site.name)
     if folder.store_digest() is None:  # a run that began with them goes on with them
-        for name in [one.name for one in sites] if method.pooled else [site.name]:
-            require_current(study, name, open_data(study, name, pipeline))
+        require_current(study, site.name, store)
     device = device_of_rank()
     train, validation = learned_from(study, pipeline, method, site.name)
     if not len(train):
