@@ -281,6 +281,23 @@ def test_joined_reads_like_the_concatenation(sizes, seed):
     assert both.read(np.empty(0, np.int64)).shape == (0, 4, 4, 3)
 
 
+def test_memory_of_large_batches_is_used_again_but_never_while_anybody_holds_it():
+    ones, twos = (np.full((44, 256, 256, 3), value, np.uint8) for value in (1, 2))
+    first = normalised(ones)
+    place, held = first.data_ptr(), [first[3, :, 5], first.numpy()[40]]
+    del first
+    second = normalised(twos)
+    assert second.data_ptr() != place
+    for some, value in ((held[0], 1), (torch.from_numpy(held[1]), 1), (second, 2)):
+        assert torch.equal(some, torch.full_like(some, np.float32(value) / np.float32(127.5) - np.float32(1)))
+    held.clear()
+    places = {place, second.data_ptr()}
+    del second, some
+    third, fourth = normalised(ones[:43]), normalised(twos)
+    assert {third.data_ptr(), fourth.data_ptr()} == places
+    assert normalised(ones).data_ptr() not in places
+
+
 def test_batches_are_normalised_by_constants_and_may_be_empty():
     pixels = pixels_of(6)
     pixels[0], pixels[1] = 0, 255
