@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _GIVEN_BACK_BYTES = 32 << 20
-"""glibc's greatest M_MMAP_THRESHOLD; it looks after smaller arrays itself."""
+"""glibc's greatest M_MMAP_THRESHOLD; mostly it looks after smaller arrays itself."""
 _ROOM = 1.125
 """Batches drawn by Poisson sampling differ in size."""
 
@@ -23,7 +23,7 @@ class Recycled:
     """Float32 memory that tensors have left.
 
     Args:
-        most: pieces that are kept for the next ones.
+        most: pieces that are kept for the next ones, if need be until the process ends.
     """
 
     def __init__(self, most: int = 2) -> None:
@@ -45,13 +45,13 @@ class Recycled:
         return room[:n].reshape(shape), torch.from_numpy(held)
 
     def _room(self, n: int) -> NDArray[np.float32]:
-        """Of at least n values; what is too small is let go."""
+        """Of at least n values; what is too small, or more than twice as large, is let go."""
         while self._free:
             try:
                 room = self._free.pop()
             except IndexError:  # another thread was faster
                 break
-            if len(room) >= n:
+            if n <= len(room) <= 2 * n:
                 return room
         return np.empty(int(n * _ROOM), np.float32)
 
