@@ -100,7 +100,7 @@ def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher
     facts = remembered_patches(study, run.site(site))
     if not facts.keys() >= {"classes", "spec"}:
         watcher.say(
-            f"nobody remembers how {site} was tiled for {run.name}: slides are, as its config.toml says"
+            f"nobody remembers how {site} was tiled for {run.name}: slides are tiled as its config.toml says"
         )
         facts = {"classes": CLASSES, "spec": asdict(spec_of(pipeline))} | facts
     spec, min_tissue = GridSpec(**facts["spec"]), facts.get("min_tissue")
