@@ -1,7 +1,7 @@
 """Memory of large arrays, used again once nobody holds them.
 
 glibc gives arrays beyond a certain size back to the system at once, and the kernel zeroes fresh memory before it is
-written: for a batch of 512-px images that takes longer than normalising them.
+written: for a batch of 512-px images that takes about as long as normalising them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ _GIVEN_BACK_BYTES = 32 << 20
 """glibc's greatest M_MMAP_THRESHOLD; mostly it looks after smaller arrays itself."""
 _ROOM = 1.125
 """Batches drawn by Poisson sampling differ in size."""
+_MOST = 2
+"""Pieces that are kept for the next batches, if need be until the process ends."""
 
 
 class Recycled:
-    """Float32 memory that tensors have left.
+    """Float32 memory that tensors have left."""
 
-    Args:
-        most: pieces that are kept for the next ones, if need be until the process ends.
-    """
-
-    def __init__(self, most: int = 2) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._free: list[NDArray[np.float32]] = []
 
     def empty(self, shape: tuple[int, ...]) -> tuple[NDArray[np.float32], Tensor]:
@@ -56,5 +53,5 @@ class Recycled:
         return np.empty(int(n * _ROOM), np.float32)
 
     def _put_back(self, room: NDArray[np.float32]) -> None:
-        if len(self._free) < self._most:
+        if len(self._free) < _MOST:
             self._free.append(room)
