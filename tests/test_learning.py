@@ -30,7 +30,6 @@ from wsi_fl.learning.local import (
     supervised_step,
 )
 from wsi_fl.learning.objectives import kl_divergence, mutual
-from wsi_fl.learning.recycled import Recycled
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import Images, build
 from wsi_fl.privacy.dpsgd import entropy_generator, laid_out_like
@@ -297,14 +296,6 @@ def test_memory_of_large_batches_is_used_again_but_never_while_anybody_holds_it(
     third, fourth = normalised(ones[:43]), normalised(twos)
     assert {third.data_ptr(), fourth.data_ptr()} == places
     assert normalised(ones).data_ptr() not in places
-
-
-def test_little_batches_do_not_hold_the_memory_of_great_ones():
-    memory = Recycled()
-    for n, expected in ((40 << 20, 45 << 20), (30 << 20, 45 << 20), (16 << 20, 18 << 20)):
-        array, tensor = memory.empty((n,))
-        assert array.base.size == expected
-        del array, tensor
 
 
 def test_batches_are_normalised_by_constants_and_may_be_empty():

@@ -268,7 +268,7 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
         return slide(self, xy, *more)
 
     monkeypatch.setattr(Slide, "read", read)
-    (row,) = mosaic(study, site="C1", overrides=settings(weights))["sites"]
+    (row,) = mosaic(study, site="C1", overrides=[*settings(weights), "slides.reader=openslide"])["sites"]
     ((name, xy),) = bad
     assert [one["slide"] for one in row["failed"]] == [name] and row["bags"] == 4
     assert "patches set aside, at level-0 pixel" in row["failed"][0]["reason"]

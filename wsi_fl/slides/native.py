@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,8 @@ _KEPT_ROWS, _KEPT_BYTES = 6, 192 << 20
 work in two rows of patches."""
 _STRADDLING_ROWS = 3
 """Of these, so many lie under two rows of patches that do not overlap."""
-_SCRATCH_BYTES = 400_000
-"""Tiles decoded before they are copied; more would not fit the cache of a core."""
+_GAP_BYTES, _MOST_BYTES = 4096, 1 << 20
+"""Between tiles that are read from the file together, and of all of them."""
 
 
 class NativeLevel:
@@ -42,18 +42,18 @@ class NativeLevel:
     def __init__(self, file: int, image: TiledImage, background: tuple[int, int, int]) -> None:
         self.image = image
         self._file = file
-        self._background = np.array(background, np.uint8)
+        self.background = np.array(background, np.uint8)
         width, height = image.tile_px
-        self._tile_shape = (height, width, 3)
+        self.tile_shape = (height, width, 3)
         self._most = max(1, _KEPT_BYTES // (height * width * 3))
         self._kept = _Recent()
         self._offset, self._n_bytes = image.offset.tolist(), image.n_bytes.tolist()
         self._scratch = threading.local()
-        self._complete = bool(image.n_bytes.all())
+        self._has_all = bool(image.n_bytes.all())
 
     def holds(self, box: Box) -> bool:
         """Whether the file has every tile that the box touches."""
-        if self._complete:
+        if self._has_all:
             return True
         columns, rows = self._span(box)
         table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
@@ -69,29 +69,23 @@ class NativeLevel:
         Raises:
             WsiFlError: when a tile in the box is damaged.
         """
-        self.read_row(box, out[None], overlapping=overlapping)
-
-    def read_row(self, box: Box, out: NDArray[np.uint8], *, overlapping: bool = True) -> None:
-        """Fill `out` [k, height, width, 3] with k boxes side by side, of which `box` is the first; see `read`.
-
-        A tile is decoded once for all of them, and while it is at hand.
-        """
         x, y, width, height = box
         level_width, level_height = self.image.size_px
-        if x < 0 or y < 0 or x + width * len(out) > level_width or y + height > level_height:
-            out[:] = self._background
-        across = _columns(x, width, len(out), self.image.tile_px[0], level_width)
-        whole_tiles = not overlapping and self._whole_tiles(x, width, len(out))
-        for row in _pieces(y, height, self.image.tile_px[1], level_height):
-            first = row.number * self.image.n_columns
-            if whole_tiles and row.whole:
-                self._read_tiles(first + across[0][0], row, out)
-                continue
-            for number, all_of_it, parts in across:
-                rows = _KEPT_ROWS if overlapping else 0 if all_of_it and row.whole else _STRADDLING_ROWS
-                tile = self._tile(first + number, rows)
-                for k, column in parts:
-                    out[k, row.to, column.to] = tile[row.of, column.of]
+        if not self.within(box):
+            out[:] = self.background
+        across = pieces(x, width, self.image.tile_px[0], level_width)
+        for row in pieces(y, height, self.image.tile_px[1], level_height):
+            for column in across:
+                whole = row.whole and column.whole
+                rows = _KEPT_ROWS if overlapping else 0 if whole else _STRADDLING_ROWS
+                tile = self._tile(row.number * self.image.n_columns + column.number, rows)
+                out[row.to, column.to] = tile[row.of, column.of]
+
+    def within(self, box: Box) -> bool:
+        """Whether no part of the box lies beyond the edge."""
+        x, y, width, height = box
+        level_width, level_height = self.image.size_px
+        return x >= 0 and y >= 0 and x + width <= level_width and y + height <= level_height
 
     def forget(self) -> None:
         """Lets go of the tiles that were kept."""
@@ -105,10 +99,8 @@ class NativeLevel:
         """
         x, y, width, height = box
         tile_width, tile_height = self.image.tile_px
-        level_width, level_height = self.image.size_px
-        on_lattice = x >= 0 and y >= 0 and x % tile_width == 0 and y % tile_height == 0
-        within = x + width <= level_width and y + height <= level_height
-        if (width, height) != self.image.tile_px or not on_lattice or not within or not self.holds(box):
+        is_tile = (width, height) == self.image.tile_px and x % tile_width == 0 and y % tile_height == 0
+        if not is_tile or not self.within(box) or not self.holds(box):
             return None
         number = y // tile_height * self.image.n_columns + x // tile_width
         try:
@@ -132,58 +124,29 @@ class NativeLevel:
         )
         return columns, rows
 
-    def _whole_tiles(self, x: int, width: int, n: int) -> bool:
-        """Whether each of n boxes, from x on and so wide, covers whole columns of tiles."""
-        tile, level = self.image.tile_px[0], self.image.size_px[0]
-        return x >= 0 and x % tile == 0 and width % tile == 0 and x + n * width <= level
-
-    def _read_tiles(self, number: int, row: _Piece, out: NDArray[np.uint8]) -> None:
-        """Fill what one row of tiles, from this one on, gives to out [k, height, width, 3] that covers whole ones.
-
-        Neighbours are copied together, a few at a time: memory that is written from front to back takes half the
-        time of memory that is written by columns.
-        """
-        height, width, _ = self._tile_shape
-        across = out.shape[2] // width
-        together = min(across, max(1, _SCRATCH_BYTES // (height * width * 3)))
-        numbers = iter(range(number, number + len(out) * across))
-        for patch in out[:, row.to]:
-            if patch.shape == self._tile_shape and patch.flags.c_contiguous:
-                self._decode(next(numbers), patch)
-                continue
-            columns = patch.reshape(len(patch), across, width * 3).swapaxes(0, 1)
-            for first in range(0, across, together):
-                some = columns[first : first + together]
-                tiles = self._room(len(some))
-                for tile in tiles:
-                    self._decode(next(numbers), tile)
-                some[:] = tiles[:, row.of].reshape(some.shape)
-
     def _tile(self, number: int, rows: int) -> NDArray[np.uint8]:
         """uint8 in the tile's shape, kept with so many rows of others; without any good until this thread's next
         call."""
         if rows:
             return self._kept.get(number, self._decode, min(self._most, rows * self.image.n_columns))
-        return self._decode(number, self._room(1)[0])
-
-    def _room(self, n: int) -> NDArray[np.uint8]:
-        """For n tiles, the same at each of this thread's calls."""
-        room: NDArray[np.uint8] | None = getattr(self._scratch, "tiles", None)
-        if room is None or len(room) < n:
-            room = self._scratch.tiles = np.empty((n, *self._tile_shape), np.uint8)
-        return room[:n]
+        room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
+        if room is None:
+            room = self._scratch.tile = np.empty(self.tile_shape, np.uint8)
+        return self._decode(number, room)
 
     def _decode(self, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        out = np.empty(self._tile_shape, np.uint8) if out is None else out
+        out = np.empty(self.tile_shape, np.uint8) if out is None else out
         try:
             return jpeg.decode(self._stream(number), out)
         except WsiFlError as error:
             raise self._damaged(number, error) from None
 
     def _stream(self, number: int) -> bytes:
-        n_bytes = self._n_bytes[number]
-        stream = os.pread(self._file, n_bytes, self._offset[number])
-        if len(stream) < n_bytes:
+        return self._whole_stream(os.pread(self._file, self._n_bytes[number], self._offset[number]), number)
+
+    def _whole_stream(self, stream: bytes, number: int) -> bytes:
+        """The self-contained stream of a tile from what the file has of it."""
+        if len(stream) < self._n_bytes[number]:
             raise WsiFlError("the file ends within it")
         return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
 
@@ -192,7 +155,56 @@ class NativeLevel:
         return WsiFlError(f"native tile in column {column}, row {row} is damaged: {error}")
 
 
-class _Piece(NamedTuple):
+class TileReader:
+    """Decodes tiles of a level in the order in which they are named; one thread's.
+
+    Those that lie together in the file are read from it together: fewer and longer reads.
+
+    Args:
+        level: of an open slide.
+        numbers: of the tiles, in that order.
+    """
+
+    def __init__(self, level: NativeLevel, numbers: Sequence[int]) -> None:
+        self._level = level
+        self._numbers = numbers
+        self._next = 0
+        self._start = self._end = 0
+        self._bytes = b""
+
+    def decode(self, out: NDArray[np.uint8]) -> None:
+        """The next tile, into a contiguous array of the tiles' shape.
+
+        Raises:
+            WsiFlError: when it is damaged; the one after it can be had all the same.
+        """
+        level, number = self._level, self._numbers[self._next]
+        begin = level._offset[number]
+        end = begin + level._n_bytes[number]
+        if begin < self._start or end > self._end:
+            self._read_ahead()
+        self._next += 1
+        try:
+            stream = level._whole_stream(self._bytes[begin - self._start : end - self._start], number)
+            jpeg.decode(stream, out)
+        except WsiFlError as error:
+            raise level._damaged(number, error) from None
+
+    def _read_ahead(self) -> None:
+        """The bytes of the next tile and of those that follow it closely in the file."""
+        level, first = self._level, self._numbers[self._next]
+        start = level._offset[first]
+        end = start + level._n_bytes[first]
+        for number in self._numbers[self._next + 1 :]:
+            begin = level._offset[number]
+            if not end <= begin <= end + _GAP_BYTES or begin + level._n_bytes[number] - start > _MOST_BYTES:
+                break
+            end = begin + level._n_bytes[number]
+        self._start, self._end = start, end
+        self._bytes = os.pread(level._file, end - start, start)
+
+
+class Piece(NamedTuple):
     """What one column (or row) of tiles gives to a box."""
 
     number: int
@@ -209,36 +221,23 @@ class _Piece(NamedTuple):
         return self.of.start == 0 and self.to_end
 
 
-def _pieces(start: int, length: int, tile: int, whole: int) -> list[_Piece]:
-    """Along one axis: a box from `start` over tiles of a picture `whole` pixels long."""
-    pieces = []
+def pieces(start: int, length: int, tile: int, whole: int) -> list[Piece]:
+    """Along one axis: a box from `start` over tiles of a picture `whole` pixels long.
+
+    Example:
+        >>> [(piece.number, piece.of, piece.to) for piece in pieces(6, 4, 8, 100)]
+        [(0, slice(6, 8, None), slice(0, 2, None)), (1, slice(0, 2, None), slice(2, 4, None))]
+    """
+    found = []
     end = min(start + length, whole)
     at = max(start, 0)
     while at < end:
         number, within = divmod(at, tile)
         n = min(tile - within, end - at)
         to_end = within + n == tile or at + n == whole
-        pieces.append(_Piece(number, slice(within, within + n), slice(at - start, at - start + n), to_end))
+        found.append(Piece(number, slice(within, within + n), slice(at - start, at - start + n), to_end))
         at += n
-    return pieces
-
-
-def _columns(
-    start: int, length: int, n: int, tile: int, extent: int
-) -> list[tuple[int, bool, list[tuple[int, _Piece]]]]:
-    """Along one axis, of n boxes one after the other: (number of a tile, whether they take all of it, what each gets).
-
-    Example:
-        >>> [(number, whole, [k for k, _ in parts]) for number, whole, parts in _columns(0, 6, 2, 4, 100)]
-        [(0, True, [0]), (1, True, [0, 1]), (2, True, [1])]
-    """
-    found: dict[int, list[tuple[int, _Piece]]] = {}
-    for k in range(n):
-        for piece in _pieces(start + k * length, length, tile, extent):
-            found.setdefault(piece.number, []).append((k, piece))
-    return [
-        (number, parts[0][1].of.start == 0 and parts[-1][1].to_end, parts) for number, parts in found.items()
-    ]
+    return found
 
 
 class _Made:

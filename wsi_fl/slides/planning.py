@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections import deque
 from collections.abc import Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -14,6 +13,7 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.ordered import in_order
 from wsi_fl.slides.annotations import (
     HOLE_GROUPS,
     TUMOR_GROUPS,
@@ -22,18 +22,17 @@ from wsi_fl.slides.annotations import (
     tumor_fraction,
     unsure_fraction,
 )
-from wsi_fl.slides.batch import Batch
 from wsi_fl.slides.grid import grid_positions, size_in_l0
 from wsi_fl.slides.labels import label_patches
 from wsi_fl.slides.reader import Reader, Slide
+from wsi_fl.slides.sweep import Sweep
 from wsi_fl.slides.tissue import TissueParams, tissue_fraction, tissue_mask
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 _UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 8
 _PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
-_BATCH, _BATCH_BYTES = 32, 13 << 19
-"""Larger arrays are given back to the system each time, and fresh pages cost more than they save."""
+_BATCH, _BATCH_BYTES = 32, 13 << 20
 _AHEAD, _AHEAD_BYTES = 1, 1 << 28
 """Batches beyond those that threads are filling, and the most memory for all of them."""
 
@@ -169,31 +168,15 @@ def read_patches(
         WsiFlError: when a patch cannot be decoded and `aside` is None.
     """
     threads = max(1, threads)
-    in_hand = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
-    step = _batch_size(xy_l0, spec, in_hand)
-    ahead: deque[tuple[Batch, Future[None]]] = deque()
-    with Slide(record.path, record.mpp_override, reader) as slide, ThreadPoolExecutor(threads) as pool:
-
-        def finished() -> Batch:
-            batch, filled = ahead.popleft()
-            filled.result()
-            if batch.bad and aside is None:
-                raise WsiFlError(batch.bad[min(batch.bad)])
-            return batch
-
-        try:
-            for first in range(0, len(xy_l0), step):
-                batch = Batch(first, [(x, y) for x, y in xy_l0[first : first + step].tolist()], spec)
-                ahead.append((batch, pool.submit(batch.fill, slide)))
-                if len(ahead) > in_hand:
-                    yield finished().given(aside)
-            while ahead:
-                yield finished().given(aside)
-        finally:
-            pool.shutdown(cancel_futures=True)
+    ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
+    with Slide(record.path, record.mpp_override, reader) as slide:
+        sweep = Sweep(slide, xy_l0, spec, _strip_size(xy_l0, spec, ahead))
+        with closing(in_order(sweep.fill, len(sweep), threads=threads, ahead=ahead)) as filled:
+            for number in filled:
+                yield sweep.take(number, aside)
 
 
-def _batch_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
+def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
     """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept."""
     in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
     in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.levels import Levels
-from wsi_fl.slides.native import Box
+from wsi_fl.slides.native import Box, NativeLevel
 from wsi_fl.slides.pixels import Failures, resampled, rgb
 from wsi_fl.slides.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError
@@ -166,28 +166,23 @@ class Slide:
         self._area((float(xy_l0[0]), float(xy_l0[1])), mpp / self.mpp, out, overlapping=overlapping)
         return out
 
-    def read_row(self, corners: Sequence[tuple[int, int]], mpp: float, out: NDArray[np.uint8]) -> bool:
-        """Several patches that touch each other, from left to right, at once into out [k, size_px, size_px, 3].
+    def native_positions(
+        self, corners: Sequence[tuple[int, int]], size_px: int, mpp: float
+    ) -> tuple[NativeLevel, list[tuple[int, int] | None]] | None:
+        """The level whose own pixels patches are, and where in it: (x, y) of each corner in its pixels.
 
-        Returns:
-            False, and `out` is to be filled with `read`, where they are no row of the slide's own pixels, or something
-            in it is damaged.
+        None where the slide's tiles are not read, or patches are resampled from them; for single patches where the
+        file leaves a tile out or they lie between pixels.
         """
-        scale, size = mpp / self.mpp, out.shape[1]
-        level = self._levels.coarsest_for(scale)
-        native = None if self._native is None else self._native.level(level)
-        if native is None or not self._levels.unchanged(level, scale, size):
-            return False
-        at = [self._levels.position(level, self._levels.nearest_corner(level, corner)) for corner in corners]
-        if at[0] is None or at != [(at[0][0] + k * size, at[0][1]) for k in range(len(at))]:
-            return False
-        if not native.holds((*at[0], len(at) * size, size)):
-            return False
-        try:
-            native.read_row((*at[0], size, size), out, overlapping=False)
-        except WsiFlError:
-            return False
-        return True
+        level = self._native_level(size_px, mpp)
+        if level is None:
+            return None
+        number, native = level
+        found: list[tuple[int, int] | None] = []
+        for corner in corners:
+            at = self._levels.position(number, self._levels.nearest_corner(number, corner))
+            found.append(at if at is not None and native.holds((*at, size_px, size_px)) else None)
+        return native, found
 
     def native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:
         """The slide's own JPEG bytes of a patch, self-contained; None where it is not one whole native tile.
@@ -195,17 +190,25 @@ class Slide:
         Raises:
             WsiFlError: when the tile is damaged.
         """
-        scale = mpp / self.mpp
-        level = self._levels.coarsest_for(scale)
-        native = None if self._native is None else self._native.level(level)
-        if native is None or not self._levels.unchanged(level, scale, size_px):
+        level = self._native_level(size_px, mpp)
+        if level is None:
             return None
-        corner = self._levels.nearest_corner(level, xy_l0)
-        at = self._levels.position(level, corner)
+        number, native = level
+        corner = self._levels.nearest_corner(number, xy_l0)
+        at = self._levels.position(number, corner)
         try:
             return None if at is None else native.stream((*at, size_px, size_px))
         except WsiFlError as error:
             raise self._unreadable(corner, error) from None
+
+    def _native_level(self, size_px: int, mpp: float) -> tuple[int, NativeLevel] | None:
+        """The level that gives patches unchanged, and its tiles; None where there is none or OpenSlide reads it."""
+        scale = mpp / self.mpp
+        number = self._levels.coarsest_for(scale)
+        native = None if self._native is None else self._native.level(number)
+        return (
+            None if native is None or not self._levels.unchanged(number, scale, size_px) else (number, native)
+        )
 
     def _area(
         self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool
