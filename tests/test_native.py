@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import struct
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from wsi_fl.slides import native, phantom, planning, sweep
 from wsi_fl.slides.phantom import tiff as writer
 from wsi_fl.slides.planning import read_patches
 from wsi_fl.slides.reader import Slide
+from wsi_fl.slides.sweep import Sweep
 from wsi_fl.types import GridSpec, SlideRecord, UsageError, WsiFlError
 
 MPP = 0.5
@@ -257,17 +257,18 @@ def test_tiles_that_decode_differently_are_left_to_openslide(tmp_path, monkeypat
         Slide(path, reader="native")
 
 
-def leave_out(path, number):
+def set_bytes(path, number, n_bytes):
+    """What the file says that a tile takes; 0 leaves it out."""
     content = bytearray(path.read_bytes())
     with tifffile.TiffFile(path) as tif:
-        counts = tif.pages[0].tags[325]
-    content[counts.valueoffset + 8 * number : counts.valueoffset + 8 * (number + 1)] = bytes(8)
+        place = tif.pages[0].tags[325].valueoffset + 8 * number
+    content[place : place + 8] = n_bytes.to_bytes(8, "little")
     path.write_bytes(bytes(content))
 
 
 def test_a_tile_that_the_file_leaves_out_is_openslides(tmp_path):
     path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
-    leave_out(path, 40)
+    set_bytes(path, 40, 0)
     x, y = 40 % 12 * 64, 40 // 12 * 64
     with Slide(path) as slide, Slide(path, reader="openslide") as judge:
         assert slide.reader == "native"
@@ -326,20 +327,18 @@ def test_tiles_are_decoded_once_however_patches_straddle(tmp_path, monkeypatch, 
     corners = np.array([(x, y) for y in range(0, 600, stride) for x in range(0, 700, stride)])
     spec = GridSpec(100, MPP, stride)
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
-    decoded: Counter[int] = Counter()
-    original = native.NativeLevel._whole_stream
-
-    def counting(self, stream, number):
-        decoded[number] += 1
-        return original(self, stream, number)
-
-    monkeypatch.setattr(native.NativeLevel, "_whole_stream", counting)
+    decoded = []
+    original = jpeg.decode
+    monkeypatch.setattr(jpeg, "decode", lambda *given: (decoded.append(1), original(*given))[1])
     with Slide(path):
-        checking = sum(decoded.values())
+        checking = len(decoded)
     decoded.clear()
     n = sum(len(b) for _, b in read_patches(record, corners, spec, threads=threads))
     assert n == len(corners)
-    assert sum(decoded.values()) <= checking + len(decoded)
+    width, height = (
+        -(-min(extent, last + 100) // 48) for extent, last in zip((730, 610), corners[-1], strict=True)
+    )
+    assert len(decoded) == checking + width * height
 
 
 @pytest.mark.parametrize("tile_px", [48, 50, 100])
@@ -367,15 +366,17 @@ def test_tiles_side_by_side_are_copied_together_and_give_the_same(tmp_path, monk
     path = write_slide(tmp_path / "s.tif", tile_px=tile_px)  # whose last tiles hang over on both sides
     monkeypatch.setattr(sweep, "_SCRATCH_BYTES", together * tile_px**2 * 3)
     runs = []
-    original = sweep._copy
-    monkeypatch.setattr(sweep, "_copy", lambda tiles, out: (runs.append(len(tiles)), original(tiles, out)))
+    original = sweep._copy_side_by_side
+    monkeypatch.setattr(
+        sweep, "_copy_side_by_side", lambda tiles, out: (runs.append(len(tiles)), original(tiles, out))
+    )
     corners = np.array([(x, y) for y in range(0, 610, 96) for x in range(0, 730, 96)])
     spec, record = GridSpec(96, MPP, 96), SlideRecord(path, "s", "p", "s", "negative", positive=False)
     pixels = np.concatenate([some for _, some in read_patches(record, corners, spec, threads=2)])
     with Slide(path, reader="openslide") as judge:
         for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
             assert np.array_equal(patch, judge.read((x, y), 96, MPP)), (x, y)
-    assert max(runs) == min(together, max(1, 96 // tile_px))
+    assert max(runs, default=1) == min(together, max(1, 96 // tile_px))
 
 
 @pytest.mark.parametrize("stride", [100, 60])
@@ -401,11 +402,89 @@ def test_patches_in_any_order_are_right_and_bound_what_is_made_ahead(tmp_path, m
             assert np.array_equal(patch, judge.read((x, y), 100, MPP)), (x, y)
 
 
+def test_a_damaged_tile_among_whole_ones_side_by_side_spoils_its_patch_alone(tmp_path):
+    path = write_slide(tmp_path / "s.tif", tile_px=32)
+    damage(path, 30, "garbage")  # column 7, row 1
+    corners = np.array([(x, y) for y in range(0, 512, 128) for x in range(0, 640, 128)])
+    record, aside = SlideRecord(path, "s", "p", "s", "negative", positive=False), {}
+    batches = list(read_patches(record, corners, GridSpec(128, MPP, 128), threads=2, aside=aside))
+    assert list(aside) == [1] and "column 7, row 1" in aside[1]
+    with Slide(path, reader="openslide") as judge:
+        good = [tuple(xy) for k, xy in enumerate(corners.tolist()) if k != 1]
+        for xy, patch in zip(good, np.concatenate([pixels for _, pixels in batches]), strict=True):
+            assert np.array_equal(patch, judge.read(xy, 128, MPP)), xy
+
+
+@pytest.mark.parametrize("stride", [100, 50])
+def test_a_tile_that_the_disk_does_not_give_spoils_its_patches_alone(tmp_path, monkeypatch, stride):
+    path = write_slide(tmp_path / "s.tif")
+    begin, n_bytes = where_tile_is(path, 40)  # column 4, row 3
+    original = os.pread
+
+    def pread(file, n, offset):
+        if offset < begin + n_bytes and offset + n > begin:
+            raise OSError(5, "Input/output error")
+        return original(file, n, offset)
+
+    monkeypatch.setattr(native.os, "pread", pread)
+    corners = np.array([(x, y) for y in range(0, 510, stride) for x in range(0, 630, stride)])
+    record, aside = SlideRecord(path, "s", "p", "s", "negative", positive=False), {}
+    spec = GridSpec(100, MPP, stride)
+    n = sum(len(pixels) for _, pixels in read_patches(record, corners, spec, threads=2, aside=aside))
+    over = {k for k, (x, y) in enumerate(corners) if 156 < x < 320 and 92 < y < 256}
+    assert set(aside) == over and n == len(corners) - len(over)
+    assert all("Input/output error" in reason for reason in aside.values())
+
+
+def test_nonsense_about_the_length_of_a_tile_spoils_its_patches_alone(tmp_path):
+    path = write_slide(tmp_path / "s.tif")
+    set_bytes(path, 40, 1 << 40)
+    record, aside = SlideRecord(path, "s", "p", "s", "negative", positive=False), {}
+    corners = np.array([(x, y) for y in range(0, 510, 100) for x in range(0, 630, 100)])
+    spec = GridSpec(100, MPP, 100)
+    n = sum(len(pixels) for _, pixels in read_patches(record, corners, spec, threads=2, aside=aside))
+    over = {k for k, (x, y) in enumerate(corners) if 156 < x < 320 and 92 < y < 256}
+    assert set(aside) == over and n == len(corners) - len(over)
+    assert all("it would take 1099511627776 bytes" in reason for reason in aside.values())
+
+
+def test_what_a_cut_file_still_has_is_read(tmp_path):
+    path, aside = write_slide(tmp_path / "s.tif"), {}
+    corners = np.array([(x, y) for y in range(0, 576, 64) for x in range(0, 704, 64)])
+    offset, _ = where_tile_is(path, 60)
+    with Slide(path) as slide:
+        whole = np.stack([slide.read((x, y), 64, MPP) for x, y in corners.tolist()])
+        os.truncate(path, offset + 10)  # OpenSlide would not open it
+        strips = Sweep(slide, corners, GridSpec(64, MPP, 64), 16)
+        taken = [(strips.fill(k), strips.take(k, aside))[1] for k in range(len(strips))]
+    assert set(aside) == {k for k, (x, y) in enumerate(corners) if y // 64 * 12 + x // 64 >= 60}
+    assert all("the file ends within it" in reason for reason in aside.values())
+    good = [k for k in range(len(corners)) if k not in aside]
+    assert np.array_equal(np.concatenate([some for _, some in taken]), whole[good])
+
+
+@pytest.mark.parametrize("downsample", [2, 3.01])
+def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsample):
+    """Where levels are not in whole proportion, some patches lie between pixels."""
+    size = (round(730 / downsample), round(610 / downsample))
+    path = write_slide(tmp_path / "s.tif", levels=(IMAGE, np.asarray(Image.fromarray(IMAGE).resize(size))))
+    record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
+    with Slide(path, reader="openslide") as judge:
+        mpp = MPP * judge.level_downsamples[1]
+        corners = np.array([(x, y) for y in range(-20, 610, 120) for x in range(-20, 730, 120)])
+        pixels = np.concatenate(
+            [some for _, some in read_patches(record, corners, GridSpec(60, mpp, 60), threads=2)]
+        )
+        for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
+            assert np.array_equal(patch, judge.read((x, y), 60, mpp)), (x, y)
+
+
 def test_damage_is_named_in_whichever_strip_it_lies(tmp_path, monkeypatch):
     """Strips of one patch: most patches over the tile are given their part by another strip's call."""
     path = write_slide(tmp_path / "s.tif", tile_px=240)
     damage(path, 5, "garbage")  # column 1, row 1
     monkeypatch.setattr(planning, "_BATCH", 1)
+    monkeypatch.setattr(planning, "_AT_ONCE", 20)  # whose rows begin anew
     corners = np.array([(x, y) for y in range(0, 600, 100) for x in range(0, 700, 100)])
     aside: dict[int, str] = {}
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
@@ -421,7 +500,7 @@ def test_damage_is_named_in_whichever_strip_it_lies(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [0, 40, 119])
 def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, monkeypatch, number):
     path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
-    leave_out(path, number)
+    set_bytes(path, number, 0)
     monkeypatch.setattr(planning, "_BATCH", 1)  # whole strips without tiles
     corners = np.array([(x, y) for y in range(0, 610, 100) for x in range(0, 730, 100)])
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from contextlib import closing
+import weakref
+from contextlib import closing, suppress
 
 import pytest
 
@@ -57,3 +59,39 @@ def test_leaving_early_ends_the_threads_before_going_on():
     assert threading.active_count() == before
     time.sleep(0.02)
     assert len(begun) == n <= 51
+
+
+def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch):
+    before, start, started = threading.active_count(), threading.Thread.start, []
+
+    def limited(self):
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start"):
+        next(in_order(lambda k: None, 10, threads=4, ahead=5))
+    assert threading.active_count() == before
+
+
+def test_an_error_does_not_keep_what_the_task_held():
+    class Large:
+        pass
+
+    large = Large()
+    known = weakref.ref(large)
+
+    def task(k, held=large):
+        raise ValueError(k)
+
+    numbers = in_order(task, 3, threads=1, ahead=1)
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            next(numbers)
+        del task, large, numbers
+        assert known() is None
+    finally:
+        gc.enable()

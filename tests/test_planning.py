@@ -205,8 +205,10 @@ def test_plans_stay_small_however_large_the_slide(record, monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("batch", [1, 7, 32])
-def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch):
+@pytest.mark.parametrize("at_once", [3, 1000])
+def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch, at_once):
     monkeypatch.setattr(planning, "_BATCH", batch)
+    monkeypatch.setattr(planning, "_AT_ONCE", at_once)
     xy = plan_slide(record, SPEC).xy_l0
     batches = list(read_patches(record, xy, SPEC, threads=threads))
     sizes = [len(pixels) for _, pixels in batches]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 
 def in_order(task: Callable[[int], None], n: int, *, threads: int, ahead: int) -> Generator[int, None, None]:
     """Calls task(0) to task(n − 1) in threads and yields each number once its call and all before it have returned.
 
-    Calls begin in order. Queues instead of futures: what a future costs, decoding threads wait for, as it holds the
-    interpreter's lock.
+    They are handed out in order. Queues instead of futures: what a future costs, decoding threads wait for, as it holds
+    the interpreter's lock.
 
     Args:
         task, n: what to call.
@@ -43,16 +43,21 @@ def in_order(task: Callable[[int], None], n: int, *, threads: int, ahead: int) -
 
     for k in range(min(n, ahead + 1)):
         to_do.put(k)
-    workers = [Thread(target=work, daemon=True) for _ in range(min(threads, n))]
-    for worker in workers:
-        worker.start()
+    workers: list[Thread] = []
     early: set[int] = set()
     try:
+        for _ in range(min(threads, n)):
+            worker = Thread(target=work, daemon=True)
+            worker.start()
+            workers.append(worker)
         for k in range(n):
             while k not in early:
                 finished = done.get()
                 if isinstance(finished, BaseException):
-                    raise finished
+                    try:
+                        raise finished
+                    finally:
+                        del finished  # its traceback holds this frame
                 early.add(finished)
             early.remove(k)
             yield k
@@ -63,4 +68,7 @@ def in_order(task: Callable[[int], None], n: int, *, threads: int, ahead: int) -
         for _ in workers:
             to_do.put(None)
         for worker in workers:
-            worker.join()
+            if worker is not current_thread():  # which may be collecting garbage
+                worker.join()
+        while not done.empty():  # errors hold frames that hold the queue
+            done.get()

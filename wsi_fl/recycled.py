@@ -55,14 +55,15 @@ class Recycled:
         return np.asarray(lent)
 
     def _room(self, n_bytes: int) -> NDArray[np.uint8]:
-        """Of at least so many bytes; what is too small, or more than twice as large, is let go."""
-        while self._free:
-            try:
-                room = self._free.pop()
-            except IndexError:  # another thread was faster
-                break
+        """Of at least so many bytes; one that is too small, or more than twice as large, is let go."""
+        try:
+            room = self._free.pop()
+        except IndexError:
+            pass
+        else:
             if n_bytes <= len(room) <= 2 * n_bytes:
                 return room
+            del room
         return aligned_empty((int(n_bytes * _ROOM),))
 
     def _put_back(self, room: NDArray[np.uint8]) -> None:

@@ -17,7 +17,7 @@ class Cuts(NamedTuple):
     """What is decoded and copied, strip after strip.
 
     Attributes:
-        jobs: [j, 5] strip, first tile, tiles side by side, first part, end of parts; by strip, and then as in the file.
+        jobs: [j, 5] strip, first tile, tiles side by side, first part, end of parts; by strip and tile.
         parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch. Several
             tiles give all their columns.
     """

@@ -22,11 +22,11 @@ Box = tuple[int, int, int, int]
 """x, y, width, height in pixels of a level."""
 
 _KEPT_ROWS, _KEPT_BYTES = 6, 192 << 20
-"""Decoded tiles that are kept for patches to come. A 512-px patch touches four rows of 240-px tiles, and threads may
-work in two rows of patches."""
+"""Decoded tiles that are kept for boxes to come, as of resampled patches: 512 px touch four rows of 240-px tiles, and
+threads may work in two rows of patches."""
 _STRADDLING_ROWS = 3
 """Of these, so many lie under two rows of patches that do not overlap."""
-_GAP_BYTES, _MOST_BYTES = 4096, 1 << 20
+_GAP_BYTES, _TOGETHER_BYTES = 4096, 1 << 20
 """Between tiles that are read from the file together, and of all of them."""
 
 
@@ -46,6 +46,7 @@ class NativeLevel:
         width, height = image.tile_px
         self.tile_shape = (height, width, 3)
         self._most = max(1, _KEPT_BYTES // (height * width * 3))
+        self._most_bytes = 4 * height * width * 3 + _TOGETHER_BYTES
         self._kept = _Recent()
         self._offset, self._n_bytes = image.offset.tolist(), image.n_bytes.tolist()
         self._scratch = threading.local()
@@ -142,11 +143,30 @@ class NativeLevel:
             raise self._damaged(number, error) from None
 
     def _stream(self, number: int) -> bytes:
-        return self._whole_stream(os.pread(self._file, self._n_bytes[number], self._offset[number]), number)
+        begin, end = self._place(number)
+        return self._whole_stream(self._bytes(begin, end), end - begin)
 
-    def _whole_stream(self, stream: bytes, number: int) -> bytes:
+    def _place(self, number: int) -> tuple[int, int]:
+        """Where a tile's bytes begin and end in the file."""
+        begin = self._offset[number]
+        return begin, begin + self._n_bytes[number]
+
+    def _bytes(self, begin: int, end: int) -> bytes:
+        """What the file has there; it may be less.
+
+        Raises:
+            WsiFlError: when it cannot be read, or is more than any tile takes.
+        """
+        if end - begin > self._most_bytes:
+            raise WsiFlError(f"it would take {end - begin} bytes")
+        try:
+            return os.pread(self._file, end - begin, begin)
+        except (OSError, OverflowError) as error:
+            raise WsiFlError(str(error)) from None
+
+    def _whole_stream(self, stream: bytes, n_bytes: int) -> bytes:
         """The self-contained stream of a tile from what the file has of it."""
-        if len(stream) < self._n_bytes[number]:
+        if len(stream) < n_bytes:
             raise WsiFlError("the file ends within it")
         return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
 
@@ -179,29 +199,31 @@ class TileReader:
             WsiFlError: when it is damaged; the one after it can be had all the same.
         """
         level, number = self._level, self._numbers[self._next]
-        begin = level._offset[number]
-        end = begin + level._n_bytes[number]
-        if begin < self._start or end > self._end:
-            self._read_ahead()
-        self._next += 1
+        begin, end = level._place(number)
         try:
-            stream = level._whole_stream(self._bytes[begin - self._start : end - self._start], number)
-            jpeg.decode(stream, out)
+            if begin < self._start or end > self._end:
+                self._read_ahead(begin, end)
+            stream = self._bytes[begin - self._start : end - self._start]
+            jpeg.decode(level._whole_stream(stream, end - begin), out)
         except WsiFlError as error:
             raise level._damaged(number, error) from None
+        finally:
+            self._next += 1
 
-    def _read_ahead(self) -> None:
-        """The bytes of the next tile and of those that follow it closely in the file."""
-        level, first = self._level, self._numbers[self._next]
-        start = level._offset[first]
-        end = start + level._n_bytes[first]
+    def _read_ahead(self, begin: int, first_end: int) -> None:
+        """The bytes of the next tile, which lie there, and of those that follow it closely in the file."""
+        end = first_end
         for number in self._numbers[self._next + 1 :]:
-            begin = level._offset[number]
-            if not end <= begin <= end + _GAP_BYTES or begin + level._n_bytes[number] - start > _MOST_BYTES:
+            start, stop = self._level._place(number)
+            if not end <= start <= end + _GAP_BYTES or stop - begin > _TOGETHER_BYTES:
                 break
-            end = begin + level._n_bytes[number]
-        self._start, self._end = start, end
-        self._bytes = os.pread(level._file, end - start, start)
+            end = stop
+        try:
+            self._bytes = self._level._bytes(begin, end)
+        except WsiFlError:  # which may be another's fault
+            end = first_end
+            self._bytes = self._level._bytes(begin, end)
+        self._start, self._end = begin, end
 
 
 class Piece(NamedTuple):

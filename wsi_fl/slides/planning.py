@@ -35,6 +35,8 @@ _PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
 _BATCH, _BATCH_BYTES = 32, 13 << 20
 _AHEAD, _AHEAD_BYTES = 1, 1 << 28
 """Batches beyond those that threads are filling, and the most memory for all of them."""
+_AT_ONCE = 1 << 14
+"""Patches whose reading is planned at once: plans of millions would not be small."""
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,8 @@ def read_patches(
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
 
-    Each thread fills a batch of one slide, which they share (the decoders release the interpreter's lock): neighbours
-    are read at about the same time, so a native tile under several of them is decoded once. They run only so far
-    ahead that memory stays bounded.
+    Threads share one slide (the decoders release the interpreter's lock) and run only so far ahead that memory stays
+    bounded. A native tile under several patches is decoded once; see `sweep`.
 
     Args:
         record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
@@ -170,14 +171,17 @@ def read_patches(
     threads = max(1, threads)
     ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
     with Slide(record.path, record.mpp_override, reader) as slide:
-        sweep = Sweep(slide, xy_l0, spec, _strip_size(xy_l0, spec, ahead))
-        with closing(in_order(sweep.fill, len(sweep), threads=threads, ahead=ahead)) as filled:
-            for number in filled:
-                yield sweep.take(number, aside)
+        step = _strip_size(xy_l0, spec, ahead)
+        for first in range(0, len(xy_l0), _AT_ONCE):
+            sweep = Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
+            with closing(in_order(sweep.fill, len(sweep), threads=threads, ahead=ahead)) as filled:
+                for number in filled:
+                    yield sweep.take(number, aside)
 
 
 def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
-    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept."""
+    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept where
+    patches are resampled from them."""
     in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
     in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
     return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))

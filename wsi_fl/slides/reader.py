@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil, floor
 from pathlib import Path
 from types import TracebackType
@@ -178,10 +178,18 @@ class Slide:
         if level is None:
             return None
         number, native = level
+
+        @cache
+        def along(v: int) -> int | None:
+            """Both axes have the same scale."""
+            at = self._levels.position(number, self._levels.nearest_corner(number, (v, v)))
+            return None if at is None else at[0]
+
         found: list[tuple[int, int] | None] = []
         for corner in corners:
-            at = self._levels.position(number, self._levels.nearest_corner(number, corner))
-            found.append(at if at is not None and native.holds((*at, size_px, size_px)) else None)
+            x, y = (along(v) for v in corner)
+            held = x is not None and y is not None and native.holds((x, y, size_px, size_px))
+            found.append((x, y) if x is not None and y is not None and held else None)
         return native, found
 
     def native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:

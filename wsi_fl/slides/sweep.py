@@ -29,18 +29,21 @@ Position = tuple[int, int] | None
 class Sweep:
     """Reads patches strip by strip.
 
-    Threads call `fill` once for each strip, beginning in order. A strip can be taken once its own call and all before
-    it have returned.
+    Threads call `fill` once for each strip, about in order. A strip can be taken once its own call and all before it
+    have returned.
 
     Args:
         slide: open; it stays open.
         xy_l0: the patches' corners [n, 2].
         spec: their size and resolution.
         step: patches in a strip.
+        first: row of the first patch among all that are read.
     """
 
-    def __init__(self, slide: Slide, xy_l0: NDArray[np.int64], spec: GridSpec, step: int) -> None:
-        self._slide, self._spec, self._step = slide, spec, step
+    def __init__(
+        self, slide: Slide, xy_l0: NDArray[np.int64], spec: GridSpec, step: int, first: int = 0
+    ) -> None:
+        self._slide, self._spec, self._step, self._first = slide, spec, step, first
         corners = [(x, y) for x, y in xy_l0.tolist()]
         native = slide.native_positions(corners, spec.size_px, spec.mpp)
         self._level: NativeLevel | None = None
@@ -78,7 +81,7 @@ class Sweep:
         """
         strip = self._strips.pop(number)
         self._read(strip, sorted(strip.doubtful))
-        first, pixels = number * self._step, self._pixels(strip)
+        first, pixels = self._first + number * self._step, self._pixels(strip)
         if not strip.bad:
             return first, pixels
         if aside is None:
@@ -129,10 +132,15 @@ class Sweep:
                 for patch, *_ in given:
                     strip, k = divmod(patch, self._step)
                     self._strips[strip].doubtful.add(k)
+            elif n > 1:
+                for patch, top, bottom, _, _, y, x in given:
+                    _copy_side_by_side(
+                        room[:, top:bottom], patches[patch][y : y + bottom - top, x : x + n * width]
+                    )
             elif not direct:
+                tile = room[0]
                 for patch, top, bottom, left, right, y, x in given:
-                    out = patches[patch][y : y + bottom - top, x : x + right - left + (n - 1) * width]
-                    _copy(room[:, top:bottom, left:right], out)
+                    patches[patch][y : y + bottom - top, x : x + right - left] = tile[top:bottom, left:right]
 
     def _patches(self, numbers: set[int]) -> dict[int, NDArray[np.uint8]]:
         """Where these patches go."""
@@ -144,9 +152,14 @@ class Sweep:
         with self._allocating:
             if strip.pixels is None:
                 size = self._spec.size_px
-                strip.pixels = _MEMORY.empty((len(strip.corners), size, size, 3), np.uint8)
+                room = _MEMORY.empty((self._step, size, size, 3), np.uint8)  # the same for the last one
+                strip.pixels = room[: len(strip.corners)]
                 for k, xy in enumerate(strip.at):
-                    if xy is not None and self._level and not self._level.within((*xy, size, size)):
+                    if (
+                        xy is not None
+                        and self._level is not None
+                        and not self._level.within((*xy, size, size))
+                    ):
                         strip.pixels[k] = self._level.background
             return strip.pixels
 
@@ -181,15 +194,12 @@ def _is_whole(part: list[int], level: NativeLevel, patches: dict[int, NDArray[np
     return patches[patch].shape == level.tile_shape == (bottom - top, right - left, 3)
 
 
-def _copy(tiles: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    """Tiles [n, height, width, 3] side by side into `out` [height, n · width, 3].
+def _copy_side_by_side(tiles: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+    """Tiles [n, height, width, 3] into `out` [height, n · width, 3].
 
     Line by line through all of them: memory that is written from front to back takes half the time of memory that is
     written by columns.
     """
     n, height, width, channels = tiles.shape
-    if n == 1:
-        out[:] = tiles[0]
-    else:
-        lines = out.reshape(height, n, width * channels)  # a view, as splitting an axis always is
-        lines[:] = tiles.reshape(n, height, width * channels).swapaxes(0, 1)
+    lines = out.reshape(height, n, width * channels)  # a view, as the lines of `out` are contiguous
+    lines[:] = tiles.reshape(n, height, width * channels).swapaxes(0, 1)
