@@ -77,10 +77,16 @@ class NativeLevel:
         across = pieces(x, width, self.image.tile_px[0], level_width)
         for row in pieces(y, height, self.image.tile_px[1], level_height):
             for column in across:
-                whole = row.whole and column.whole
-                rows = _KEPT_ROWS if overlapping else 0 if whole else _STRADDLING_ROWS
-                tile = self._tile(row.number * self.image.n_columns + column.number, rows)
-                out[row.to, column.to] = tile[row.of, column.of]
+                number = row.number * self.image.n_columns + column.number
+                part = out[row.to, column.to]
+                if overlapping:
+                    part[:] = self._kept_tile(number, _KEPT_ROWS)[row.of, column.of]
+                elif not (row.whole and column.whole):
+                    part[:] = self._kept_tile(number, _STRADDLING_ROWS)[row.of, column.of]
+                elif part.shape == self.tile_shape and part.flags.c_contiguous:
+                    self._decode(number, part)
+                else:
+                    part[:] = self._decode(number, self._room())[row.of, column.of]
 
     def within(self, box: Box) -> bool:
         """Whether no part of the box lies beyond the edge."""
@@ -125,15 +131,16 @@ class NativeLevel:
         )
         return columns, rows
 
-    def _tile(self, number: int, rows: int) -> NDArray[np.uint8]:
-        """uint8 in the tile's shape, kept with so many rows of others; without any good until this thread's next
-        call."""
-        if rows:
-            return self._kept.get(number, self._decode, min(self._most, rows * self.image.n_columns))
+    def _kept_tile(self, number: int, rows: int) -> NDArray[np.uint8]:
+        """uint8 in the tile's shape, kept with so many rows of others."""
+        return self._kept.get(number, self._decode, min(self._most, rows * self.image.n_columns))
+
+    def _room(self) -> NDArray[np.uint8]:
+        """For one tile; the same at each of this thread's calls."""
         room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
         if room is None:
             room = self._scratch.tile = np.empty(self.tile_shape, np.uint8)
-        return self._decode(number, room)
+        return room
 
     def _decode(self, number: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         out = np.empty(self.tile_shape, np.uint8) if out is None else out
