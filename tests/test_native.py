@@ -471,7 +471,11 @@ def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsampl
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
     with Slide(path, reader="openslide") as judge:
         mpp = MPP * judge.level_downsamples[1]
-        corners = np.array([(x, y) for y in range(-20, 610, 120) for x in range(-20, 730, 120)])
+        corners = np.array([(x, y) for y in (-20, *range(0, 610, 120)) for x in (-20, *range(0, 730, 120))])
+        with Slide(path) as slide:
+            _, at = slide.native_positions(corners.tolist(), 60, mpp)
+            assert slide._native.level(1) is not None and sum(xy is not None for xy in at) > 0
+            assert (None in at) == (downsample != 2)
         pixels = np.concatenate(
             [some for _, some in read_patches(record, corners, GridSpec(60, mpp, 60), threads=2)]
         )
@@ -507,6 +511,9 @@ def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, m
     pixels = np.concatenate(
         [some for _, some in read_patches(record, corners, GridSpec(100, MPP, 100), threads=2)]
     )
+    with Slide(path) as slide:
+        _, at = slide.native_positions(corners.tolist(), 100, MPP)
+        assert 1 <= at.count(None) <= 4
     with Slide(path, reader="openslide") as judge:
         for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
             assert np.array_equal(patch, judge.read((x, y), 100, MPP)), (x, y)

@@ -1,7 +1,7 @@
 """Memory of large arrays, used again once nobody holds them.
 
 glibc gives memory back to the system sooner than batches come and go, and the kernel zeroes fresh pages before they are
-written: for a batch of 512-px images that takes about as long as normalising them, and a good part of decoding them.
+written: for a batch of 512-px images that takes about as long as normalising them.
 """
 
 from __future__ import annotations

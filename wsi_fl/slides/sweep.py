@@ -52,8 +52,8 @@ class Sweep:
             self._level, at = native
             self._cuts = self._cut(self._level, at)
         self._strips = {
-            number: _Strip(corners[first : first + step], at[first : first + step])
-            for number, first in enumerate(range(0, len(corners), step))
+            number: _Strip(corners[start : start + step], at[start : start + step])
+            for number, start in enumerate(range(0, len(corners), step))
         }
         self._n = len(self._strips)
         self._allocating = threading.Lock()
