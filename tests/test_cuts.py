@@ -23,15 +23,14 @@ def carried_out(image, cuts, patches, size_px):
     decoded = []
     for strip in np.unique(cuts.jobs[:, 0]).tolist():
         jobs, parts = cuts.of(strip)
-        for _, tile, n, first, end in jobs:
-            decoded += [(tile + k, strip) for k in range(n)]
+        for _, tile, first, end in jobs.tolist():
+            decoded.append((tile, strip))
             top, left = tile // image.n_columns * tile_height, tile % image.n_columns * tile_width
-            pixels = picture[top : top + tile_height, left : left + n * tile_width]
-            for patch, r0, r1, c0, c1, y, x in parts[first:end]:
-                end_column = c1 + (n - 1) * tile_width
-                there = out[patch][y : y + r1 - r0, x : x + end_column - c0]
+            pixels = picture[top : top + tile_height, left : left + tile_width]
+            for patch, r0, r1, c0, c1, y, x in parts[first:end].tolist():
+                there = out[patch][y : y + r1 - r0, x : x + c1 - c0]
                 assert (there == -1).all(), "no pixel is given twice"
-                there[:] = pixels[r0:r1, c0:end_column]
+                there[:] = pixels[r0:r1, c0:c1]
     return out, decoded
 
 
@@ -48,9 +47,8 @@ def test_every_pixel_is_given_once_and_tiles_are_decoded_once_within_reach(seed)
         at = draw.permutation(at)
     patch = np.flatnonzero(draw.random(len(at) * 2) < 0.6)[: len(at)]
     at = at[: len(patch)]
-    step, reach, together = (int(draw.integers(1, n)) for n in (9, 30, 4))
-    together = together if stride >= size_px else 1
-    cuts = cut(image, at, patch, size_px, step=step, reach=reach, together=together)
+    step, reach = (int(draw.integers(1, n)) for n in (9, 30))
+    cuts = cut(image, at, patch, size_px, step=step, reach=reach)
     out, decoded = carried_out(image, cuts, patch.tolist(), size_px)
     for number, (x, y) in zip(patch.tolist(), at.tolist(), strict=True):
         ys, xs = np.mgrid[y : y + size_px, x : x + size_px]
@@ -68,8 +66,7 @@ def test_every_pixel_is_given_once_and_tiles_are_decoded_once_within_reach(seed)
     for strip in np.unique(cuts.jobs[:, 0]):
         jobs = cuts.jobs[cuts.jobs[:, 0] == strip]
         assert (np.diff(jobs[:, 1]) > 0).all()
-        assert (jobs[:, 2] <= together).all()
-        for _, _, _, first, end in jobs:
+        for _, _, first, end in jobs:
             given = cuts.parts[first:end, 0] // step
             assert given[0] == strip and (given >= strip).all() and (given <= strip + reach).all()
 
@@ -79,10 +76,4 @@ def test_no_patch_is_no_plan():
         image_of((64, 64), (16, 16)), np.zeros((0, 2), np.int64), np.zeros(0, np.int64), 8, step=4, reach=2
     )
     assert len(cuts.jobs) == len(cuts.parts) == 0
-    assert cuts.of(0) == ([], [])
-
-
-def test_whole_tiles_side_by_side_are_one_job():
-    at = np.array([(0, 0), (32, 0)])
-    jobs = cut(image_of((64, 32), (8, 16)), at, np.arange(2), 32, step=2, reach=1, together=3).jobs
-    assert jobs[:, 1:3].tolist() == [[0, 3], [3, 1], [4, 3], [7, 1], [8, 3], [11, 1], [12, 3], [15, 1]]
+    assert [len(rows) for rows in cuts.of(0)] == [0, 0]

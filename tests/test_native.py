@@ -15,7 +15,7 @@ from conftest import SHARED
 from PIL import Image
 
 from wsi_fl import jpeg
-from wsi_fl.slides import native, phantom, planning, sweep
+from wsi_fl.slides import native, phantom, planning, scatter, sweep
 from wsi_fl.slides.phantom import tiff as writer
 from wsi_fl.slides.planning import read_patches
 from wsi_fl.slides.reader import Slide
@@ -360,23 +360,22 @@ def test_patches_that_touch_are_read_together_and_give_the_same(tmp_path, monkey
     assert np.array_equal(together, expected)
 
 
-@pytest.mark.parametrize("together", [1, 2, 4])
-@pytest.mark.parametrize("tile_px", [16, 48, 96])
-def test_tiles_side_by_side_are_copied_together_and_give_the_same(tmp_path, monkeypatch, tile_px, together):
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("tile_px", [16, 48, 96, 240])
+def test_tiles_are_copied_to_their_patches_with_a_compiler_and_without(
+    tmp_path, monkeypatch, tile_px, compiled
+):
+    if compiled and not scatter.is_compiled():
+        pytest.skip("wsi-fl was installed without a C compiler")
+    if not compiled:
+        monkeypatch.setattr(scatter, "_by_c", None)
     path = write_slide(tmp_path / "s.tif", tile_px=tile_px)  # whose last tiles hang over on both sides
-    monkeypatch.setattr(sweep, "_SCRATCH_BYTES", together * tile_px**2 * 3)
-    runs = []
-    original = sweep._copy_side_by_side
-    monkeypatch.setattr(
-        sweep, "_copy_side_by_side", lambda tiles, out: (runs.append(len(tiles)), original(tiles, out))
-    )
     corners = np.array([(x, y) for y in range(0, 610, 96) for x in range(0, 730, 96)])
     spec, record = GridSpec(96, MPP, 96), SlideRecord(path, "s", "p", "s", "negative", positive=False)
     pixels = np.concatenate([some for _, some in read_patches(record, corners, spec, threads=2)])
     with Slide(path, reader="openslide") as judge:
         for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
             assert np.array_equal(patch, judge.read((x, y), 96, MPP)), (x, y)
-    assert max(runs, default=1) == min(together, max(1, 96 // tile_px))
 
 
 @pytest.mark.parametrize("stride", [100, 60])
@@ -473,9 +472,9 @@ def test_patches_of_a_lower_level_are_that_levels_own_pixels(tmp_path, downsampl
         mpp = MPP * judge.level_downsamples[1]
         corners = np.array([(x, y) for y in (-20, *range(0, 610, 120)) for x in (-20, *range(0, 730, 120))])
         with Slide(path) as slide:
-            _, at = slide.native_positions(corners.tolist(), 60, mpp)
-            assert slide._native.level(1) is not None and sum(xy is not None for xy in at) > 0
-            assert (None in at) == (downsample != 2)
+            _, _, tiled = slide.native_positions(corners, 60, mpp)
+            assert slide._native.level(1) is not None and tiled.any()
+            assert tiled.all() == (downsample == 2)
         pixels = np.concatenate(
             [some for _, some in read_patches(record, corners, GridSpec(60, mpp, 60), threads=2)]
         )
@@ -512,8 +511,8 @@ def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, m
         [some for _, some in read_patches(record, corners, GridSpec(100, MPP, 100), threads=2)]
     )
     with Slide(path) as slide:
-        _, at = slide.native_positions(corners.tolist(), 100, MPP)
-        assert 1 <= at.count(None) <= 4
+        _, _, tiled = slide.native_positions(corners, 100, MPP)
+        assert 1 <= (~tiled).sum() <= 4
     with Slide(path, reader="openslide") as judge:
         for (x, y), patch in zip(corners.tolist(), pixels, strict=True):
             assert np.array_equal(patch, judge.read((x, y), 100, MPP)), (x, y)

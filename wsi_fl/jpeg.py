@@ -19,8 +19,10 @@ _APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
 _ADOBE_RGB = b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00\x00"
 """Adobe's marker with colour transform 0: the components are red, green and blue (Adobe Technical Note 5116)."""
 
+Stream = bytes | memoryview
 
-def decode(stream: bytes, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+
+def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
     """The picture uint8[h, w, 3] in RGB; written into `out`, contiguous and of that very shape, where it is given.
 
     Raises:
@@ -37,7 +39,7 @@ def decode(stream: bytes, out: NDArray[np.uint8] | None = None) -> NDArray[np.ui
     return out
 
 
-def check(stream: bytes) -> None:
+def check(stream: Stream) -> None:
     """Reads the stream to its end without making its pixels, for about half of what decoding costs.
 
     Raises:
@@ -49,7 +51,7 @@ def check(stream: bytes) -> None:
         raise _unusable(error) from None
 
 
-def size(stream: bytes) -> tuple[int, int]:
+def size(stream: Stream) -> tuple[int, int]:
     """(height, width) in pixels, from the header alone.
 
     Raises:
@@ -62,7 +64,7 @@ def size(stream: bytes) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def complete(stream: bytes, tables: bytes = b"", *, rgb: bool = False) -> bytes:
+def complete(stream: Stream, tables: bytes = b"", *, rgb: bool = False) -> Stream:
     """A self-contained stream from an abbreviated one and its tables, as TIFF keeps them (TIFF Technical Note 2).
 
     Args:
@@ -70,7 +72,7 @@ def complete(stream: bytes, tables: bytes = b"", *, rgb: bool = False) -> bytes:
         tables: TIFF's JPEGTables, a stream without a picture; empty where `stream` holds its own.
         rgb: whether the components are red, green and blue, which in TIFF a tag says and in a stream a marker.
     """
-    if not stream.startswith(_SOI):
+    if stream[:2] != _SOI:
         raise WsiFlError("not a JPEG stream: it does not begin with the start marker")
     head = tables[2:-2]
     if not rgb:
@@ -78,7 +80,7 @@ def complete(stream: bytes, tables: bytes = b"", *, rgb: bool = False) -> bytes:
     return b"".join((_SOI, _ADOBE_RGB, _without_colour(head), _without_colour(stream[2:])))
 
 
-def _without_colour(segments: bytes) -> bytes:
+def _without_colour(segments: Stream) -> bytes:
     """Without the markers (JFIF, Adobe) that say what the components are."""
     kept, place = [], 0
     while place + 4 <= len(segments) and segments[place] == 0xFF and segments[place + 1] != _SOS:

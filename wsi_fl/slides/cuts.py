@@ -17,28 +17,23 @@ class Cuts(NamedTuple):
     """What is decoded and copied, strip after strip.
 
     Attributes:
-        jobs: [j, 5] strip, first tile, tiles side by side, first part, end of parts; by strip and tile.
-        parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch. Several
-            tiles give all their columns.
+        jobs: [j, 4] strip, tile, first part, end of parts; by strip and tile.
+        parts: [p, 7] patch; first and end row, first and end column in the tile; row and column in the patch.
     """
 
     jobs: Rows
     parts: Rows
 
-    def of(self, strip: int) -> tuple[list[list[int]], list[list[int]]]:
-        """(jobs, parts) of one strip, whose first part has number 0."""
+    def of(self, strip: int) -> Cuts:
+        """Those of one strip, whose first part has number 0."""
         begin, end = np.searchsorted(self.jobs[:, 0], (strip, strip + 1))
         jobs = self.jobs[begin:end].copy()
-        if not len(jobs):
-            return [], []
-        first, last = int(jobs[0, 3]), int(jobs[-1, 4])
-        jobs[:, 3:] -= first
-        return jobs.tolist(), self.parts[first:last].tolist()
+        first, last = (int(jobs[0, 2]), int(jobs[-1, 3])) if len(jobs) else (0, 0)
+        jobs[:, 2:] -= first
+        return Cuts(jobs, self.parts[first:last])
 
 
-def cut(
-    image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, reach: int, together: int = 1
-) -> Cuts:
+def cut(image: TiledImage, at: Rows, patch: Rows, size_px: int, *, step: int, reach: int) -> Cuts:
     """The plan for patches that are taken in strips.
 
     A tile is decoded by the first strip that wants it and gives to all strips up to `reach` further on; of those
@@ -51,57 +46,49 @@ def cut(
         size_px: their side.
         step: patches in a strip.
         reach: strips.
-        together: whole tiles side by side that are taken at once, which is faster to copy; for patches that do not
-            overlap, as others would have to agree on which.
 
     Example:
         >>> tiles = np.arange(4)
         >>> image = TiledImage((8, 8), (4, 4), tiles, tiles, b"", rgb=False)
         >>> cut(image, np.array([[0, 0], [2, 4]]), np.arange(2), 4, step=1, reach=1).jobs.tolist()
-        [[0, 0, 1, 0, 1], [1, 2, 1, 1, 2], [1, 3, 1, 2, 3]]
+        [[0, 0, 0, 1], [1, 2, 1, 2], [1, 3, 2, 3]]
     """
-    across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0], together)
-    down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1], 1)
+    across, first_across, n_across = _along(at[:, 0], size_px, image.tile_px[0], image.size_px[0])
+    down, first_down, n_down = _along(at[:, 1], size_px, image.tile_px[1], image.size_px[1])
     n = n_across * n_down
     of = np.repeat(np.arange(len(at)), n)
     k = np.arange(len(of)) - np.repeat(np.cumsum(n) - n, n)
     column = across[first_across[of] + k % n_across[of]]
     row = down[first_down[of] + k // n_across[of]]
-    tile, tiles = row[:, 0] * image.n_columns + column[:, 0], column[:, 1]
+    tile = row[:, 0] * image.n_columns + column[:, 0]
     strip = patch[of] // step
 
-    order = np.argsort(tile * (together + 1) + tiles, kind="stable")
-    tile, tiles, strip = tile[order], tiles[order], strip[order]
-    begins = _changes(tile, tiles)
-    begins = _changes(tile, tiles, (strip - strip[_last_true(begins)]) // (reach + 1))
+    order = np.argsort(tile, kind="stable")
+    tile, strip = tile[order], strip[order]
+    begins = _changes(tile)
+    begins = _changes(tile, (strip - strip[_last_true(begins)]) // (reach + 1))
     owner = strip[_last_true(begins)]
 
-    again = np.lexsort((np.cumsum(begins), tile, owner))
-    order, owner, tile, tiles = order[again], owner[again], tile[again], tiles[again]
+    again = np.lexsort((tile, owner))
+    order, owner, tile = order[again], owner[again], tile[again]
     first = np.flatnonzero(begins[again])
     end = np.append(first, len(order))[1:]
     parts = np.stack(
-        [patch[of], row[:, 2], row[:, 3], column[:, 2], column[:, 3], row[:, 4], column[:, 4]], axis=1
+        [patch[of], row[:, 1], row[:, 2], column[:, 1], column[:, 2], row[:, 3], column[:, 3]], axis=1
     )[order]
-    return Cuts(np.stack([owner[first], tile[first], tiles[first], first, end], axis=1), parts)
+    return Cuts(np.stack([owner[first], tile[first], first, end], axis=1), parts)
 
 
-def _along(start: Rows, size_px: int, tile_px: int, extent_px: int, together: int) -> tuple[Rows, Rows, Rows]:
-    """Along one axis: (pieces [m, 5] as first tile, tiles, their first and end pixel, pixel of the patch; for patches
-    that start there [n] the first of its pieces, and how many it has)."""
+def _along(start: Rows, size_px: int, tile_px: int, extent_px: int) -> tuple[Rows, Rows, Rows]:
+    """Along one axis: (pieces [m, 4] as tile, its first and end pixel, pixel of the patch; for patches that start there
+    [n] the first of its pieces, and how many it has)."""
     known, of = np.unique(start, return_inverse=True)
-    found: list[list[int]] = []
-    ends = [0]
-    for at in known.tolist():
-        for number, taken, to, _ in pieces(at, size_px, tile_px, extent_px):
-            whole = taken == slice(0, tile_px)
-            if whole and len(found) > ends[-1] and found[-1][2:4] == [0, tile_px] and found[-1][1] < together:
-                found[-1][1] += 1
-            else:
-                found.append([number, 1, taken.start, taken.stop, to.start])
-        ends.append(len(found))
-    table = np.array(found, np.int64).reshape(-1, 5)
-    bounds = np.array(ends, np.int64)
+    found = [
+        [(piece.number, piece.of.start, piece.of.stop, piece.to.start) for piece in some]
+        for some in (pieces(at, size_px, tile_px, extent_px) for at in known.tolist())
+    ]
+    table = np.array([piece for some in found for piece in some], np.int64).reshape(-1, 4)
+    bounds = np.cumsum([0, *map(len, found)])
     return table, bounds[of], np.diff(bounds)[of]
 
 

@@ -37,6 +37,9 @@ class NativeLevel:
         file: its descriptor, which stays the caller's.
         image: where the tiles lie.
         background: RGB of what lies beyond the edge.
+
+    Attributes:
+        complete: whether the file has all tiles.
     """
 
     def __init__(self, file: int, image: TiledImage, background: tuple[int, int, int]) -> None:
@@ -50,11 +53,11 @@ class NativeLevel:
         self._kept = _Recent()
         self._offset, self._n_bytes = image.offset.tolist(), image.n_bytes.tolist()
         self._scratch = threading.local()
-        self._has_all = bool(image.n_bytes.all())
+        self.complete = bool(image.n_bytes.all())
 
     def holds(self, box: Box) -> bool:
         """Whether the file has every tile that the box touches."""
-        if self._has_all:
+        if self.complete:
             return True
         columns, rows = self._span(box)
         table = self.image.n_bytes.reshape(self.image.n_rows, self.image.n_columns)
@@ -117,7 +120,7 @@ class NativeLevel:
                 raise WsiFlError("its picture has another size")
         except WsiFlError as error:
             raise self._damaged(number, error) from None
-        return stream
+        return bytes(stream)
 
     def _span(self, box: Box) -> tuple[range, range]:
         """The columns and rows of tiles that a box touches."""
@@ -149,7 +152,7 @@ class NativeLevel:
         except WsiFlError as error:
             raise self._damaged(number, error) from None
 
-    def _stream(self, number: int) -> bytes:
+    def _stream(self, number: int) -> jpeg.Stream:
         begin, end = self._place(number)
         return self._whole_stream(self._bytes(begin, end), end - begin)
 
@@ -171,7 +174,7 @@ class NativeLevel:
         except (OSError, OverflowError) as error:
             raise WsiFlError(str(error)) from None
 
-    def _whole_stream(self, stream: bytes, n_bytes: int) -> bytes:
+    def _whole_stream(self, stream: jpeg.Stream, n_bytes: int) -> jpeg.Stream:
         """The self-contained stream of a tile from what the file has of it."""
         if len(stream) < n_bytes:
             raise WsiFlError("the file ends within it")
@@ -197,7 +200,7 @@ class TileReader:
         self._numbers = numbers
         self._next = 0
         self._start = self._end = 0
-        self._bytes = b""
+        self._bytes = memoryview(b"")
 
     def decode(self, out: NDArray[np.uint8]) -> None:
         """The next tile, into a contiguous array of the tiles' shape.
@@ -226,10 +229,10 @@ class TileReader:
                 break
             end = stop
         try:
-            self._bytes = self._level._bytes(begin, end)
+            self._bytes = memoryview(self._level._bytes(begin, end))
         except WsiFlError:  # which may be another's fault
             end = first_end
-            self._bytes = self._level._bytes(begin, end)
+            self._bytes = memoryview(self._level._bytes(begin, end))
         self._start, self._end = begin, end
 
 

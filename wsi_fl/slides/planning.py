@@ -32,7 +32,7 @@ from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 _UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 8
 _PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
-_BATCH, _BATCH_BYTES = 32, 13 << 20
+_BATCH, _BATCH_BYTES = 32, 20 << 20
 _AHEAD, _AHEAD_BYTES = 1, 1 << 28
 """Batches beyond those that threads are filling, and the most memory for all of them."""
 _AT_ONCE = 1 << 14

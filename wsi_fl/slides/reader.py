@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Mapping
+from functools import cached_property
 from math import ceil, floor
 from pathlib import Path
 from types import TracebackType
@@ -167,30 +167,27 @@ class Slide:
         return out
 
     def native_positions(
-        self, corners: Sequence[tuple[int, int]], size_px: int, mpp: float
-    ) -> tuple[NativeLevel, list[tuple[int, int] | None]] | None:
-        """The level whose own pixels patches are, and where in it: (x, y) of each corner in its pixels.
+        self, xy_l0: NDArray[np.int64], size_px: int, mpp: float
+    ) -> tuple[NativeLevel, NDArray[np.int64], NDArray[np.bool_]] | None:
+        """(the level whose own pixels patches are; where in it their corners [n, 2] lie: (x, y) [n, 2] in its pixels;
+        [n] whether that is so: not where the file leaves a tile out or patches lie between pixels).
 
-        None where the slide's tiles are not read, or patches are resampled from them; for single patches where the
-        file leaves a tile out or they lie between pixels.
+        None where the slide's tiles are not read, or patches are resampled from them.
         """
         level = self._native_level(size_px, mpp)
         if level is None:
             return None
         number, native = level
-
-        @cache
-        def along(v: int) -> int | None:
-            """Both axes have the same scale."""
-            at = self._levels.position(number, self._levels.nearest_corner(number, (v, v)))
-            return None if at is None else at[0]
-
-        found: list[tuple[int, int] | None] = []
-        for corner in corners:
-            x, y = (along(v) for v in corner)
-            held = x is not None and y is not None and native.holds((x, y, size_px, size_px))
-            found.append((x, y) if x is not None and y is not None and held else None)
-        return native, found
+        corner, of = np.unique(xy_l0, return_inverse=True)  # both axes have the same scale
+        found = [
+            self._levels.position(number, self._levels.nearest_corner(number, (v, v)))
+            for v in corner.tolist()
+        ]
+        at = np.array([(-1 if xy is None else xy[0]) for xy in found], np.int64)[of].reshape(-1, 2)
+        tiled = np.asarray(np.array([xy is not None for xy in found])[of].reshape(-1, 2).all(axis=1), bool)
+        if not native.complete:
+            tiled &= np.array([native.holds((x, y, size_px, size_px)) for x, y in at.tolist()], bool)
+        return native, at, tiled
 
     def native_stream(self, xy_l0: tuple[int, int], size_px: int, mpp: float) -> bytes | None:
         """The slide's own JPEG bytes of a patch, self-contained; None where it is not one whole native tile.

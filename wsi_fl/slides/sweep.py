@@ -12,18 +12,14 @@ from wsi_fl.recycled import Recycled
 from wsi_fl.slides.cuts import Cuts, cut
 from wsi_fl.slides.native import NativeLevel, TileReader
 from wsi_fl.slides.reader import Slide
+from wsi_fl.slides.scatter import scatter
 from wsi_fl.types import GridSpec, WsiFlError
 
 _REACH_BYTES = 1 << 28
 """How far ahead a tile gives, in pixels of the patches between; patches still further on decode it again. The next row
 of the grid should lie within."""
-_SCRATCH_BYTES = 600_000
-"""Tiles that are decoded before they are copied; more would not fit the cache of a core."""
 _MEMORY = Recycled(most=8)
 """Of strips that are gone."""
-
-Position = tuple[int, int] | None
-"""(x, y) in pixels of a level; None where a patch is not made of its tiles."""
 
 
 class Sweep:
@@ -44,17 +40,18 @@ class Sweep:
         self, slide: Slide, xy_l0: NDArray[np.int64], spec: GridSpec, step: int, first: int = 0
     ) -> None:
         self._slide, self._spec, self._step, self._first = slide, spec, step, first
-        corners = [(x, y) for x, y in xy_l0.tolist()]
-        native = slide.native_positions(corners, spec.size_px, spec.mpp)
+        native = slide.native_positions(xy_l0, spec.size_px, spec.mpp)
         self._level: NativeLevel | None = None
-        at: list[Position] = [None] * len(corners)
+        tiled = over = np.zeros(len(xy_l0), bool)
         if native is not None:
-            self._level, at = native
-            self._cuts = self._cut(self._level, at)
-        self._strips = {
-            number: _Strip(corners[start : start + step], at[start : start + step])
-            for number, start in enumerate(range(0, len(corners), step))
-        }
+            self._level, at, tiled = native
+            rows = np.flatnonzero(tiled)
+            reach = max(1, _REACH_BYTES // (step * spec.size_px**2 * 3))
+            self._cuts = cut(self._level.image, at[rows], rows, spec.size_px, step=step, reach=reach)
+            ends = at + spec.size_px > self._level.image.size_px
+            over = tiled & ((at < 0) | ends).any(axis=1)
+        strips = (slice(start, start + step) for start in range(0, len(xy_l0), step))
+        self._strips = {k: _Strip(xy_l0[some], tiled[some], over[some]) for k, some in enumerate(strips)}
         self._n = len(self._strips)
         self._allocating = threading.Lock()
         self._scratch = threading.local()
@@ -65,7 +62,7 @@ class Sweep:
     def fill(self, number: int) -> None:
         """Decodes the tiles under a strip that none before it decodes; what has no tiles is read from the slide."""
         strip = self._strips[number]
-        self._read(strip, [k for k, xy in enumerate(strip.at) if xy is None])
+        self._read(strip, np.flatnonzero(~strip.tiled).tolist())
         if self._level is not None:
             self._decode(self._level, self._cuts, number)
 
@@ -89,63 +86,41 @@ class Sweep:
         aside.update((first + k, strip.bad[k]) for k in sorted(strip.bad))
         return first, np.delete(pixels, list(strip.bad), 0)
 
-    def _cut(self, level: NativeLevel, at: list[Position]) -> Cuts:
-        size = self._spec.size_px
-        rows = [row for row, xy in enumerate(at) if xy is not None]
-        return cut(
-            level.image,
-            np.array([at[row] for row in rows], np.int64).reshape(-1, 2),
-            np.array(rows, np.int64),
-            size,
-            step=self._step,
-            reach=max(1, _REACH_BYTES // (self._step * size**2 * 3)),
-            together=_most_tiles(level) if self._spec.stride_px >= size else 1,
-        )
-
     def _read(self, strip: _Strip, some: Iterable[int]) -> None:
         """These patches, one by one."""
         size, overlapping = self._spec.size_px, self._spec.stride_px < self._spec.size_px
         pixels = self._pixels(strip)
         for k in some:
+            x, y = strip.corners[k].tolist()
             try:
-                self._slide.read(strip.corners[k], size, self._spec.mpp, pixels[k], overlapping)
+                self._slide.read((x, y), size, self._spec.mpp, pixels[k], overlapping)
             except WsiFlError as error:
                 strip.bad[k] = str(error)
 
     def _decode(self, level: NativeLevel, cuts: Cuts, number: int) -> None:
         jobs, parts = cuts.of(number)
-        patches = self._patches({part[0] for part in parts})
-        tiles = TileReader(level, [tile + k for _, tile, n, *_ in jobs for k in range(n)])
-        width = level.tile_shape[1]
+        patches = self._patches(parts[:, 0])
         scratch = self._room(level)
-        for _, _, n, first, end in jobs:
-            given = parts[first:end]
-            direct = n == len(given) == 1 and _is_whole(given[0], level, patches)
-            room = patches[given[0][0]][None] if direct else scratch[:n]
-            damaged = False
-            for tile in room:
-                try:
-                    tiles.decode(tile)
-                except WsiFlError:
-                    damaged = True
-            if damaged:
-                for patch, *_ in given:
+        tiles = TileReader(level, jobs[:, 1].tolist())
+        direct = _whole(parts, level.tile_shape, self._spec.size_px)
+        for first, end in jobs[:, 2:].tolist():
+            alone = end - first == 1 and direct[first]
+            tile = patches[first] if alone else scratch
+            try:
+                tiles.decode(tile)
+            except WsiFlError:
+                for patch in parts[first:end, 0].tolist():
                     strip, k = divmod(patch, self._step)
                     self._strips[strip].doubtful.add(k)
-            elif n > 1:
-                for patch, top, bottom, _, _, y, x in given:
-                    _copy_side_by_side(
-                        room[:, top:bottom], patches[patch][y : y + bottom - top, x : x + n * width]
-                    )
-            elif not direct:
-                tile = room[0]
-                for patch, top, bottom, left, right, y, x in given:
-                    patches[patch][y : y + bottom - top, x : x + right - left] = tile[top:bottom, left:right]
+            else:
+                if not alone:
+                    scatter(tile, parts[first:end], patches[first:end])
 
-    def _patches(self, numbers: set[int]) -> dict[int, NDArray[np.uint8]]:
+    def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Where these patches go."""
-        pixels = {strip: self._pixels(self._strips[strip]) for strip in {n // self._step for n in numbers}}
-        return {n: pixels[n // self._step][n % self._step] for n in numbers}
+        strips, k = np.divmod(numbers, self._step)
+        pixels = {strip: self._pixels(self._strips[strip]) for strip in np.unique(strips).tolist()}
+        return [pixels[strip][k] for strip, k in zip(strips.tolist(), k.tolist(), strict=True)]
 
     def _pixels(self, strip: _Strip) -> NDArray[np.uint8]:
         """The strip's array, made when it is first wanted; patches over the edge have the background's colour."""
@@ -154,28 +129,24 @@ class Sweep:
                 size = self._spec.size_px
                 room = _MEMORY.empty((self._step, size, size, 3), np.uint8)  # the same for the last one
                 strip.pixels = room[: len(strip.corners)]
-                for k, xy in enumerate(strip.at):
-                    if (
-                        xy is not None
-                        and self._level is not None
-                        and not self._level.within((*xy, size, size))
-                    ):
-                        strip.pixels[k] = self._level.background
+                if self._level is not None and strip.over.any():
+                    strip.pixels[strip.over] = self._level.background
             return strip.pixels
 
     def _room(self, level: NativeLevel) -> NDArray[np.uint8]:
-        """This thread's, for as many tiles as are taken together."""
-        room: NDArray[np.uint8] | None = getattr(self._scratch, "room", None)
+        """This thread's, for one tile."""
+        room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
         if room is None:
-            room = self._scratch.room = np.empty((_most_tiles(level), *level.tile_shape), np.uint8)
+            room = self._scratch.tile = np.empty(level.tile_shape, np.uint8)
         return room
 
 
 class _Strip:
-    """Successive patches on their way into one array: their corners, and where in the level those with tiles lie."""
+    """Successive patches on their way into one array: their corners, whether tiles make them, whether they lie over
+    the edge."""
 
-    def __init__(self, corners: list[tuple[int, int]], at: list[Position]) -> None:
-        self.corners, self.at = corners, at
+    def __init__(self, corners: NDArray[np.int64], tiled: NDArray[np.bool_], over: NDArray[np.bool_]) -> None:
+        self.corners, self.tiled, self.over = corners, tiled, over
         self.pixels: NDArray[np.uint8] | None = None
         self.doubtful: set[int] = set()
         """Over a tile that cannot be decoded."""
@@ -183,23 +154,8 @@ class _Strip:
         """Patch → why it cannot be read."""
 
 
-def _most_tiles(level: NativeLevel) -> int:
-    height, width, channels = level.tile_shape
-    return max(1, _SCRATCH_BYTES // (height * width * channels))
-
-
-def _is_whole(part: list[int], level: NativeLevel, patches: dict[int, NDArray[np.uint8]]) -> bool:
-    """Whether the part is the whole tile and the whole patch."""
-    patch, top, bottom, left, right, _, _ = part
-    return patches[patch].shape == level.tile_shape == (bottom - top, right - left, 3)
-
-
-def _copy_side_by_side(tiles: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
-    """Tiles [n, height, width, 3] into `out` [height, n · width, 3].
-
-    Line by line through all of them: memory that is written from front to back takes half the time of memory that is
-    written by columns.
-    """
-    n, height, width, channels = tiles.shape
-    lines = out.reshape(height, n, width * channels)  # a view, as the lines of `out` are contiguous
-    lines[:] = tiles.reshape(n, height, width * channels).swapaxes(0, 1)
+def _whole(parts: NDArray[np.int64], tile_shape: tuple[int, ...], size_px: int) -> NDArray[np.bool_]:
+    """[p] whether a part is a whole tile and a whole patch."""
+    if tile_shape[:2] != (size_px, size_px):
+        return np.zeros(len(parts), bool)
+    return np.asarray(np.all(parts[:, 1:5] == (0, size_px, 0, size_px), axis=1))
