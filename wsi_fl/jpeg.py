@@ -6,8 +6,6 @@ The only module that knows simplejpeg (libjpeg-turbo). Its settings are libjpeg'
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
@@ -29,14 +27,12 @@ def decode(stream: Stream, out: NDArray[np.uint8] | None = None) -> NDArray[np.u
         WsiFlError: when the stream is cut short or garbled anywhere, or of another size than `out`.
     """
     try:
-        if out is None:
-            return _array(simplejpeg.decode_jpeg(stream, "RGB", strict=True))
-        picture = _array(simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True))
+        picture: NDArray[np.uint8] = simplejpeg.decode_jpeg(stream, "RGB", buffer=out, strict=True)
     except ValueError as error:
         raise _unusable(error) from None
-    if picture.shape != out.shape:
+    if out is not None and picture.shape != out.shape:
         raise WsiFlError(f"JPEG of {_pixels(picture)} where {_pixels(out)} were expected")
-    return out
+    return picture
 
 
 def check(stream: Stream) -> None:
@@ -89,10 +85,6 @@ def _without_colour(segments: Stream) -> bytes:
             kept.append(segments[place:end])
         place = end
     return b"".join((*kept, segments[place:]))
-
-
-def _array(picture: Any) -> NDArray[np.uint8]:
-    return np.asarray(picture, np.uint8)
 
 
 def _unusable(error: ValueError) -> WsiFlError:

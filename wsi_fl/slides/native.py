@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -122,6 +122,38 @@ class NativeLevel:
             raise self._damaged(number, error) from None
         return bytes(stream)
 
+    def streams(self, numbers: NDArray[np.int64]) -> Iterator[jpeg.Stream]:
+        """Self-contained streams of tiles [n] in that order; an empty one where the file does not give it.
+
+        Those that lie together in the file are read from it together: fewer and longer reads.
+        """
+        begin = self.image.offset[numbers]
+        begins, ends = begin.tolist(), (begin + self.image.n_bytes[numbers]).tolist()
+        for run in _together(begins, ends):
+            yield from self._read_together(begins[run], ends[run])
+
+    def _read_together(self, begins: list[int], ends: list[int]) -> Iterator[jpeg.Stream]:
+        start = begins[0]
+        try:
+            read = memoryview(self._bytes(start, ends[-1]))
+        except WsiFlError:
+            if len(begins) == 1:
+                yield b""
+            else:  # it may be the fault of one
+                for begin, end in zip(begins, ends, strict=True):
+                    yield from self._read_together([begin], [end])
+            return
+        as_they_are = not (self.image.tables or self.image.rgb)
+        for begin, end in zip(begins, ends, strict=True):
+            stream = read[begin - start : end - start] if end - start <= len(read) else read[:0]
+            yield stream if as_they_are else self._complete(stream)
+
+    def _complete(self, stream: memoryview) -> jpeg.Stream:
+        try:
+            return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
+        except WsiFlError:
+            return b""
+
     def _span(self, box: Box) -> tuple[range, range]:
         """The columns and rows of tiles that a box touches."""
         columns, rows = (
@@ -153,13 +185,11 @@ class NativeLevel:
             raise self._damaged(number, error) from None
 
     def _stream(self, number: int) -> jpeg.Stream:
-        begin, end = self._place(number)
-        return self._whole_stream(self._bytes(begin, end), end - begin)
-
-    def _place(self, number: int) -> tuple[int, int]:
-        """Where a tile's bytes begin and end in the file."""
-        begin = self._offset[number]
-        return begin, begin + self._n_bytes[number]
+        begin, n_bytes = self._offset[number], self._n_bytes[number]
+        stream = self._bytes(begin, begin + n_bytes)
+        if len(stream) < n_bytes:
+            raise WsiFlError("the file ends within it")
+        return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
 
     def _bytes(self, begin: int, end: int) -> bytes:
         """What the file has there; it may be less.
@@ -174,66 +204,9 @@ class NativeLevel:
         except (OSError, OverflowError) as error:
             raise WsiFlError(str(error)) from None
 
-    def _whole_stream(self, stream: jpeg.Stream, n_bytes: int) -> jpeg.Stream:
-        """The self-contained stream of a tile from what the file has of it."""
-        if len(stream) < n_bytes:
-            raise WsiFlError("the file ends within it")
-        return jpeg.complete(stream, self.image.tables, rgb=self.image.rgb)
-
     def _damaged(self, number: int, error: WsiFlError) -> WsiFlError:
         row, column = divmod(number, self.image.n_columns)
         return WsiFlError(f"native tile in column {column}, row {row} is damaged: {error}")
-
-
-class TileReader:
-    """Decodes tiles of a level in the order in which they are named; one thread's.
-
-    Those that lie together in the file are read from it together: fewer and longer reads.
-
-    Args:
-        level: of an open slide.
-        numbers: of the tiles, in that order.
-    """
-
-    def __init__(self, level: NativeLevel, numbers: Sequence[int]) -> None:
-        self._level = level
-        self._numbers = numbers
-        self._next = 0
-        self._start = self._end = 0
-        self._bytes = memoryview(b"")
-
-    def decode(self, out: NDArray[np.uint8]) -> None:
-        """The next tile, into a contiguous array of the tiles' shape.
-
-        Raises:
-            WsiFlError: when it is damaged; the one after it can be had all the same.
-        """
-        level, number = self._level, self._numbers[self._next]
-        begin, end = level._place(number)
-        try:
-            if begin < self._start or end > self._end:
-                self._read_ahead(begin, end)
-            stream = self._bytes[begin - self._start : end - self._start]
-            jpeg.decode(level._whole_stream(stream, end - begin), out)
-        except WsiFlError as error:
-            raise level._damaged(number, error) from None
-        finally:
-            self._next += 1
-
-    def _read_ahead(self, begin: int, first_end: int) -> None:
-        """The bytes of the next tile, which lie there, and of those that follow it closely in the file."""
-        end = first_end
-        for number in self._numbers[self._next + 1 :]:
-            start, stop = self._level._place(number)
-            if not end <= start <= end + _GAP_BYTES or stop - begin > _TOGETHER_BYTES:
-                break
-            end = stop
-        try:
-            self._bytes = memoryview(self._level._bytes(begin, end))
-        except WsiFlError:  # which may be another's fault
-            end = first_end
-            self._bytes = memoryview(self._level._bytes(begin, end))
-        self._start, self._end = begin, end
 
 
 class Piece(NamedTuple):
@@ -270,6 +243,16 @@ def pieces(start: int, length: int, tile: int, whole: int) -> list[Piece]:
         found.append(Piece(number, slice(within, within + n), slice(at - start, at - start + n), to_end))
         at += n
     return found
+
+
+def _together(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
+    """Which of the tiles that lie there in the file are read together: neighbours, in order and near each other."""
+    first = 0
+    for k in range(1, len(begins) + 1):
+        near = k < len(begins) and ends[k - 1] <= begins[k] <= ends[k - 1] + _GAP_BYTES
+        if not near or ends[k] - begins[first] > _TOGETHER_BYTES:
+            yield slice(first, k)
+            first = k
 
 
 class _Made:

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl import jpeg
 from wsi_fl.recycled import Recycled
 from wsi_fl.slides.cuts import Cuts, cut
-from wsi_fl.slides.native import NativeLevel, TileReader
+from wsi_fl.slides.native import NativeLevel
 from wsi_fl.slides.reader import Slide
 from wsi_fl.slides.scatter import scatter
 from wsi_fl.types import GridSpec, WsiFlError
@@ -99,22 +100,20 @@ class Sweep:
 
     def _decode(self, level: NativeLevel, cuts: Cuts, number: int) -> None:
         jobs, parts = cuts.of(number)
-        patches = self._patches(parts[:, 0])
-        scratch = self._room(level)
-        tiles = TileReader(level, jobs[:, 1].tolist())
-        direct = _whole(parts, level.tile_shape, self._spec.size_px)
-        for first, end in jobs[:, 2:].tolist():
-            alone = end - first == 1 and direct[first]
-            tile = patches[first] if alone else scratch
+        first, end = jobs[:, 2:].T
+        patches, scratch = self._patches(parts[:, 0]), self._room(level)
+        alone = (end - first == 1) & _whole(parts, level.tile_shape, self._spec.size_px)[first]
+        places = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
+        for stream, (begin, stop, direct) in zip(level.streams(jobs[:, 1]), places, strict=True):
             try:
-                tiles.decode(tile)
+                jpeg.decode(stream, patches[begin] if direct else scratch)
             except WsiFlError:
-                for patch in parts[first:end, 0].tolist():
+                for patch in parts[begin:stop, 0].tolist():
                     strip, k = divmod(patch, self._step)
                     self._strips[strip].doubtful.add(k)
             else:
-                if not alone:
-                    scatter(tile, parts[first:end], patches[first:end])
+                if not direct:
+                    scatter(scratch, parts[begin:stop], patches[begin:stop])
 
     def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Where these patches go."""
