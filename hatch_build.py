@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import sysconfig
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -19,12 +21,15 @@ class Compiled(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         path = _NAME.replace(".", "/")
-        try:
-            _compile(f"{path}.c")
-        except (BaseError, CompileError, LinkError) as error:
-            print(f"{path}.c is not compiled, slides will be read more slowly: {error}", file=sys.stderr)
-            return
-        build_data["artifacts"].append(f"/{path}{sysconfig.get_config_var('EXT_SUFFIX')}")
+        compiled = f"{path}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        with contextlib.chdir(self.root):
+            Path(compiled).unlink(missing_ok=True)  # an older one must not stay where this one fails
+            try:
+                _compile(f"{path}.c")
+            except (BaseError, CompileError, LinkError) as error:
+                print(f"{path}.c is not compiled, slides will be read more slowly: {error}", file=sys.stderr)
+                return
+        build_data["artifacts"].append(f"/{compiled}")
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 

@@ -63,6 +63,7 @@ def test_c_writes_what_numpy_writes_and_nothing_else(seed):
         part(0, 8, 0, 8, 0, 3),
         part(0, 8, 0, 8, -2, 0),
         part(0, 8, 0, 8, 0, -2),
+        part(0, 1, 0, 1, 20, 20),
         part(0, 2, 0, 2, 2**62, 0),
         part(0, 2**63 - 1, 0, 2, 0, 0),
     ],
@@ -93,7 +94,14 @@ def test_arrays_of_another_kind_are_refused():
         (tile[:, ::2], parts, [patch]),  # not contiguous
         (tile, parts, [patch[:, ::2]]),
         (tile, parts, [b"unwritable"]),
-        (tile, parts, (patch,)),
+        (tile, parts.astype(np.float64), [patch]),
+        (tile, parts.view(np.uint64), [patch]),
+        (
+            tile,
+            np.frombuffer(b"." + parts.tobytes(), np.int64, offset=1).reshape(1, 7),
+            [patch],
+        ),  # not aligned
+        (tile, parts, 1),
     ):
         with pytest.raises((ValueError, TypeError, BufferError)):
             scatter(*arguments)

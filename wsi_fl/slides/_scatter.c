@@ -36,10 +36,13 @@ static void rows_written(void) {}
 
 enum { TOP = 1, BOTTOM, LEFT, RIGHT, ROW, COLUMN, N_COLUMNS }; /* column 0 is the patch's number */
 
-/* Whether the view is of a C-contiguous array of that many dimensions and size of item. */
-static int is_array(const Py_buffer *view, int ndim, Py_ssize_t itemsize)
+static int is_uint8(const Py_buffer *view) { return view->ndim == 3 && view->itemsize == 1; }
+
+static int is_int64(const Py_buffer *view)
 {
-    return view->ndim == ndim && view->itemsize == itemsize;
+    return view->ndim == 2 && view->itemsize == sizeof(int64_t) && view->format != NULL
+        && (!strcmp(view->format, "l") || !strcmp(view->format, "q"))
+        && (uintptr_t)view->buf % sizeof(int64_t) == 0;
 }
 
 /* Whether pixels `first` to `end` of a tile's side, put at `at` of a patch's side, lie within both. */
@@ -50,7 +53,7 @@ static int along(int64_t first, int64_t end, int64_t tile, int64_t at, int64_t p
 
 static int fits(const int64_t *part, const Py_buffer *tile, const Py_buffer *patch)
 {
-    return is_array(patch, 3, 1) && patch->shape[2] == tile->shape[2]
+    return is_uint8(patch) && patch->shape[2] == tile->shape[2]
         && along(part[TOP], part[BOTTOM], tile->shape[0], part[ROW], patch->shape[0])
         && along(part[LEFT], part[RIGHT], tile->shape[1], part[COLUMN], patch->shape[1]);
 }
@@ -69,21 +72,26 @@ static void copy_part(const int64_t *part, const Py_buffer *tile, const Py_buffe
 static PyObject *scatter(PyObject *module, PyObject *args)
 {
     (void)module;
-    PyObject *tile_of, *parts_of, *patches_of, *done = NULL;
+    PyObject *tile_of, *parts_of, *given, *patches_of, *done = NULL;
     Py_buffer tile, parts, *patches = NULL;
     Py_ssize_t n, n_held = 0;
 
-    if (!PyArg_ParseTuple(args, "OOO!", &tile_of, &parts_of, &PyList_Type, &patches_of))
+    if (!PyArg_ParseTuple(args, "OOO", &tile_of, &parts_of, &given))
         return NULL;
-    if (PyObject_GetBuffer(tile_of, &tile, PyBUF_ND) < 0)
+    patches_of = PySequence_Tuple(given); /* which nobody changes meanwhile */
+    if (patches_of == NULL)
         return NULL;
-    if (PyObject_GetBuffer(parts_of, &parts, PyBUF_ND) < 0) {
-        PyBuffer_Release(&tile);
+    if (PyObject_GetBuffer(tile_of, &tile, PyBUF_ND) < 0) {
+        Py_DECREF(patches_of);
         return NULL;
     }
-    n = PyList_GET_SIZE(patches_of);
-    if (!is_array(&tile, 3, 1) || !is_array(&parts, 2, sizeof(int64_t)) || parts.shape[0] != n
-        || parts.shape[1] != N_COLUMNS) {
+    if (PyObject_GetBuffer(parts_of, &parts, PyBUF_ND | PyBUF_FORMAT) < 0) {
+        PyBuffer_Release(&tile);
+        Py_DECREF(patches_of);
+        return NULL;
+    }
+    n = PyTuple_GET_SIZE(patches_of);
+    if (!is_uint8(&tile) || !is_int64(&parts) || parts.shape[0] != n || parts.shape[1] != N_COLUMNS) {
         PyErr_SetString(PyExc_ValueError, "scatter needs a uint8 tile [h, w, c], int64 parts [n, 7] and n patches");
         goto end;
     }
@@ -93,7 +101,7 @@ static PyObject *scatter(PyObject *module, PyObject *args)
         goto end;
     }
     for (; n_held < n; n_held++) {
-        if (PyObject_GetBuffer(PyList_GET_ITEM(patches_of, n_held), &patches[n_held], PyBUF_ND | PyBUF_WRITABLE) < 0)
+        if (PyObject_GetBuffer(PyTuple_GET_ITEM(patches_of, n_held), &patches[n_held], PyBUF_ND | PyBUF_WRITABLE) < 0)
             goto end;
         if (!fits((const int64_t *)parts.buf + n_held * N_COLUMNS, &tile, &patches[n_held])) {
             n_held++;
@@ -113,6 +121,7 @@ end:
     PyMem_Free(patches);
     PyBuffer_Release(&parts);
     PyBuffer_Release(&tile);
+    Py_DECREF(patches_of);
     return done;
 }
 

@@ -47,4 +47,10 @@ def scatter(tile: Pixels, parts: NDArray[np.int64], patches: list[Pixels]) -> No
 
 def _by_numpy(tile: Pixels, parts: NDArray[np.int64], patches: list[Pixels]) -> None:
     for (_, top, bottom, left, right, row, column), patch in zip(parts.tolist(), patches, strict=True):
-        patch[row : row + bottom - top, column : column + right - left] = tile[top:bottom, left:right]
+        part, there = (
+            tile[top:bottom, left:right],
+            patch[row : row + bottom - top, column : column + right - left],
+        )
+        if part.shape != there.shape or part.shape[:2] != (bottom - top, right - left):
+            raise ValueError("a part lies beyond its tile or its patch")
+        there[:] = part

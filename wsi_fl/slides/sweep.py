@@ -111,9 +111,9 @@ class Sweep:
                 for patch in parts[begin:stop, 0].tolist():
                     strip, k = divmod(patch, self._step)
                     self._strips[strip].doubtful.add(k)
-            else:
-                if not direct:
-                    scatter(scratch, parts[begin:stop], patches[begin:stop])
+                continue
+            if not direct:
+                scatter(scratch, parts[begin:stop], patches[begin:stop])
 
     def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Where these patches go."""
