@@ -20,6 +20,7 @@ from wsi_fl.slides.phantom import tiff as writer
 from wsi_fl.slides.planning import read_patches
 from wsi_fl.slides.reader import Slide
 from wsi_fl.slides.sweep import Sweep
+from wsi_fl.slides.tiff import tiled_images
 from wsi_fl.types import GridSpec, SlideRecord, UsageError, WsiFlError
 
 MPP = 0.5
@@ -433,6 +434,53 @@ def test_a_tile_that_the_disk_does_not_give_spoils_its_patches_alone(tmp_path, m
     over = {k for k, (x, y) in enumerate(corners) if 156 < x < 320 and 92 < y < 256}
     assert set(aside) == over and n == len(corners) - len(over)
     assert all("Input/output error" in reason for reason in aside.values())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_tiles_that_lie_together_are_one_read_and_each_fails_alone(tmp_path, monkeypatch, apart):
+    path = write_slide(tmp_path / "s.tif", apart=apart)
+    (image,) = tiled_images(path)
+    numbers, content = np.array([*range(10), 30, 29]), path.read_bytes()
+    places = [(int(image.offset[k]), int(image.n_bytes[k])) for k in numbers]
+    own = [jpeg.complete(content[start : start + n], image.tables) for start, n in places]
+    reads, bad, original = [], [], os.pread
+
+    def pread(file, n, offset):
+        reads.append(offset)
+        if any(offset < start + length and offset + n > start for start, length in bad):
+            raise OSError(5, "Input/output error")
+        return original(file, n, offset)
+
+    monkeypatch.setattr(native.os, "pread", pread)
+    with path.open("rb") as file:
+        level = native.NativeLevel(file.fileno(), image, (255, 255, 255))
+
+        def streams():
+            reads.clear()
+            return [bytes(stream) for stream in level.streams(numbers)]
+
+        assert streams() == own
+        assert reads == [places[k][0] for k in (0, 10, 11)]
+        bad.append(places[4])
+        assert streams() == [stream if k != 4 else b"" for k, stream in enumerate(own)]
+        bad.clear()
+        os.truncate(path, places[6][0] + 10)
+        assert streams() == [stream if k < 6 else b"" for k, stream in enumerate(own)]
+
+
+def test_tiles_that_are_patches_are_decoded_where_they_belong(tmp_path, monkeypatch):
+    copied, original = [], sweep.scatter
+    monkeypatch.setattr(sweep, "scatter", lambda *given: (copied.append(given), original(*given))[1])
+    path = write_slide(tmp_path / "s.tif")
+    record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
+    for corner, n_copied in ((0, 0), (32, 4)):
+        at = np.array([(x + corner, y + corner) for y in range(0, 320, 128) for x in range(0, 320, 128)])
+        pixels = np.concatenate(
+            [some for _, some in read_patches(record, at, GridSpec(64, MPP, 64), threads=1)]
+        )
+        assert len(copied) == n_copied * len(at)
+        with Slide(path, reader="openslide") as judge:
+            assert np.array_equal(pixels, np.stack([judge.read((x, y), 64, MPP) for x, y in at.tolist()]))
 
 
 def test_nonsense_about_the_length_of_a_tile_spoils_its_patches_alone(tmp_path):
