@@ -1,14 +1,18 @@
 """Small studies that tests share."""
 
+import atexit
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study import Study
@@ -17,8 +21,16 @@ from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsi-fl-state-")  # heads of ledgers, gone with the tests
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell's background jobs ignore it, and the commands that tests interrupt would inherit that."""
+
+
+def planned(n, batch_size, epochs=1, **terms):
+    """A privacy plan of these sizes, for tests that do not care for the rest."""
+    given = {"sigma": 1.0, "clip": 1.0, "delta": 1e-6, **terms}
+    return plan_of_round(n=n, batch_size=batch_size, epochs=epochs, **given)
 
 
 def refused(action, *words: str, error=UsageError) -> None:
@@ -82,6 +94,10 @@ grad_mode = "ghost"  # the fastest of the moment would make runs differ in round
 [evaluate]
 bootstrap = 50
 """
+
+
+REAL = "real = true\nmax_epsilon = 50.0\ndelta = 1e-5"
+"""What a site file of a real hospital says, with more budget than tests spend."""
 
 
 def make_study(root: Path, n_sites=4, extra="", site_extra="real = false", **store) -> Study:

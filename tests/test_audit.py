@@ -8,9 +8,10 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, refused, write_store
+from conftest import REAL, make_study, refused, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import binom
 from sklearn.metrics import roc_auc_score
 
 from wsi_fl.learning.canaries import canaries, tossed
@@ -18,16 +19,20 @@ from wsi_fl.learning.examples import Examples, batches, joined
 from wsi_fl.learning.local import cross_entropies, probabilities
 from wsi_fl.models import Bags, Images, Vectors, build
 from wsi_fl.privacy.audit import (
+    SHARES,
+    Bound,
     auroc,
     auroc_interval,
     canary_bound,
     epsilon_lower,
+    level_of_each,
     p_value,
     roc,
     tpr_at,
 )
-from wsi_fl.privacy.ledger import digest
+from wsi_fl.privacy.release import digest
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages import audit as stage
 from wsi_fl.stages.audit import _attacked, audit, print_audit
 from wsi_fl.stages.data import open_data
 from wsi_fl.stages.material import agreed_canaries
@@ -129,6 +134,28 @@ def test_randomised_response_is_bounded_below_its_epsilon_and_not_far(epsilon):
         assert epsilon - 0.8 < np.median(bounds)
 
 
+def chance_of_refuting(m, epsilon, confidence):
+    """That randomised response is called broken, at most: the sum over the four shares of canaries guessed.
+
+    A guess about it is right with probability e^ε / (1 + e^ε), whatever the other guesses.
+    """
+    right = exp(epsilon) / (1 + exp(epsilon))
+    error, chance = (1 - confidence) / len(SHARES), 0.0
+    for guesses in (int(m * share) // 2 * 2 for share in SHARES):
+        found = [epsilon_lower(m, guesses, v, 0.0, error) > epsilon for v in range(guesses + 1)]
+        chance += binom.sf(found.index(True) - 1, guesses, right) if True in found else 0.0
+    return chance
+
+
+@pytest.mark.parametrize("models", [1, 8, 40])
+@pytest.mark.parametrize("epsilon", [0.5, 2.0])
+def test_the_chance_that_any_of_many_models_is_called_broken_stays_below_five_percent(models, epsilon):
+    each = chance_of_refuting(120, epsilon, level_of_each(0.95, models))
+    assert 0 < 1 - (1 - each) ** models < 0.05
+    alone = chance_of_refuting(120, epsilon, 0.95)
+    assert models == 1 or 1 - (1 - alone) ** models > 0.05, "95 % for each would not do"
+
+
 def test_perfect_scores_are_limited_by_the_number_of_canaries():
     coins = np.arange(400) % 2 == 0
     perfect = canary_bound(coins.astype(float), coins, 1e-5)
@@ -228,6 +255,31 @@ def test_with_noise_the_bound_stays_below_epsilon(noisy):
         assert rates == {1 / -(-436 // 64)}  # of rows and canaries, whatever the coins
 
 
+def test_a_bound_is_called_broken_at_the_level_of_all_models_of_the_run(noisy, monkeypatch):
+    study, summary, document = noisy
+    assert (document["confidence"], document["tests"], document["level"]) == (0.95, 2, 0.975)
+    assert "2 models" in document["tested"] and "97.5 %" in document["tested"]
+    assert "replaced by nothing" in document["adjacency"] and "group of two" in document["adjacency"]
+    for found in (model["canaries"] for model in models(document, "proxy")):
+        assert found["epsilon_lower_corrected"] <= found["epsilon_lower"]
+
+    def far_above_up_to(level):
+        def bound(scores, included, delta, *, confidence):
+            return Bound(len(scores), 2, 2, 99.0 if confidence <= level else 0.0, 0.5)
+
+        return bound
+
+    for level, broken in ((0.95, False), (0.975, True)):
+        monkeypatch.setattr(stage, "canary_bound", far_above_up_to(level))
+        proxies = models(audit(study, summary["run"]), "proxy")
+        assert [model["canaries"]["broken"] for model in proxies] == [broken] * 2
+        assert all(model["canaries"]["epsilon_lower"] == 99 for model in proxies)
+    page = report(study, summary["run"]).read_text()
+    assert "ε is at least 99.00, though" in page
+    monkeypatch.undo()
+    audit(study, summary["run"])  # for the tests that follow
+
+
 def test_private_models_without_noise_give_their_canaries_away(noisy):
     for model in models(noisy[2], "private"):
         assert model["canaries"]["epsilon_lower"] > 1 and model["canaries"]["accuracy"] > 0.6
@@ -278,9 +330,12 @@ def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
     assert len(ids) == len(set(ids))
     proxy = models(document, "proxy")[0]["canaries"]
     assert f"at most {proxy['epsilon_upper']:.2f}" in page
+    assert document["tested"] in page and document["adjacency"] in page
     print_audit(document)
     table = capsys.readouterr().err
     assert f"{proxy['epsilon_upper']:.2f}" in table and "AUROC" in table
+    words = " ".join(table.split())
+    assert document["tested"] in words and document["adjacency"] in words
 
 
 def test_the_command_prints_one_document(noisy, wsi_fl):
@@ -330,6 +385,7 @@ def test_a_model_that_saw_next_to_nothing_raises_no_alarm(unexplained):
     assert model["membership"]["own"]["alarm"] is False
     assert model["canaries"]["epsilon_lower"] < 0.5
     assert model["canaries"]["epsilon_upper"] is None  # noise that others know promises nothing
+    assert (document["tests"], document["tested"]) == (0, None)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +399,7 @@ def test_every_kind_of_model_is_attacked(tmp_path, method, names):
     document = audit(study, summary["run"])
     for site, row in zip(document["sites"], summary["sites"], strict=True):
         assert [model["model"] for model in site["models"]] == names
+        assert document["tests"] == 2 * len(names)
         assert (site["unit"], row["n_units"]) == ("patient", (6 if method == "joint" else 3) + 9)
         for model in site["models"]:
             assert model["canaries"]["n"] == 9 and model["dp"]
@@ -369,11 +426,13 @@ def test_what_cannot_be_audited_is_said_in_one_line(tmp_path):
 
 def test_a_hospital_audits_its_own_part(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
-    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    overrides = ["train.rounds=1", "audit.canaries=4"]
+    run = train(study, method="regular", overrides=overrides, backend="local")["run"]
     for name in ("S0", "S1"):
         file = study.root / "sites" / f"{name}.toml"
-        file.write_text(file.read_text().replace("real = false", "real = true"))
+        file.write_text(file.read_text().replace("real = false", REAL))
     study.store("S1").unlink()
     document = audit(study, run)
     assert [site["site"] for site in document["sites"]] == ["S0"]
+    assert document["tests"] == 2, "what is audited elsewhere counts too"
     assert set(document["sites"][0]["models"][0]["membership"]) == {"own"}

@@ -1,18 +1,34 @@
 """What travels: the same messages by MPI as in process, and nothing that was not agreed on."""
 
 import json
+import re
 import subprocess
 import sys
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NotRequired
 
 import numpy as np
 import pytest
+from typing_extensions import TypedDict
 
 from wsi_fl.federation import comm
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.federation.message import Outgoing, body_length, pack, received
+from wsi_fl.federation.documents import NotAgreed, Words
+from wsi_fl.federation.message import (
+    BUFFERS,
+    FAREWELL,
+    GRAPH_HOPS,
+    HOPS,
+    WELCOME,
+    Outgoing,
+    body_length,
+    pack,
+    received,
+    tag_of,
+)
+from wsi_fl.federation.receiving import Buffers
 from wsi_fl.federation.topology import exponential, receivers, senders
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.stages import launch
@@ -72,10 +88,26 @@ def test_headers_that_lie_are_refused(tmp_path):
     endless[-8:] = b"\xff" * 8
     assert body_length(endless, 1) == 0
     assert "values, agreed on 1" in received(endless, vector, 0, 1, 1, 1).refused
+    assert received(header[:-1], vector, 0, 1, 1, 1).refused == "it speaks another protocol"
+    assert body_length(header[:-1], 1) == 0
+    assert received(header, vector[:0], 0, 1, 1, 1).refused == "it brings 0 values, announced 1"
+
+
+def test_every_hop_of_a_round_has_a_tag_of_its_own():
+    assert sorted({BUFFERS, FAREWELL, WELCOME}) == list(range(GRAPH_HOPS, HOPS))
+    tags = [tag_of(round_, hop) + part for round_ in range(500) for hop in range(HOPS) for part in (0, 1)]
+    assert len(set(tags)) == len(tags)
+    assert max(tags) < comm._GATHER_TAG
+
+
+def test_a_hop_that_a_round_has_no_room_for_is_not_sent(tmp_path):
+    item = Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0]))
+    with pytest.raises(AssertionError):
+        pack(item, 1, HOPS)
 
 
 def test_a_buffer_is_used_again_only_when_nobody_holds_it():
-    buffers = comm._Buffers()
+    buffers = Buffers()
     first, second = buffers.take(8), buffers.take(8)
     assert first is not second
     address, part = id(first), first[2:5]
@@ -86,8 +118,33 @@ def test_a_buffer_is_used_again_only_when_nobody_holds_it():
     assert buffers.take(9).size == 9
 
 
+class Told(TypedDict):
+    site: int
+    text: NotRequired[Words]
+
+
 def test_gather_knows_every_document_in_order():
-    assert LocalComm(3).gather([{"a": 1}, None, "é"]) == [{"a": 1}, None, "é"]
+    told = [{"site": 1}, {"site": 0, "text": ""}, {"site": 2, "text": "é"}]
+    assert LocalComm(3).gather(told, Told) == told
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        ({"site": "1"}, "site: Input should be a valid integer"),
+        ({"site": True}, "site: Input should be a valid integer"),
+        ({}, "site: Field required"),
+        ({"site": 1, "more": 1}, "more: Extra inputs are not permitted"),
+        ({"site": 1, "text": "a\nb"}, "text: String should match pattern"),
+        ({"site": 1, "text": "x" * 1001}, "text: String should have at most 1000 characters"),
+        ({"site": 1, "text": "\ud800"}, "Invalid JSON: unexpected end of hex escape"),
+        ({"site": float("nan")}, "a number that is not finite"),
+        ([1], "Input should be an object"),
+    ],
+)
+def test_a_document_that_is_not_what_was_agreed_on_is_refused_whoever_tells_it(document, words):
+    with pytest.raises(NotAgreed, match=f"^site 2 .*{re.escape(words)}"):
+        LocalComm(3, running=(0, 2)).gather([{"site": 0}, document], Told)
 
 
 RANKS = """
@@ -95,14 +152,17 @@ import json, sys, time
 from pathlib import Path
 import numpy as np
 sys.path.insert(0, {tests!r})
-from test_comm import plan_of, release_of, said
+from test_comm import Told, plan_of, release_of, said
 from wsi_fl.federation.comm import MpiComm
 from wsi_fl.federation.message import Outgoing
 from wsi_fl.types import WsiFlError
 folder = Path({folder!r})
 comm = MpiComm(20.0)
 (me,) = comm.sites
-out = {{"gathered": comm.gather([{{"site": me, "text": "é" * me}}]), "rounds": []}}
+def together():
+    comm.gather([{{"site": me}}], Told)
+
+out = {{"gathered": comm.gather([{{"site": me, "text": "é" * me}}], Told), "rounds": []}}
 for round_ in (1, 2, 3):
     outgoing, expected = plan_of(folder, round_, [me])
     out["rounds"].append([said(m) for m in comm.exchange(outgoing, expected, round_=round_, hop=0, size=70_001)])
@@ -127,11 +187,11 @@ def nobody_sends():
 
 out["silent"] = attempt(1.0, nobody_sends)
 comm.timeout_s = 20.0
-comm.gather([0])
+together()
 out["wrong"] = attempt(2.0, wrong_size)
 (folder / f"rank{{me}}.json").write_text(json.dumps(out))
 comm.timeout_s = 20.0
-comm.gather([0])
+together()
 """
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_study, refused, write_store
+from conftest import REAL, make_study, refused, write_store
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -435,7 +435,7 @@ def test_unfinished_and_unknown_runs_are_refused(series, tmp_path):
 
 
 def test_a_hospital_that_shows_nobody_its_patches_is_compared_with_itself(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1, site_extra="real = true")
+    study = make_study(tmp_path / "study", n_sites=1, site_extra=REAL)
     name = run(study, "regular")
     document = compare(study, [name])
     assert document["on"] == "own"
@@ -453,7 +453,7 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
     study = make_study(tmp_path / "study", n_sites=2)
     name = run(study, "proxyfl")
     for path in (study.root / "sites").glob("*.toml"):
-        path.write_text(path.read_text().replace("real = false", "real = true"))
+        path.write_text(path.read_text().replace("real = false", REAL))
     asked = {}
 
     def instead_of_train(study, **arguments):

@@ -345,6 +345,6 @@ def test_the_check_names_the_modes_that_are_right(model, right):
 
 
 def test_the_check_finds_norms_that_are_wrong(monkeypatch):
-    squares = ghost._squares
-    monkeypatch.setattr(ghost, "_squares", lambda z: squares(z) * 1.01)
+    squares = ghost.squared_norms
+    monkeypatch.setattr(ghost, "squared_norms", lambda z: squares(z) * 1.01)
     refused(lambda: check_per_example_gradients(net(), (1, 16, 16), 3, "ghost"), "norms", "ghost")

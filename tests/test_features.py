@@ -173,7 +173,7 @@ def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
     ]
     sums, _ = ENGINES[mode](model, x, lambda logits: functional.cross_entropy(logits, y), weigh)
     norms = torch.stack([torch.cat([g.flatten() for g in one]).norm() for one in each])
-    torch.testing.assert_close(told[0], norms, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(told[0], norms.double(), rtol=1e-4, atol=1e-6)
     for k, total in enumerate(sums):
         wanted = sum(float(c[row]) * each[row][k] for row in range(5))
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-6)

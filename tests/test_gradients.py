@@ -52,7 +52,7 @@ def compare(mode, model, x, y, rtol=1e-3):
     sums, loss = ENGINES[mode](model, x, loss_for(y), weigh)
     c = (clip / norms).clamp(max=1.0)
     assert len(x) == 1 or 0 < int((c < 1).sum()) < len(x)
-    torch.testing.assert_close(told[0], norms, rtol=rtol, atol=0.0)
+    torch.testing.assert_close(told[0], norms.double(), rtol=rtol, atol=0.0)
     for g, total in zip(each, sums, strict=True):
         wanted = torch.einsum("n,n...->...", c, g)
         assert total.shape == wanted.shape
@@ -111,8 +111,8 @@ def check_layer(module, a):
             with patch.object(ghost, "_pays", lambda *_, pays=pays: pays):
                 way = gradients_of(module, [(a, g)])
             scale = float(squares.max())
-            torch.testing.assert_close(way.squares, squares, rtol=1e-3, atol=1e-5 * scale)
-            sums = way.weighted(c)
+            torch.testing.assert_close(way.squares, squares.double(), rtol=1e-3, atol=1e-5 * scale)
+            sums = way.weighted(c, slice(None))
             for parameter, e in zip((p for p in module.parameters() if p.requires_grad), each, strict=True):
                 wanted = torch.einsum("n,n...->...", c, e)
                 torch.testing.assert_close(sums[parameter], wanted, rtol=1e-3, atol=1e-4 * scale**0.5)

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from conftest import planned
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -223,7 +224,7 @@ def test_probabilities_are_in_order_and_independent_of_the_batch_size():
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 3))
 def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
-    drawn = list(epoch_rows(n, batch_size, epochs, sampler=torch.Generator().manual_seed(0), poisson=False))
+    drawn = list(epoch_rows(n, batch_size, epochs, sampler=torch.Generator().manual_seed(0)))
     per_epoch = -(-n // batch_size)
     assert len(drawn) == epochs * per_epoch
     for e in range(epochs):
@@ -234,12 +235,12 @@ def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
 
 def test_poisson_epochs_have_the_planned_steps_and_rate():
     n, batch_size = 100, 32
-    drawn = list(epoch_rows(n, batch_size, 500, sampler=torch.Generator().manual_seed(0), poisson=True))
+    drawn = list(planned(n, batch_size, 500).batches(torch.Generator().manual_seed(0)))
     assert len(drawn) == 500 * 4
     sizes = np.array([len(rows) for rows in drawn])
     assert sizes.mean() == pytest.approx(n / 4, rel=0.02)
     assert sizes.var() == pytest.approx(n * 0.25 * 0.75, rel=0.15)
-    assert len(next(epoch_rows(5, 8, 1, sampler=torch.Generator(), poisson=True))) == 5  # q = 1
+    assert len(next(planned(5, 8).batches(torch.Generator()))) == 5  # q = 1
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])

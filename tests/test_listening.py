@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -86,6 +87,17 @@ def test_rows_without_a_patient_are_their_own():
     assert 15 < len(held) < 45 and len(train_part) == 100 - len(held)
     assert [len(part) for part in with_validation(examples([]), 0.3, 0)] == [0, 0]
     assert [len(part) for part in with_validation(examples(["a", "b"]), 0.0, 0)] == [2, 0]
+
+
+def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    with h5py.File(study.store("S0"), "r+") as file:
+        file["patient"][:5] = b""
+    held, words = "train.val_fraction=0.34", ("site S0: 5 training rows have no patient", "name the patients")
+    refused(lambda: run(study, held, "privacy.sigma=1.0"), *words, "train.val_fraction")
+    assert not study.ledger("S0").exists()
+    run(study, "privacy.sigma=1.0")
+    run(study, held, "privacy.enabled=false")
 
 
 def test_a_site_that_would_hold_out_all_its_patients_is_refused(tmp_path):

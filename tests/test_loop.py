@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from wsi_fl.federation import loop
+from wsi_fl.federation.topology import TOPOLOGIES
 from wsi_fl.learning.examples import normalised
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import Images, build
@@ -19,7 +20,7 @@ from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages import workshop
 from wsi_fl.stages.data import open_store
 from wsi_fl.stages.train import resume, train
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
 
 OPEN = "privacy.enabled=false"
 SEEDED = "privacy.insecure_seed=1"
@@ -211,7 +212,8 @@ def test_real_hospitals_are_never_trained_in_one_process(tmp_path):
 
 
 def real_study(tmp_path, extra="", n_sites=2):
-    return make_study(tmp_path / "real", n_sites=n_sites, site_extra=f"real = true\n{extra}")
+    budget = extra or "max_epsilon = 50.0"
+    return make_study(tmp_path / "real", n_sites=n_sites, site_extra=f"real = true\ndelta = 1e-5\n{budget}")
 
 
 def test_the_lifetime_budget_of_a_real_site_outlives_its_runs(tmp_path):
@@ -225,7 +227,7 @@ def test_the_lifetime_budget_of_a_real_site_outlives_its_runs(tmp_path):
 
 @pytest.mark.parametrize("override", [OPEN, "privacy.sigma=0", SEEDED])
 def test_a_real_site_sends_nothing_unprotected_unless_its_file_allows_it(tmp_path, override):
-    study = real_study(tmp_path)
+    study = real_study(tmp_path, "\n")
     with pytest.raises(
         WsiFlError, match=r"sites/S0\.toml: a model without differential privacy.*\[\"model\"\]"
     ):
@@ -246,3 +248,11 @@ def test_augmentation_is_secret_wherever_epsilon_is_promised(study, monkeypatch,
         run(study, "regular", override, "train.rounds=2")
     assert len(set(seeds[:8])) == 8
     assert (seeds[:8] == seeds[8:]) is not secret
+
+
+def test_a_graph_of_too_many_hops_is_refused_before_anything_begins(study, monkeypatch):
+    six = TOPOLOGIES["ring"](0)
+    monkeypatch.setitem(TOPOLOGIES, "six", lambda seed: lambda *arguments: six(*arguments) * 6)
+    with pytest.raises(UsageError, match="the graph of round 1 has 6 hops, and a round has room for 5"):
+        run(study, "proxyfl", "topology.graph=six")
+    assert not study.runs.exists()

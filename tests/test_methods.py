@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import make_study
+from conftest import REAL, make_study
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -72,7 +72,7 @@ def test_every_method_goes_on_to_the_same_models_after_a_kill(study, method, mon
 
 def test_pooling_is_refused_where_one_hospital_keeps_its_patches(study):
     file = study.root / "sites" / "S2.toml"
-    file.write_text(file.read_text().replace("real = false", "real = true"))
+    file.write_text(file.read_text().replace("real = false", REAL))
     with pytest.raises(UsageError, match=r"sites/S2\.toml: joint needs every site's patches"):
         run(study, "joint")
 

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, refused, write_store
+from conftest import make_study, planned, refused, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
@@ -129,7 +129,7 @@ def test_patients_enter_whole_independently_and_at_their_rate():
     names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
     units = whole_patients(examples(names), None, "S")
     generator = torch.Generator().manual_seed(0)
-    drawn = list(units.epoch(5, 800, sampler=generator, poisson=True))
+    drawn = [units.rows(chosen, generator) for chosen in planned(units.n, 5, 800).batches(generator)]
     assert len(drawn) == 800 * 5
     counts = np.zeros((len(drawn), units.n))
     for at, rows in enumerate(drawn):
@@ -164,7 +164,7 @@ def test_coins_change_neither_rate_nor_number_of_steps(seed):
         assert planted.n == units.n + 9
         rows = planted.rows(np.arange(planted.n), torch.Generator())
         assert sorted(r for r in rows.tolist() if r >= 20) == list(range(20, 20 + coins.sum()))
-        drawn = list(planted.epoch(4, 1, sampler=torch.Generator(), poisson=True))
+        drawn = list(planned(planted.n, 4).batches(torch.Generator()))
         assert len(drawn) == -(-planted.n // 4)
 
 

@@ -172,7 +172,7 @@ def test_the_loss_of_a_batch_is_half_of_equation_4():
         logits = net(normalised(examples.read(rows)))
         return functional.cross_entropy(logits, torch.from_numpy(examples.label[rows]))
 
-    batches = lesson.rows(4, 2, sampler=torch.Generator().manual_seed(0), poisson=False)
+    batches = lesson.rows(4, 2, sampler=torch.Generator().manual_seed(0))
     assert [len(rows) for rows in batches] == [8, 8, 6] * 2
     for rows in batches:
         mine, theirs = rows[rows < 11], rows[rows >= 11] - 11

@@ -16,9 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import REAL, make_study
 from PIL import Image, ImageDraw
 
 from wsi_fl.report import Page, figures, pictures, render, words
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.report import report
+from wsi_fl.stages.train import train
+from wsi_fl.study import Study
 from wsi_fl.types import WsiFlError
 
 CONFIG = """# wsi-fl train --pipeline camelyon17_small
@@ -652,6 +658,66 @@ def test_a_broken_overview_is_named() -> None:
     with pytest.raises(WsiFlError, match=r"overview of slide s1 of site C2: not a readable picture") as error:
         render(replace(page, overviews={"C2": [("s1", b"no picture")]}))
     assert "\n" not in str(error.value)
+
+
+def mixed(study: Study) -> str:
+    """A run of a simulated site, S0, and of a real one, S1, that learned from images of S1's denoiser."""
+    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    evaluate(study, run)
+    for name in ("S0", "S1"):
+        overviews = study.store(name).parent / "overview"
+        overviews.mkdir()
+        (overviews / f"{name}_slide_0.png").write_bytes(overview(np.random.default_rng(0)))
+    shutil.copytree(study.store("S1").parent, study.generated("key").parent)
+    RunFolder(study.root / run).site("S0").remember_package({"S1": "key"})
+    file = study.root / "sites" / "S1.toml"
+    file.write_text(file.read_text().replace("real = false", f'{REAL}\nallow = ["patches"]'))
+    return run
+
+
+def test_pictures_of_patients_are_left_out_and_the_page_says_so(tmp_path: Path, wsi_fl: Any) -> None:
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = mixed(study)
+    done = wsi_fl("report", run, cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "left out" in line]
+    assert "patients of S1" in said and "--pictures" in said
+    html = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
+    document = Document(html)
+    alts = [attributes["alt"] for tag, attributes in document.tags if tag == "img"]
+    assert len(alts) == 13, "of S0: six patches of each label, one overview"
+    assert all(alt.endswith("of S0") for alt in alts)
+    assert html.count("data:image") == 13 and "S1_slide_0" not in html
+    for what in ("Sample patches", "Overviews"):
+        assert f"{what} of S1 are pictures of patients and were left out." in document.text
+    assert "from the denoisers of S1 come from pictures of patients and were left out." in document.text
+    assert "This page holds pictures of patients" not in html
+
+
+def test_a_page_with_pictures_of_patients_says_at_its_top_that_it_must_stay(
+    tmp_path: Path, wsi_fl: Any
+) -> None:
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = mixed(study)
+    done = wsi_fl("report", run, "--pictures", cwd=study.root)
+    assert done.returncode == 0 and "left out" not in done.stderr, done.stderr
+    html = (study.root / done.stdout.strip()).read_text(encoding="utf-8")
+    text = Document(html).text
+    banner = "This page holds pictures of patients of S1. It must not leave the hospital"
+    assert 0 < text.index(banner) < text.index("report of a run")
+    assert html.count("data:image") == 2 * 13 + 12 and "left out" not in text
+
+
+def test_the_page_of_simulated_sites_shows_their_pictures_without_a_banner(
+    tmp_path: Path, capsys: Any
+) -> None:
+    study = make_study(tmp_path / "study", n_sites=1)
+    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    for pictures_too in (False, True):
+        html = report(study, run, pictures=pictures_too).read_text(encoding="utf-8")
+        assert html.count("data:image") == 12
+        assert "left out" not in html and "must not leave" not in html
+    assert "left out" not in capsys.readouterr().err
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:

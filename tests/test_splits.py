@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.slides.splits import assign_splits, sample_rows
+from wsi_fl.stages.tile_plans import choose
 from wsi_fl.types import SlideRecord, UsageError
 
 
@@ -85,6 +86,12 @@ def test_patient_without_a_split_where_others_have_one_is_an_error():
         assign_splits([record(0, 1, True, "train"), record(1, 2, True)], test_fraction=0.2, seed=0)
 
 
+def sampled(label, slide, **settings):
+    """`sample_rows` with each patch's slide by name."""
+    names, which = np.unique(slide, return_inverse=True)
+    return sample_rows(label, which, names.tolist(), **settings)
+
+
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=80).map(
     lambda rows: (np.array([r[0] for r in rows], np.int64), np.array([f"s{r[1]}" for r in rows], np.str_))
 )
@@ -93,11 +100,9 @@ ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=80).ma
 @given(rows=ROWS, balance=st.booleans(), cap=st.none() | st.integers(1, 12), seed=st.integers(0, 99))
 def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
     label, slide = rows
-    keep = sample_rows(label, slide, balance=balance, max_per_slide=cap, seed=seed)
+    keep = sampled(label, slide, balance=balance, max_per_slide=cap, seed=seed)
     assert keep.dtype == np.bool_ and keep.shape == label.shape
-    np.testing.assert_array_equal(
-        keep, sample_rows(label, slide, balance=balance, max_per_slide=cap, seed=seed)
-    )
+    np.testing.assert_array_equal(keep, sampled(label, slide, balance=balance, max_per_slide=cap, seed=seed))
     available = {name: int((slide == name).sum()) for name in np.unique(slide)}
     for name, n in available.items():
         kept = int(keep[slide == name].sum())
@@ -115,13 +120,47 @@ def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
 def test_a_label_that_the_cap_drew_away_does_not_empty_the_sample():
     label = np.array([1] + [0] * 999)
     for seed in range(5):
-        keep = sample_rows(label, np.full(1000, "s"), balance=True, max_per_slide=10, seed=seed)
+        keep = sampled(label, np.full(1000, "s"), balance=True, max_per_slide=10, seed=seed)
         assert keep.sum() in (2, 10)
 
 
 def test_balance_draws_evenly_over_the_site():
     label = np.array([0] * 900 + [1] * 90)
     slide = np.repeat(["a", "b", "c", "d"], [300, 300, 300, 90])
-    kept = [sample_rows(label, slide, balance=True, max_per_slide=None, seed=s) for s in range(30)]
+    kept = [sampled(label, slide, balance=True, max_per_slide=None, seed=s) for s in range(30)]
     per_slide = [np.mean([k[slide == name].sum() for k in kept]) for name in "abc"]
     np.testing.assert_allclose(per_slide, 30, atol=4)
+
+
+class Planned:
+    """Slides with the labels of their patches, as `choose` asks for them."""
+
+    def __init__(self, labels: dict[str, np.ndarray]) -> None:
+        self._names, self._labels = list(labels), labels
+
+    def slide(self, number: int) -> str:
+        return self._names[number]
+
+    def labels(self, number: int) -> np.ndarray:
+        return self._labels[self._names[number]]
+
+
+def kept_by_slide(labels: dict[str, np.ndarray], **settings) -> dict[str, np.ndarray]:
+    keep = choose(Planned(labels), range(len(labels)), max_per_slide=50, **settings)
+    return dict(zip(labels, keep, strict=True))
+
+
+def test_taking_a_slide_away_changes_no_decision_about_another():
+    rng = np.random.default_rng(0)
+    labels = {f"slide {k}": rng.integers(0, 2, 200) for k in range(20)}
+    whole = kept_by_slide(labels, balance=False, seed=3)
+    assert {int(keep.sum()) for keep in whole.values()} == {50}
+    assert len({keep.tobytes() for keep in whole.values()}) == 20, "slides of one size draw apart"
+    for gone in labels:
+        rest = {name: label for name, label in labels.items() if name != gone}
+        for name, keep in kept_by_slide(rest, balance=False, seed=3).items():
+            np.testing.assert_array_equal(keep, whole[name])
+    backwards = kept_by_slide(dict(reversed(labels.items())), balance=False, seed=3)
+    assert all(np.array_equal(backwards[name], keep) for name, keep in whole.items())
+    other = kept_by_slide(labels, balance=False, seed=4)
+    assert not any(np.array_equal(other[name], keep) for name, keep in whole.items())

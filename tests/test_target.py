@@ -8,7 +8,7 @@ from conftest import make_study, refused, write_store
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages import account
-from wsi_fl.stages.account import spending_of, terms_of
+from wsi_fl.stages.account import planned_round, terms_of
 from wsi_fl.stages.compare_runs import opened
 from wsi_fl.stages.plan import dry_run
 from wsi_fl.stages.report import report
@@ -103,12 +103,12 @@ def test_the_plan_is_made_once_and_survives_a_restart(study, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run(study)
     monkeypatch.undo()
-    monkeypatch.setattr(account, "spending_of", lambda *_, **__: pytest.fail("planned again"))
+    monkeypatch.setattr(account, "planned_round", lambda *_, **__: pytest.fail("planned again"))
     broken = sorted(path.name for path in study.runs.glob("0*"))[-1]
     for row in resume(study, broken, backend="local")["sites"]:
         assert 2.95 < row["epsilon"] <= 3.0
-        kept = json.loads((study.runs / broken / "sites" / row["site"] / "spending.json").read_text())
-        assert (kept["batch_size"], kept["round"]["sigma"]) == (row["batch_size"], row["sigma"])
+        kept = json.loads((study.runs / broken / "sites" / row["site"] / "plan.json").read_text())
+        assert (kept["batch_size"], kept["sigma"]) == (row["batch_size"], row["sigma"])
 
 
 def site_of(study, **changes):
@@ -119,8 +119,8 @@ def test_the_smaller_of_target_and_max_epsilon_binds(study):
     pipeline = study.pipeline("small", [TARGET, ROUNDS])
 
     def total(site, **before):
-        spending = spending_of(site, pipeline, 36, **before)
-        return [spending.round] * 4, spending
+        plan = planned_round(site, pipeline, 36, **before)
+        return [plan] * 4, plan
 
     whole, _ = total(site_of(study))
     assert 2.95 < epsilon(whole, 1e-5) <= 3.0
@@ -132,21 +132,21 @@ def test_the_smaller_of_target_and_max_epsilon_binds(study):
 def test_what_was_spent_before_counts_and_a_real_site_has_one_life(study):
     pipeline = study.pipeline("small", [TARGET, ROUNDS])
     stain, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]
-    after = [spending_of(site_of(study), pipeline, 36, spent=stain).round] * 4
+    after = [planned_round(site_of(study), pipeline, 36, spent=stain)] * 4
     assert 2.95 < epsilon([*stain, *after], 1e-5) <= 3.0
     real = site_of(study, real=True, max_epsilon=7.5)
-    spending = spending_of(real, pipeline, 36, spent=stain, past=[*stain, *runs]).round
+    spending = planned_round(real, pipeline, 36, spent=stain, past=[*stain, *runs])
     assert 7.45 < epsilon([*stain, *runs, *[spending] * 4], 1e-5) <= 7.5
     assert epsilon([*stain, *[spending] * 4], 1e-5) < 3.0
     refused(
-        lambda: spending_of(site_of(study, real=True, max_epsilon=2.0), pipeline, 36, past=runs),
+        lambda: planned_round(site_of(study, real=True, max_epsilon=2.0), pipeline, 36, past=runs),
         "site S0: no noise level reaches epsilon 2 on top of",
         "max_epsilon",
     )
 
 
 def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1, site_extra="real = true\nmax_epsilon = 4.0")
+    study = make_study(tmp_path / "study", n_sites=1, site_extra="real = true\nmax_epsilon = 4.0\ndelta = 1e-5")
     first = run(study)["sites"][0]
     second = run(study)["sites"][0]
     assert first["epsilon"] > 2.95 > second["epsilon"]
@@ -175,7 +175,8 @@ def test_compare_names_the_target_and_not_what_it_replaces(study):
     assert not {"privacy.sigma", "train.batch_size"} & runs[0].settings.keys()
 
 
-def test_nothing_is_remembered_without_a_target(study):
+def test_the_plan_is_kept_without_a_target_too(study):
     summary = train(study, method="proxyfl", overrides=["train.rounds=1"], backend="local")
-    assert RunFolder(study.root / summary["run"]).site("S0").spending() is None
+    kept = RunFolder(study.root / summary["run"]).site("S0").plan()
+    assert (kept["n"], kept["batch_size"], kept["sigma"], kept["steps"]) == (36, 8, 1.4, 5)
     assert {(row["batch_size"], row["sigma"]) for row in summary["sites"]} == {(8, 1.4)}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.federation.graph import Edge, Graph, from_file, parse_graph
+from wsi_fl.federation.message import GRAPH_HOPS
 from wsi_fl.federation.topology import (
     TOPOLOGIES,
     exponential,
@@ -364,3 +365,22 @@ def test_the_order_of_rounds_can_drain_a_site_though_every_edge_has_a_way_back()
     assert weight[2] < 1e-8
     refused(lambda: graph.check(0.0), "what C sends gets to A")
     graph.check(0.25)
+
+
+def hops_of(number):
+    """A topology that sends around a ring so many times in a round."""
+    return lambda n_sites, round_, self_weight=0.0: ring(n_sites, round_) * number
+
+
+def test_a_graph_has_no_more_hops_than_a_round_has_room_for():
+    assert len(over(hops_of(GRAPH_HOPS), 4, range(4), 2)) == GRAPH_HOPS
+    words = f"the graph of round 3 has {GRAPH_HOPS + 1} hops, and a round has room for {GRAPH_HOPS}"
+    refused(lambda: over(hops_of(GRAPH_HOPS + 1), 4, range(4), 2), words)
+    refused(lambda: over(hops_of(2), 4, range(4), 2, room=1), "has 2 hops, and a round has room for 1")
+
+
+@given(topologies, n_sites, rounds, self_weights)
+def test_every_named_graph_and_every_file_has_room(topology, n, round_, self_weight):
+    assert len(topology(n, round_, self_weight)) <= GRAPH_HOPS
+    edges = [[["S1", "S2"], ["S2", "S1"]], []]
+    assert len(parse_graph({"rounds": edges}, names_of(n))(n, round_, self_weight or 0.5)) <= 1

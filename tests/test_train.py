@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, write_store
+from conftest import REAL, make_study, write_store
 from safetensors.torch import load_file
 
 from wsi_fl.privacy.accounting import epsilon, plan
@@ -189,7 +189,7 @@ def test_real_sites_are_evaluated_on_their_own_patients_unless_both_allow_more(t
     study = make_study(tmp_path / "study", n_sites=2)
     run = local(study, "regular", "train.rounds=1")["run"]
     for file in (study.root / "sites").glob("*.toml"):
-        file.write_text(file.read_text().replace("real = false", "real = true"))
+        file.write_text(file.read_text().replace("real = false", REAL))
     document = evaluate(study, run)
     assert document["merged"] is None
     for row in document["sites"]:
@@ -209,12 +209,13 @@ def test_the_report_of_real_sites_shows_no_hospital_to_another(tmp_path):
     study = make_study(tmp_path / "study", n_sites=3)
     run = local(study, "regular", "train.rounds=1")["run"]
     for file in (study.root / "sites").glob("*.toml"):
-        file.write_text(file.read_text().replace("real = false", "real = true"))
+        file.write_text(file.read_text().replace("real = false", REAL))
     evaluate(study, run)
     assert "data:image" not in report(study, run).read_text()
     for name in ("S1", "S2"):
         shutil.rmtree(study.root / "stores" / name)
-    assert "data:image" in report(study, run).read_text()  # at hospital S0, its own patches
+    assert "data:image" not in report(study, run).read_text()
+    assert "data:image" in report(study, run, pictures=True).read_text()  # at hospital S0, its own patches
 
 
 def test_a_store_made_anew_is_noticed(study):

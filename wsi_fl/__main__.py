@@ -19,6 +19,7 @@ _GO_ON = "interrupted; what was finished is kept, start the same command again t
 
 def main() -> None:
     """Runs the command; every failure is one line on stderr and exit code 1 (failed) or 2 (wrong usage)."""
+    os.umask(os.umask(0o077) | 0o077)  # what is written holds patients' data: for its owner's eyes alone
     try:
         code = app(standalone_mode=False)
     except _WrongUsage as error:
@@ -35,6 +36,9 @@ def main() -> None:
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         code = _fail(f"{place}{error.strerror or error}", 1)
+    except MemoryError as error:
+        said = f" ({error})" if str(error) else ""
+        code = _fail(f"there is not enough memory{said}; free some, or lower what is held at once", 1)
     except Exception as error:
         if os.environ.get("WSI_FL_TRACEBACK"):
             raise

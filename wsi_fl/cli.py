@@ -475,12 +475,22 @@ def audit(run: Run, as_json: Json = False) -> None:
 
 
 @app.command()
-def report(run: Run, as_json: Json = False) -> None:
-    """One self-contained HTML page with figures."""
+def report(
+    run: Run,
+    pictures: Annotated[
+        bool,
+        typer.Option(
+            "--pictures",
+            help="Show patches, slides and generated images of real sites too; such a page must stay in the hospital.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """One self-contained HTML page with figures; of real sites' patients it shows pictures only when asked to."""
     study = _study()
     from wsi_fl.stages.report import report
 
-    path = report(study, run)
+    path = report(study, run, pictures=pictures)
     _out({"report": study.relative(path)}) if as_json else print(path)
 
 

@@ -364,6 +364,10 @@ class Site(Section):
     private_model: str | None = None
     max_epsilon: float | None = Field(None, gt=0)
     delta: float | None = Field(None, gt=0, lt=1)
+    """δ of the site's promise, part of its budget; default for a simulated site: privacy.delta."""
+    ledger: str | None = None
+    """The file of the site's privacy account; default: ledgers/<site>.jsonl. A hospital with several studies on the
+    same patients names one file in all of them, so that they share one budget."""
     allow: list[Allowed] = []
 
     def allows(self, what: Allowed) -> bool:
@@ -373,6 +377,27 @@ class Site(Section):
     @property
     def allowed(self) -> tuple[str, ...]:
         return tuple(self.allow) if self.real else get_args(Allowed)
+
+
+def as_agreed(began: Site, today: Site) -> Site:
+    """Return today's site file with the promises that a run began with; nothing is allowed that either file forbids.
+
+    Where things lie (slides, tables, the ledger) is today's; what the site is and promised is the run's.
+    """
+    limits = [limit for limit in (began.max_epsilon, today.max_epsilon) if limit is not None]
+    return today.model_copy(
+        update={
+            "real": began.real or today.real,
+            "allow": [what for what in get_args(Allowed) if began.allows(what) and today.allows(what)],
+            "max_epsilon": min(limits, default=None),
+            "delta": began.delta,
+            "private_model": began.private_model,
+        }
+    )
+
+
+PROMISES = ("real", "allow", "max_epsilon", "delta", "private_model")
+"""The keys of a site file that a run keeps as they were when it began."""
 
 
 def dump_toml(model: Section, first_line: str = "") -> str:

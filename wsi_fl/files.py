@@ -102,13 +102,15 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON document in `path`; WsiFlError when it is missing or damaged."""
+    """The JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WsiFlError(f"{path}: no such file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise WsiFlError(f"{path}: not valid JSON ({error})") from None
+    except RecursionError:
+        raise WsiFlError(f"{path}: nested too deeply; it is no file of this program") from None
 
 
 def append_line(path: Path, document: Any) -> None:
@@ -139,7 +141,7 @@ def _mend_tail(handle: BinaryIO) -> None:
     try:
         json.loads(tail)
         handle.write(b"\n")
-    except ValueError:
+    except (ValueError, RecursionError):
         handle.truncate(len(content) - len(tail))
 
 
@@ -161,7 +163,7 @@ def read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
         last = number == len(lines)  # no newline after it
         try:
             documents += [json.loads(line)] if line else []
-        except ValueError:  # not JSON, or not UTF-8
+        except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested beyond all reason
             if last:  # never finished
                 break
             raise WsiFlError(f"{path}: line {number} is damaged") from None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -22,6 +23,9 @@ from wsi_fl.files import append_line, atomic, read_json, read_lines, write_json,
 from wsi_fl.types import UsageError, WsiFlError
 
 _BUFFER = "buffer.safetensors"
+SITE_FILE = "site.toml"
+"""The site file as it was when the run began."""
+_NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
 
@@ -37,13 +41,71 @@ class RunFolder:
     def create(runs: Path, method: str, pipeline: str) -> RunFolder:
         """The next free number, claimed under a lock: two runs started at once get two numbers."""
         runs.mkdir(parents=True, exist_ok=True)
-        name = Path(pipeline).name.removesuffix(".toml")
+        name = pipeline_stem(pipeline)
         with (runs / ".lock").open("w") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
-            taken = [int(m[1]) for p in runs.iterdir() if (m := re.match(r"(\d{5,})-", p.name))]
-            path = runs / f"{max(taken, default=0) + 1:05d}-{method}-{name}"
+            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{name}"
             path.mkdir()
         return RunFolder(path)
+
+    @staticmethod
+    def next_number(runs: Path) -> int:
+        """Return the number after the highest of `runs`."""
+        found = [re.match(r"(\d{5,})-", p.name) for p in runs.iterdir()] if runs.is_dir() else []
+        return max((int(m[1]) for m in found if m), default=0) + 1
+
+    @staticmethod
+    def claim(
+        runs: Path, number: int, name: str, identity: str, describe: Callable[[RunFolder], None]
+    ) -> RunFolder | None:
+        """Make the folder of a run that several hospitals agreed on, or find it made by another rank of the same job.
+
+        Args:
+            number: agreed by all.
+            name: method and pipeline, "proxyfl-camelyon17".
+            identity: the run's id, which `describe` writes into its manifest.
+
+        Returns:
+            The folder, or None where another run has the number.
+
+        Raises:
+            WsiFlError: for a name that is no single folder's.
+        """
+        if not _NAME.fullmatch(name):
+            raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
+        runs.mkdir(parents=True, exist_ok=True)
+        path = runs / f"{number:05d}-{name}"
+        with (runs / ".lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            if next(runs.glob(f"{number:05d}-*"), None) is None:
+                path.mkdir()
+                describe(RunFolder(path))
+            found = RunFolder(path)
+            return found if path.is_dir() and found.id == identity else None
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Return the document that describes the run."""
+        return dict(read_json(self.path / "manifest.json"))
+
+    @property
+    def id(self) -> str:
+        """Return what identifies the run, whatever its folder is called; "" for a plan that is not run."""
+        return str(self.manifest.get("id", "")) if (self.path / "manifest.json").exists() else ""
+
+    def refuse_changed_settings(self) -> None:
+        """Refuse to go on with settings that were edited since the run began.
+
+        Raises:
+            UsageError: when config.toml is no longer what the manifest remembers.
+        """
+        text = (self.path / "config.toml").read_bytes()
+        known = self.manifest.get("config_sha256")
+        if known and hashlib.sha256(text).hexdigest() != known:
+            raise UsageError(
+                f"{self.path / 'config.toml'}: changed since the run began, and a run keeps its settings; "
+                "put it back as it was, or start a new run"
+            )
 
     def summary(self) -> dict[str, Any] | None:
         """The document of a finished run."""
@@ -168,12 +230,22 @@ class SiteFolder:
         noted = read_json(path) if path.exists() else {"by": None}
         return str(noted["with"]) if noted.get("by", "validation") == by else None
 
-    def remember_spending(self, spending: Mapping[str, Any]) -> None:
-        """Notes the batch size and noise of a site with a target ε, before its first round; they never change."""
-        write_json(self.path / "spending.json", spending)
+    def remember_site(self, text: str) -> None:
+        """Keep the site file as it is when the run begins; it never changes."""
+        if not (self.path / SITE_FILE).exists():
+            write_text(self.path / SITE_FILE, text)
+
+    def remember_plan(self, plan: Mapping[str, Any]) -> None:
+        """Keep the privacy plan of the site's rounds, before the first one; it never changes."""
+        write_json(self.path / "plan.json", plan)
+
+    def plan(self) -> dict[str, Any] | None:
+        """Return what `remember_plan` kept; of earlier versions, which kept less, None."""
+        path = self.path / "plan.json"
+        return dict(read_json(path)) if path.exists() else None
 
     def spending(self) -> dict[str, Any] | None:
-        """What `remember_spending` noted."""
+        """Return what runs of earlier versions kept of a target ε: {"batch_size", "round": {"sigma", …}}."""
         path = self.path / "spending.json"
         return dict(read_json(path)) if path.exists() else None
 
@@ -226,9 +298,12 @@ class SiteFolder:
 
     def log(self, text: str) -> None:
         """Appends a dated line to log.txt, for people."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        with (self.path / "log.txt").open("a", encoding="utf-8") as handle:
-            handle.write(f"{_now()} {text}\n")
+        note(self.log_path, text)
+
+    @property
+    def log_path(self) -> Path:
+        """Return the file that `log` writes to."""
+        return self.path / "log.txt"
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of all finished rounds."""
@@ -278,6 +353,18 @@ class SiteFolder:
         return sorted(int(p.stem.split("_")[1]) for p in (self.path / "state").glob("round_*.safetensors"))
 
 
+def pipeline_stem(pipeline: str) -> str:
+    """Return what a run's folder calls a pipeline that was given by name or path."""
+    return Path(pipeline).name.removesuffix(".toml")
+
+
+def note(path: Path, text: str) -> None:
+    """Append dated text to a log for people."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as handle:
+        handle.write(f"{_now()} {text}\n")
+
+
 def hold_alone(handle: IO[str], folder: Path) -> None:
     """Locks a site's part of a run for this process, or says that another has it."""
     try:
@@ -297,6 +384,8 @@ def _load(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
     except (SafetensorError, KeyError, ValueError, OSError) as error:
         raise WsiFlError(f"{path}: damaged {what} ({error})") from None
+    except RecursionError:
+        raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply)") from None
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from wsi_fl.config import Pipeline, Site, toml_or_repr, validated
+from wsi_fl.config import PROMISES, Pipeline, Site, as_agreed, toml_or_repr, toml_value, validated
+from wsi_fl.runs import SITE_FILE
 from wsi_fl.types import UsageError
 
 
@@ -26,8 +27,13 @@ def shipped(kind: Literal["pipelines", "sites"]) -> Path:
 class Study:
     """A folder with pipelines/ and sites/; stores, runs and ledgers grow in it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, run: Path | None = None) -> None:
         self.root = root
+        self._run = run
+
+    def as_of(self, run: Path) -> Study:
+        """Return the study as a run sees it: its site files promise what they did when the run began."""
+        return Study(self.root, run)
 
     @staticmethod
     def find(start: Path | None = None) -> Study:
@@ -72,7 +78,10 @@ class Study:
         return self.root / "generated" / key / "patches.h5"
 
     def ledger(self, site: str) -> Path:
-        return self.root / "ledgers" / f"{site}.jsonl"
+        """The privacy account of a site, where its file says."""
+        there = (self.root / "sites" / f"{site}.toml").is_file()
+        own = self._site_today(site).ledger if there else None
+        return self.resolve(own) if own else self.root / "ledgers" / f"{site}.jsonl"
 
     def relative(self, path: Path) -> str:
         """As it stands in JSON: relative to the study unless it lies outside."""
@@ -93,6 +102,30 @@ class Study:
         return sorted(p.stem for p in (self.root / "sites").glob("*.toml"))
 
     def site(self, name: str) -> Site:
+        """One site, with the promises of the run where the study is seen as of one."""
+        began = self.site_of_run(name)
+        if began is None:
+            return self._site_today(name)
+        gone = not (self.root / "sites" / f"{name}.toml").is_file()
+        return began if gone else as_agreed(began, self._site_today(name))
+
+    def site_of_run(self, name: str) -> Site | None:
+        """The site file that the run keeps; None without one, as in runs of earlier versions."""
+        kept = self._run / "sites" / name / SITE_FILE if self._run else None
+        return validated(Site, _read_toml(kept), self._label(kept)) if kept and kept.is_file() else None
+
+    def changed_promises(self, name: str) -> list[str]:
+        """What today's site file promises otherwise than the run's, as "max_epsilon = 3 now, 2 in this run"."""
+        began = self.site_of_run(name)
+        if began is None or not (self.root / "sites" / f"{name}.toml").is_file():
+            return []
+        today = self._site_today(name)
+        pairs = [(key, getattr(began, key), getattr(today, key)) for key in PROMISES]
+        return [
+            f"{key} = {_shown(now)} now, {_shown(was)} in this run" for key, was, now in pairs if was != now
+        ]
+
+    def _site_today(self, name: str) -> Site:
         """One site; its file's name and its `name` are the same."""
         path = self.root / "sites" / f"{name}.toml"
         if not path.is_file():
@@ -173,6 +206,10 @@ class Study:
         return self.root / os.path.expanduser(os.path.expandvars(path))  # noqa: PTH111 unknown users stay
 
 
+def _shown(value: Any) -> str:
+    return "not set" if value is None else toml_value(value)
+
+
 def load_pipeline(path: Path) -> Pipeline:
     """A complete pipeline file, as a run keeps it."""
     return validated(Pipeline, _read_toml(path), path.name)
@@ -183,6 +220,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise UsageError(f"{path.parent.name}/{path.name}: nested too deeply; write it flatter") from None
 
 
 def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,6 +241,8 @@ def _override(values: dict[str, Any], override: str) -> None:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except RecursionError:
+        raise UsageError(f"--set {key.strip()}: its value is nested too deeply") from None
     *sections, last = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})

@@ -41,6 +41,14 @@ class UsageError(WsiFlError):
     """Wrong usage or configuration (exit code 2)."""
 
 
+class KnownToAll(WsiFlError):
+    """A failure that may be told to other sites: its text is made of nothing but what all sites told each other."""
+
+
+class NoCommonPlan(KnownToAll, UsageError):
+    """What the sites bring does not make one plan (exit code 2)."""
+
+
 @dataclass(frozen=True)
 class SlideRecord:
     """One slide of a site, as its archive describes it."""

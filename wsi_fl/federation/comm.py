@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from wsi_fl.federation.documents import check_length, decoded, encoded
 from wsi_fl.federation.message import (
     BYTES,
     HEADER_BYTES,
@@ -23,17 +23,19 @@ from wsi_fl.federation.message import (
     body_length,
     pack,
     received,
+    tag_of,
 )
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.federation.receiving import Arrival, Buffers
+from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+
+T = TypeVar("T")
 
 _POLL_S = 0.0005
 _LATE_EVERY_S = 1.0
 _GATHER_TAG = 1 << 14
-_UNUSED = 3
-"""References to an array that only its list, the loop over it and the call that counts know."""
 
 
-class PeerLate(WsiFlError):
+class PeerLate(KnownToAll):
     """Peers did not answer within comm.timeout_s."""
 
     def __init__(self, message: str, sites: list[int]) -> None:
@@ -88,14 +90,21 @@ class Comm(Protocol):
 
         Raises:
             PeerLate: when a message does not arrive in time.
+            NotAgreed: when a message has another length than was announced.
         """
         ...
 
-    def gather(self, documents: Sequence[Any], *, patient: bool = False) -> list[Any]:
-        """One JSON document of every running site, in site order, known to all: plans and tallies, never data.
+    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+        """Return one JSON document of every running site, in site order: plans and tallies, never data.
 
         Args:
+            documents: of the sites in this process; all running sites get to know them.
+            kind: the agreed type of all documents, a TypedDict with bounds (`federation.documents`).
             patient: wait without a deadline, for sites that are not in step.
+
+        Raises:
+            NotAgreed: when the document of a site is not of this kind; nothing of it is used.
+            PeerLate: when a document does not arrive in time.
         """
         ...
 
@@ -133,25 +142,11 @@ class LocalComm:
             self.sent += arrived
         return arrived
 
-    def gather(self, documents: Sequence[Any], *, patient: bool = False) -> list[Any]:
-        return [json.loads(json.dumps(document)) for document in documents]
-
-
-class _Buffers:
-    """Arrays to receive into, used again once nobody holds them: touching fresh memory costs as much as the copy."""
-
-    def __init__(self, kind: Kind = NUMBERS) -> None:
-        self._kind = kind
-        self._arrays: list[Values] = []
-
-    def take(self, size: int) -> Values:
-        """[size] of any content that nobody else refers to, views included."""
-        for array in self._arrays:
-            if array.size == size and sys.getrefcount(array) <= _UNUSED:
-                return array
-        fresh: Values = np.empty(size, self._kind)
-        self._arrays = [a for a in self._arrays if a.size == size] + [fresh]
-        return fresh
+    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+        return [
+            decoded(encoded(document, kind, site), kind, site)
+            for site, document in zip(self.running, documents, strict=True)
+        ]
 
 
 @dataclass
@@ -162,6 +157,7 @@ class MpiComm:
         timeout_s: how long to wait for a peer.
         running: indices of the sites that have a rank; default: all.
         n_sites: of the study; default: as many as there are ranks.
+        names: of all sites of the study, for messages; default: their indices.
         waiting: called now and then while this rank waits for peers.
         late: told the sites that let this rank wait longer than timeout_s, again and again: somebody else then
             decides who is lost. Without it such a wait raises PeerLate.
@@ -170,6 +166,7 @@ class MpiComm:
     timeout_s: float
     running: tuple[int, ...] = ()
     n_sites: int = 0
+    names: tuple[str, ...] = ()
     waiting: Callable[[], None] | None = None
     late: Callable[[list[int]], None] | None = None
 
@@ -190,7 +187,7 @@ class MpiComm:
         self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
         self.traffic = {self.sites[0]: Traffic()}
         self._gathered = 0
-        self._buffers = {kind: _Buffers(kind) for kind in (NUMBERS, BYTES)}
+        self._buffers = {kind: Buffers(kind) for kind in (NUMBERS, BYTES)}
 
     def exchange(
         self,
@@ -205,7 +202,7 @@ class MpiComm:
         began = time.perf_counter()
         mine = self.sites[0]
         sources = [sender for sender, receiver in expected if receiver == mine]
-        tag = 2 * ((round_ * 8 + hop) % 4096)
+        tag = tag_of(round_, hop)
         packed = [(item.receiver, *pack(item, round_, hop)) for item in outgoing]
         sends = []
         for receiver, head, body in packed:
@@ -230,9 +227,9 @@ class MpiComm:
             for header, body, source in zip(headers, bodies, sources, strict=True)
         ]
 
-    def gather(self, documents: Sequence[Any], *, patient: bool = False) -> list[Any]:
+    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
         (document,) = documents
-        mine = np.frombuffer(json.dumps(document).encode(), np.uint8)
+        mine = np.frombuffer(encoded(document, kind, self._name(self.sites[0])), np.uint8)
         others = [site for site in self.running if site != self.sites[0]]
         tag = _GATHER_TAG + 2 * (self._gathered % 4096)
         self._gathered += 1
@@ -245,11 +242,13 @@ class MpiComm:
         self._wait(
             [self._receive(lengths[s], self._mpi.INT64_T, s, tag) for s in others], others, None, limit
         )
-        texts = {site: np.empty(int(lengths[site][0]), np.uint8) for site in others}
+        for site in others:
+            check_length(int(lengths[site][0]), self._name(site))
+        texts = {site: np.empty(lengths[site][0], np.uint8) for site in others}
         self._wait([self._receive(texts[s], self._mpi.BYTE, s, tag + 1) for s in others], others, None, limit)
         self._wait(sends, [site for site in others for _ in range(2)], None, limit)
         texts[self.sites[0]] = mine
-        return [json.loads(texts[site].tobytes()) for site in self.running]
+        return [decoded(texts[site].tobytes(), kind, self._name(site)) for site in self.running]
 
     def abort(self, code: int = 1) -> None:
         """Ends all ranks at once with this exit code; the others could only wait for this one."""
@@ -262,8 +261,14 @@ class MpiComm:
         rank = self._rank_of[site]
         return [self._world.Isend(list(head), rank, tag), self._world.Isend(list(body), rank, tag + 1)]
 
-    def _receive(self, buffer: Any, kind: Any, site: int, tag: int) -> Any:
-        return self._world.Irecv([buffer, kind], self._rank_of[site], tag)
+    def _receive(
+        self, buffer: Values | NDArray[np.int64] | bytearray, kind: Any, site: int, tag: int
+    ) -> Arrival:
+        rank = self._rank_of[site]
+        return Arrival(self._mpi, self._world, buffer, kind, rank, tag, self._name(site))
+
+    def _name(self, site: int) -> str:
+        return self.names[site] if self.names else str(site)
 
     def _wait(
         self, requests: Sequence[Any], peers: Sequence[int], round_: int | None, limit_s: float | None = None
@@ -272,7 +277,7 @@ class MpiComm:
         limit_s = self.timeout_s if limit_s is None else limit_s
         began = said = time.monotonic()
         pause = 0.0
-        while not self._mpi.Request.Testall(requests):
+        while not self._done(requests):
             now = time.monotonic()
             if now - said > _LATE_EVERY_S or now - began > limit_s:
                 said = now
@@ -284,13 +289,19 @@ class MpiComm:
             time.sleep(pause)
             pause = min(pause + _POLL_S / 10, _POLL_S)
 
+    def _done(self, requests: Sequence[Any]) -> bool:
+        """Whether all are; each is asked, since MPI gets on with one only when it is."""
+        done = [request.Test() for request in requests]
+        return all(done)
+
     def _late(self, sites: list[int], round_: int | None) -> None:
         if not sites:  # it came just now
             return
         if self.late is None:
             where = "" if round_ is None else f" in round {round_}"
             raise PeerLate(
-                f"site {sites[0]} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)", sites
+                f"site {self._name(sites[0])} did not answer for {self.timeout_s:g} s{where} (comm.timeout_s)",
+                sites,
             )
         self.late(sites)
         time.sleep(min(_LATE_EVERY_S, self.timeout_s / 4))

@@ -10,18 +10,27 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import HEADER_BYTES, Message, Outgoing
 from wsi_fl.federation.site import Site
-from wsi_fl.privacy.ledger import Release
+from wsi_fl.privacy.release import Release
 from wsi_fl.types import WsiFlError
 
 SERVER = "server"
 Vector = NDArray[np.float32]
+
+
+class Size(TypedDict):
+    """The number of values of what a site is about to send to the server, which takes memory for them."""
+
+    values: Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 def mpcpa_transfers(n_sites: int) -> int:
@@ -119,8 +128,9 @@ class Courier:
         return found
 
     def _sizes(self, releases: Mapping[int, Release]) -> dict[int, int]:
-        told = self.comm.gather([int(releases[site.index].vector.size) for site in self.sites])
-        return dict(zip(self.comm.running, told, strict=True))
+        mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
+        told = self.comm.gather(mine, Size)
+        return {site: one["values"] for site, one in zip(self.comm.running, told, strict=True)}
 
     def _sent(
         self, releases: Mapping[int, Release], sender: int, receiver: int, size: int, round_: int, hop: int

@@ -15,7 +15,7 @@ from wsi_fl.federation.mixing import PushSum, Vector, mix
 from wsi_fl.federation.site import Site
 from wsi_fl.federation.topology import Matrix, receivers, senders
 from wsi_fl.models import schema
-from wsi_fl.privacy.ledger import Release
+from wsi_fl.privacy.release import Release
 
 _FAR = 10.0
 """How many times further than usual a model may lie from the own one."""
@@ -94,7 +94,7 @@ def _problem(message: Message, own: Vector, agreed: str, heard: Sequence[float],
         return f"its weight is {message.weight:g}"
     distance = _distance(_state(message), own)
     usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
-    if distance > _FAR * usual:
+    if not distance <= _FAR * usual:  # nor where it is NaN, as of 0 / 0
         return f"it lies {distance:.3g} away, usual is {usual:.3g}"
     return ""
 

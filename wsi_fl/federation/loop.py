@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange, pass_buffers
+from wsi_fl.federation.message import BUFFERS, FAREWELL, WELCOME
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum
+from wsi_fl.federation.roster import (
+    Answer,
+    Arrival,
+    Roster,
+    Standing,
+    State,
+    first_round,
+    roster_of,
+    stands,
+)
 from wsi_fl.federation.scoring import chosen, evaluated, heeded
 from wsi_fl.federation.site import (
     Schedule,
@@ -34,28 +46,13 @@ from wsi_fl.federation.site import (
 from wsi_fl.federation.topology import Matrix, handover, over, receivers, welcome
 from wsi_fl.learning.examples import batches
 from wsi_fl.learning.local import Batch, mean_losses
-from wsi_fl.privacy.dpsgd import entropy_generator
-from wsi_fl.privacy.ledger import Release
+from wsi_fl.privacy.dpsgd import entropy_generator, seed_from_entropy
+from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
+from wsi_fl.privacy.release import Release
 from wsi_fl.types import WsiFlError
-
-_BUFFERS, _FAREWELL, _WELCOME = 5, 6, 7
-"""Hops of buffers, leaving and returning, beside those of the graph."""
 
 Report = Callable[[dict[str, Any]], None]
 """Told {"site", "round", "step", "steps"} while training and {"site", "round", "done": metrics} after a round."""
-
-
-@dataclass(frozen=True)
-class Roster:
-    """Who takes part in a round, as all sites see it."""
-
-    staying: tuple[int, ...]
-    leaving: tuple[int, ...] = ()
-    returning: tuple[int, ...] = ()
-
-    @property
-    def present(self) -> tuple[int, ...]:
-        return tuple(sorted((*self.staying, *self.returning)))
 
 
 def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, report: Report) -> None:
@@ -89,7 +86,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
         for matrix in _carriers(method, comm, round_, roster.present):
             buffers = {k.index: released_buffer(k, round_) for k in acting if receivers(matrix, k.index)}
-            pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=_BUFFERS)
+            pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=BUFFERS)
         for site in acting:
             tally = comm.traffic[site.index].since(before[site.index])
             _log_round(site, method, schedule, tally, round_=round_, report=report)
@@ -110,30 +107,20 @@ def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, in
     if not method.talks:
         firsts = {site.index: max(site.folder.checkpoints(), default=1) for site in sites}
     else:
-        told = comm.gather(
-            [{"kept": site.folder.checkpoints(), "returning": site.returning} for site in sites]
-        )
-        latest = [max(one["kept"], default=1) for one in told]
-        first = min(latest)
-        if not all(_stands(one["kept"], first) for one in told):
-            waiting = [r for r, one in zip(latest, told, strict=True) if not one["returning"]]
-            first = min(waiting, default=max(latest))
-        firsts = {site.index: first for site in sites}
+        mine: list[Standing] = [
+            {"kept": site.folder.checkpoints(), "returning": site.returning} for site in sites
+        ]
+        firsts = dict.fromkeys((site.index for site in sites), first_round(comm.gather(mine, Standing)))
     for site in sites:
         kept, first = site.folder.checkpoints(), firsts[site.index]
         last = max(kept, default=0)
-        if not _stands(kept, first) and (last > first or not site.returning):
+        if not stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
         if site.ledger.last_round() > last + 1 or site.ledger.last_sent() > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
             )
     return firsts
-
-
-def _stands(kept: list[int], round_: int) -> bool:
-    """Whether a site with these checkpoints can go on from a round."""
-    return round_ in kept or (round_ == 1 and not kept)
 
 
 def _begin(site: Site, method: Method, first: int) -> None:
@@ -156,25 +143,18 @@ def _begin(site: Site, method: Method, first: int) -> None:
 def _roll_call(
     sites: list[Site], method: Method, comm: Comm, round_: int, firsts: Mapping[int, int]
 ) -> Roster:
-    """Who takes part. Nobody runs ahead of it, since others may still need the checkpoints of the last round.
-
-    Who returns waits until no site has its next state on disk already, where the share it would give is whole.
-    """
-    mine = []
+    """Who takes part. Nobody runs ahead of it, since others may still need the checkpoints of the last round."""
+    mine: list[Answer] = []
     for site in sites:
         later = [r for r in site.folder.checkpoints() if r > firsts[site.index]]
         ahead = any(r >= round_ for r in later)
-        mine.append({"site": site.index, "state": _state(site, round_, round_ in later), "ahead": ahead})
-    told: list[Any] = comm.gather(mine) if method.talks else mine
-    staying, leaving, returning = (
-        tuple(one["site"] for one in told if one["state"] == state)
-        for state in ("staying", "leaving", "returning")
-    )
-    ahead = any(one["ahead"] for one in told if one["state"] == "staying")
-    return Roster(staying, leaving, () if ahead else returning)
+        mine.append({"state": _state(site, round_, round_ in later), "ahead": ahead})
+    if method.talks:
+        return roster_of(comm.running, comm.gather(mine, Answer))
+    return roster_of([site.index for site in sites], mine)
 
 
-def _state(site: Site, round_: int, decided: bool) -> str:
+def _state(site: Site, round_: int, decided: bool) -> State:
     """A site whose next round would cross its budget leaves the graph for good.
 
     Args:
@@ -187,7 +167,7 @@ def _state(site: Site, round_: int, decided: bool) -> str:
         return "away"
     if not (site.active or site.returning):
         return "away"
-    if site.mechanism is not None and not site.ledger.affords(round_, site.mechanism):
+    if site.plan is not None and not site.ledger.affords(round_, site.plan):
         site.returning = False
         return "leaving" if site.active else "away"
     return "returning" if site.returning else "staying"
@@ -205,7 +185,7 @@ def _regroup(
     if method.travels is not None and roster.leaving and roster.staying and round_ > 1:
         matrix = handover(comm.n_sites, roster.leaving, roster.staying)
         relays = {i: relayed(here[i], method, round_ - 1) for i in roster.leaving if i in here}
-        exchange(sites, method, comm, matrix, relays, round_=round_ - 1, hop=_FAREWELL)
+        exchange(sites, method, comm, matrix, relays, round_=round_ - 1, hop=FAREWELL)
     for index in roster.leaving:
         if index in here:
             here[index].settle(active=False)
@@ -232,13 +212,13 @@ def _welcomed(
     hosts = {i for i in roster.staying if receivers(matrix, i)}
     latest = round_ if round_ == firsts[sites[0].index] else round_ - 1
     relays = {i: relayed(here[i], method, latest) for i in hosts if i in here}
-    exchange(sites, method, comm, matrix, relays, round_=latest, hop=_WELCOME, back=roster.returning)
+    exchange(sites, method, comm, matrix, relays, round_=latest, hop=WELCOME, back=roster.returning)
     for site in sites:
         if site.returning and site.push is not None and site.push.w > 0:
             _back(site, round_)
-    told = comm.gather([site.index if site.active else None for site in sites])
-    arrived = tuple(index for index in told if index in roster.returning)
-    return replace(roster, returning=arrived), hosts
+    mine: list[Arrival] = [{"active": site.active} for site in sites]
+    told = dict(zip(comm.running, comm.gather(mine, Arrival), strict=True))
+    return replace(roster, returning=tuple(k for k in roster.returning if told[k]["active"])), hosts
 
 
 def _back(site: Site, round_: int) -> None:
@@ -248,8 +228,10 @@ def _back(site: Site, round_: int) -> None:
 
 
 def _carriers(method: Method, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
-    """The hops of buffers in a round, among the sites present."""
-    return over(method.carries, comm.n_sites, present, round_ - 1) if method.carries is not None else []
+    """The hops of buffers in a round, among the sites present; there is room for one."""
+    return (
+        over(method.carries, comm.n_sites, present, round_ - 1, room=1) if method.carries is not None else []
+    )
 
 
 def _load(sites: list[Site], method: Method, *, reset_optimizer: bool = False) -> None:
@@ -293,7 +275,9 @@ def _trained(
     began = time.perf_counter()
     site.losses, site.listened = {}, {}
     if site.active or schedule.train_after_leaving:
+        before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
         site.losses = _train_round(site, method, schedule, round_, report)
+        _freeze_diverged(site, before, round_)
     for role, learner in site.learners.items():
         if not np.isfinite(learner.vector()).all():
             raise WsiFlError(
@@ -309,6 +293,24 @@ def _trained(
     return released
 
 
+def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], round_: int) -> None:
+    """Puts a model that stays at home back to what it was where it is no longer finite; the others hear nothing of it.
+
+    Whether it diverged depends on records that no ε covers, so the round goes on as if nothing had happened.
+    """
+    if "proxy" not in site.learners:  # nothing else would go on
+        return
+    for role, vector in before.items():
+        learner = site.learners[role]
+        if not np.isfinite(learner.vector()).all() and np.isfinite(vector).all():
+            learner.load_vector(vector)
+            learner.optimizer.state.clear()
+            site.freeze(role)
+            site.folder.log(
+                f"round {round_}: the {role} model was no longer finite and stays as it was before; lower train.lr"
+            )
+
+
 def _train_round(
     site: Site, method: Method, schedule: Schedule, round_: int, report: Report
 ) -> dict[str, float | None]:
@@ -321,28 +323,41 @@ def _train_round(
     lesson = method.learns(site.material())
     if lesson is None or all(learner.frozen for learner in site.learners.values()):
         return {}
-    batch_size = site.batch_size or schedule.batch_size
     insecure = schedule.insecure_seed
     fixed = None if insecure is None else _seed(insecure, site.index, round_)
-    poisson = any(learner.private for learner in site.learners.values())
     noise = entropy_generator(site.device, fixed)
-    sampler = entropy_generator("cpu", fixed if poisson else seed)
-    if poisson:
+    sampler = entropy_generator("cpu", seed if site.plan is None else fixed)
+    if site.plan is None:
+        rows = lesson.rows(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
+    else:
         seed = int(torch.randint(2**62, (), generator=sampler))
-    rows = lesson.rows(batch_size, schedule.epochs_per_round, sampler=sampler, poisson=poisson)
+        rows = lesson.rows_of(site.plan, sampler)
+        _require_planned(site, site.plan, schedule, lesson.units.n, len(rows))
     alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": len(rows)})
     weights, site.listened = heeded(site, method, schedule, alive)
     augment = schedule.make_augment(seed)
     images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
     drawn = lesson.units.labelled(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
-        torch.manual_seed(seed)
+        if site.plan is None:
+            torch.manual_seed(seed)
+        else:
+            seed_from_entropy(site.device, None if insecure is None else seed)
 
         def step(number: int, batch: Batch) -> dict[str, float]:
             report({"site": site.name, "round": round_, "step": number, "steps": len(rows)})
             return method.step(site.learners, batch, weights, noise)
 
         return mean_losses(step(number, batch) for number, batch in enumerate(drawn))
+
+
+def _require_planned(site: Site, plan: PrivacyPlan, schedule: Schedule, n: int, steps: int) -> None:
+    """Refuses a round whose steps would not be those that the ledger is told of."""
+    mode: Mode = "paper" if schedule.weights.beta else "strict"
+    for learner in site.learners.values():
+        if learner.trainer is not None:
+            delta = site.ledger.terms.delta
+            require_planned(plan, learner.trainer, n=n, steps=steps, delta=delta, mode=mode)
 
 
 def _log_round(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile need none
-    from wsi_fl.privacy.ledger import Release
+    from wsi_fl.privacy.release import Release
 
 _MAGIC = b"WSFL"
 _VERSION = 2
@@ -27,6 +27,14 @@ NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
 _KINDS = (NUMBERS, BYTES)
 Values = NDArray[np.float32] | NDArray[np.uint8]
 Kind = np.dtype[Any]
+HOPS = 8
+"""Hops that one round has room for: the tags of messages and their headers tell so many apart."""
+GRAPH_HOPS = 5
+"""Those of a round's graph are 0, 1, …; the others are kept for what goes beside it."""
+BUFFERS, FAREWELL, WELCOME = range(GRAPH_HOPS, HOPS)
+"""The hops of buffers, of those who leave, and of those who come back."""
+_TAGS = 1 << 13
+"""Tags of messages are below it, in pairs of header and body; they come round again after many rounds."""
 _WIDEST = 4
 """A body up to so many times the agreed length is received and thrown away; a longer one is left where it is."""
 
@@ -41,7 +49,7 @@ class Outgoing:
     release: Release
 
     def __post_init__(self) -> None:
-        from wsi_fl.privacy.ledger import Release
+        from wsi_fl.privacy.release import Release
 
         if not isinstance(self.release, Release):
             raise TypeError(f"only a Release may leave a site, not {type(self.release).__name__}")
@@ -63,8 +71,19 @@ class Message:
     refused: str = ""
 
 
+def tag_of(round_: int, hop: int) -> int:
+    """Return the MPI tag of the headers of a hop; their bodies have the next one.
+
+    Example:
+        >>> tag_of(1, 0) - tag_of(0, WELCOME)
+        2
+    """
+    return 2 * (round_ * HOPS + hop) % _TAGS
+
+
 def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
     """The header and the values; only numbers can be scaled by a share."""
+    assert 0 <= hop < HOPS
     release = item.release
     if release.round != round_:
         raise WsiFlError(f"a release of round {release.round} cannot be sent in round {round_}")
@@ -89,6 +108,8 @@ def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
 
 def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: Kind) -> str:
     """Why a message is not what was agreed on; empty when it is."""
+    if len(header) != HEADER_BYTES:
+        return "it speaks another protocol"
     magic, version, _, said_kind, said_sender, said_round, _, _, length = _HEADER.unpack(header)
     if (magic, version) != (_MAGIC, _VERSION):
         return "it speaks another protocol"
@@ -101,6 +122,8 @@ def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kin
 
 def body_length(header: bytes | bytearray, size: int, kind: Kind = NUMBERS) -> int:
     """Number of values to receive after this header; 0 for none, where it makes no sense."""
+    if len(header) != HEADER_BYTES:
+        return 0
     magic, _, _, said_kind, *_, length = _HEADER.unpack(header)
     sensible = magic == _MAGIC and said_kind == _KINDS.index(kind) and length <= _WIDEST * size
     return int(length) if sensible else 0
@@ -118,6 +141,8 @@ def received(
 ) -> Message:
     """The message, or why it is none that was agreed on."""
     problem = _problem(header, sender, round_, size, kind)
+    if not problem and (vector.size, vector.dtype) != (size, kind):
+        problem = f"it brings {vector.size} values, announced {size}"
     if problem:
         return Message(sender, receiver, round_, "", np.empty(0, np.float32), 0.0, problem)
     *_, weight, schema, _ = _HEADER.unpack(header)

@@ -4,14 +4,66 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
-from wsi_fl.types import UsageError
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.documents import Amount, Count, Name, Words
+from wsi_fl.types import NoCommonPlan
+
+Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
+Setting = Scalar | Annotated[list[Scalar], Field(max_length=1000)]
+_Key = Annotated[str, Field(pattern=r"^[a-z0-9_]+\.[a-z0-9_]+$", max_length=100)]
+_Classes = Annotated[list[Words], Field(max_length=10_000)]
+
+
+class Inputs(TypedDict, total=False):
+    """What models see: of patches the last two, of their features the first two, of mosaics the first three.
+
+    Attributes:
+        input_px: the size that patches are reduced to.
+    """
+
+    n_features: Count
+    encoder: Words
+    tumor_types: Annotated[dict[Words, _Classes], Field(max_length=1000)]
+    channels: Count
+    input_px: Count
+
+
+class Brought(Inputs):
+    """What a site brings, as all sites get to know it: plans and shapes.
+
+    Attributes:
+        run: the run's identity.
+        settings: "section.key" of the pipeline → value, of the settings that must be the same everywhere.
+        schema: of the model that travels; empty where none does.
+        graph: the name of the graph, or the digest of its file; None for the method's own.
+        buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
+        stains: site → beginning of its stain's digest, where stains are exchanged.
+        affordable: rounds that the site's budget is enough for.
+    """
+
+    site: Name
+    run: Words
+    method: Words
+    settings: Annotated[dict[_Key, Setting], Field(max_length=1000)]
+    classes: _Classes
+    size_px: Count
+    mpp: Amount
+    schema: Words
+    sites: Annotated[list[Name], Field(max_length=10_000)]
+    graph: Words | None
+    buffer: Annotated[list[Words | int], Field(max_length=10)] | None
+    stains: Annotated[dict[Name, Words], Field(max_length=10_000)]
+    versions: Annotated[dict[Words, Words], Field(max_length=100)]
+    affordable: Count
+
 
 MUST_AGREE = {
     "method": "the method",
-    "data": "what it trains on (train.data)",
     "encoder": "the encoder of its features",
     "n_features": "the number of features per patch",
     "tumor_types": "the classes of each tumour type",
@@ -22,48 +74,68 @@ MUST_AGREE = {
     "schema": "the architecture of the model that travels",
     "sites": "the list of sites",
     "input_px": "the size its models see",
-    "schedule": "the schedule (rounds, batch size, epochs, seed, self-weight, privacy mode)",
+    "graph": "the graph (topology.graph)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "stains": "the stains in use (stains/*.json)",
     "versions": "the package versions",
+    "run": "the run's identity",
 }
+_LONGEST, _LISTED = 480, 3
 
 
 def compare(brought: Sequence[Mapping[str, Any]]) -> None:
-    """Compares the documents of all sites and names the odd one.
+    """Compare the documents of all sites, and name the odd one.
 
     Args:
-        brought: per site a JSON document with "site" and those keys of MUST_AGREE that its kind of data has.
+        brought: per site a document with "site", those keys of MUST_AGREE that its kind of data has, and "settings",
+            which are compared one by one.
 
     Raises:
-        UsageError: one line with every disagreement.
+        NoCommonPlan: in one line of at most 500 characters, with as many disagreements as there is room for.
 
     Example:
         >>> same = {key: 1 for key in MUST_AGREE}
         >>> compare([{"site": "C1", **same}, {"site": "C2", **same}, {"site": "C3", **same, "mpp": 2}])
         Traceback (most recent call last):
-        wsi_fl.types.UsageError: sites disagree: C3 brings 2 as the resolution (µm/px), the others 1
+        wsi_fl.types.NoCommonPlan: sites disagree: C3 brings 2 as the resolution (µm/px), the others 1
     """
     names = [str(document["site"]) for document in brought]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise UsageError(f"two ranks are site {twice[0]}; give every rank the same list of sites")
-    problems = []
-    for key, words in MUST_AGREE.items():
-        values = {
-            str(document["site"]): json.dumps(document.get(key), sort_keys=True) for document in brought
-        }
-        usual, count = Counter(values.values()).most_common(1)[0]
-        odd = {site: value for site, value in values.items() if value != usual}
-        if not odd:
-            continue
-        majority = "the others" if count > 1 else next(s for s, v in values.items() if v == usual)
-        said = "; ".join(f"{site} brings {_short(value)}" for site, value in odd.items())
-        problems.append(f"{said} as {words}, {majority} {_short(usual)}")
+        raise NoCommonPlan(f"two ranks are site {twice[0]}; give every rank the same list of sites")
+    found = (_odd(words, dict(zip(names, values, strict=True))) for words, values in _compared(brought))
+    problems = [problem for problem in found if problem]
     if problems:
-        raise UsageError("sites disagree: " + " | ".join(problems))
+        raise NoCommonPlan(_short("sites disagree: " + " | ".join(problems), _LONGEST))
 
 
-def _short(value: str, limit: int = 60) -> str:
-    text = value.strip('"')
+def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """What must agree, in words, and the value of each site."""
+    for key, words in MUST_AGREE.items():
+        yield words, [document.get(key) for document in brought]
+    settings = [document.get("settings", {}) for document in brought]
+    for key in sorted({key for one in settings for key in one}):
+        yield key, [one.get(key) for one in settings]
+
+
+def _odd(words: str, values: Mapping[str, Any]) -> str:
+    """The sites whose value is not that of most; empty where all have the same."""
+    texts = {site: json.dumps(value, sort_keys=True) for site, value in values.items()}
+    usual, count = Counter(texts.values()).most_common(1)[0]
+    odd = [f"{_short(site)} brings {_said(text)}" for site, text in texts.items() if text != usual]
+    if not odd:
+        return ""
+    listed = odd[:_LISTED] + (
+        [f"{len(odd) - _LISTED} more bring something else"] if len(odd) > _LISTED else []
+    )
+    majority = "the others" if count > 1 else next(_short(s) for s, text in texts.items() if text == usual)
+    return f"{'; '.join(listed)} as {words}, {majority} {_said(usual)}"
+
+
+def _said(text: str) -> str:
+    """A JSON value, for people."""
+    return "nothing" if text == "null" else _short(text.strip('"'))
+
+
+def _short(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"

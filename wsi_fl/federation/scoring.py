@@ -81,7 +81,7 @@ def heeded(
 def _judged(site: Site, method: Method, alive: Callable[[], None]) -> Measured:
     """What the site finds out about its proxy."""
     validation = site.validation
-    protected = site.mechanism is not None and site.mechanism.sigma > 0
+    protected = site.plan is not None and site.plan.sigma > 0
     parts = [examples for examples in (validation, site.train if protected else None) if examples is not None]
     judged = joined(parts)
     teacher = _said(site, method, "proxy", judged, alive)

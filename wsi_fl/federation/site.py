@@ -19,8 +19,9 @@ from wsi_fl.learning.lessons import Material
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
-from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.privacy.ledger import PrivacyLedger, Release
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.release import Release
 from wsi_fl.runs import SiteFolder
 
 _CONTENT, _BUFFER = "model", "buffer"
@@ -35,7 +36,7 @@ class Schedule:
         make_augment: seed → augmentation of one image, or None.
         self_weight: P[i, i] where the graph leaves it open.
         graph: instead of the method's own.
-        batch_size: units (rows or patients) of a batch, where a site has no number of its own.
+        batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
         answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
             "competence" by what the proxy is worth and the site lacks.
         by_competence: whether α is scaled by what the proxy is worth.
@@ -66,18 +67,19 @@ class Site:
 
     Attributes:
         tests: what its model is evaluated on: "own", and "merged" where that is allowed.
-        mechanism: what one round costs, or None without differential privacy.
+        plan: what one round applies and costs, or None without differential privacy.
         units: what privacy counts, and how it is drawn: rows or patients, canaries among them.
-        batch_size: its own, where a target ε gives it one; in units.
         canaries: those that are planted among what it learns from, for an audit; None for none.
         validation: what it holds out to choose what predicts, and learns nothing from; None for nothing.
         returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
         active: whether it takes part in the graph and its models under differential privacy still learn.
         push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
         buffer: its own synthetic samples, which it shares; None where the method carries none.
+        leaving: that buffer as it was released in the round that is on.
         received: the buffers it holds of other sites, by their index.
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
+        diverged: roles of models that were no longer finite and stay as they were before; nobody else is told.
         listened: how far its private model listened in this round, and why; empty where α is fixed.
     """
 
@@ -89,18 +91,19 @@ class Site:
     ledger: PrivacyLedger
     folder: SiteFolder
     device: torch.device
-    mechanism: Mechanism | None
+    plan: PrivacyPlan | None
     units: Units
-    batch_size: int | None = None
     validation: Examples | None = None
     canaries: Canaries | None = None
     returning: bool = False
     active: bool = True
     push: PushSum | None = None
     buffer: Buffer | None = None
+    leaving: Release | None = None
     received: dict[int, Flat] = field(default_factory=dict)
     heard: list[float] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
+    diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
     listened: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -126,8 +129,13 @@ class Site:
         self.active = active
         if not active:
             self.push = None
-        for learner in self.learners.values():
-            learner.frozen = learner.private and not active
+        for role, learner in self.learners.items():
+            learner.frozen = role in self.diverged or (learner.with_dp and not active)
+
+    def freeze(self, role: str) -> None:
+        """Lets a model that diverged learn no more."""
+        self.diverged.append(role)
+        self.learners[role].frozen = True
 
 
 def release(site: Site, method: Method, round_: int) -> Release | None:
@@ -135,8 +143,8 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
     if not site.active:
         return None
     if method.travels is None:
-        if site.mechanism is not None:
-            site.ledger.record(round_, site.mechanism)
+        if site.plan is not None:
+            site.ledger.record(round_, site.plan)
         return None
     learner = site.traveller(method)
     assert site.push is not None
@@ -146,7 +154,7 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
         site.push.x,
         schema=schema(learner.model),
         weight=site.push.w,
-        mechanism=site.mechanism,
+        mechanism=site.plan,
         content=_CONTENT,
     )
 
@@ -170,12 +178,16 @@ def release_buffer(site: Site, round_: int) -> None:
     """Puts on record that the site's buffer leaves it in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
-    site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
+    site.leaving = site.ledger.release(
+        round_, values, schema=shape.schema, mechanism=None, content=_BUFFER
+    )
 
 
 def released_buffer(site: Site, round_: int) -> Release:
     """What `release_buffer` put on record, to be sent, also after a restart."""
     assert site.buffer is not None
+    if site.leaving is not None and site.leaving.round == round_:
+        return site.leaving
     return site.ledger.reissue(round_, site.buffer.values, schema=site.buffer.shape.schema)
 
 
@@ -198,6 +210,7 @@ def checkpoint(site: Site, round_: int) -> None:
         "losses": site.losses,
         "listened": site.listened,
         "heard": site.heard,
+        "diverged": site.diverged,
         "grad_mode": {role: learner.grad_mode for role, learner in site.learners.items()},
     }
     site.folder.save_checkpoint(round_, tensors, document)
@@ -216,6 +229,7 @@ def restore(site: Site, round_: int) -> None:
     }
     site.losses, site.heard = document["losses"], document["heard"]
     site.listened = document.get("listened", {})
+    site.diverged = document.get("diverged", [])
     site.returning = document["returning"]
     site.settle(document["active"])
     if "push/x" in tensors:

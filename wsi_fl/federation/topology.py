@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.graph import Graph
+from wsi_fl.federation.message import GRAPH_HOPS
 from wsi_fl.types import UsageError
 
 Matrix = NDArray[np.float64]
@@ -129,12 +130,24 @@ def named(name: str, seed: int = 0) -> Topology:
 
 
 def over(
-    topology: Topology, n_sites: int, present: Sequence[int], round_: int, self_weight: float = 0.0
+    topology: Topology,
+    n_sites: int,
+    present: Sequence[int],
+    round_: int,
+    self_weight: float = 0.0,
+    *,
+    room: int = GRAPH_HOPS,
 ) -> list[Matrix]:
     """The hops of a round among the sites present, as P[n, n] of all: who is absent keeps what it has.
 
     The topology sees the present sites alone, in ascending order: the hub of a star is the first of them, and an
     exponential graph of five becomes one of four. A `Graph` loses the edges of those absent.
+
+    Args:
+        room: the most hops that a round may have; those of leaving, returning and buffers come after them.
+
+    Raises:
+        UsageError: in one line, when the topology has more hops.
 
     Example:
         >>> (matrix,) = over(exponential, 4, [0, 1, 3], 0)
@@ -148,6 +161,10 @@ def over(
         matrix = np.eye(n_sites)
         matrix[np.ix_(places, places)] = hop
         hops.append(matrix)
+    if len(hops) > room:
+        raise UsageError(
+            f"the graph of round {round_ + 1} has {len(hops)} hops, and a round has room for {room}"
+        )
     return hops
 
 

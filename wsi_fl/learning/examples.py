@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.privacy.dpsgd import poisson_rows
 from wsi_fl.recycled import Recycled
 
 Augment = Callable[[Tensor], Tensor]
@@ -196,21 +195,12 @@ def tensor_of(inputs: Inputs) -> Tensor:
 
 
 def epoch_rows(
-    n: int, batch_size: int, epochs: int, *, sampler: torch.Generator, poisson: bool
+    n: int, batch_size: int, epochs: int, *, sampler: torch.Generator
 ) -> Iterator[NDArray[np.int64]]:
-    """Rows of the batches of `epochs` epochs, ceil(n / batch_size) batches each.
-
-    With `poisson` every row enters every batch independently with probability 1 / ceil(n / batch_size), as the
-    accountant assumes; otherwise each epoch is one shuffled pass.
-    """
-    steps = -(-n // batch_size)
+    """Rows of the batches of `epochs` shuffled passes, ceil(n / batch_size) batches each; without privacy."""
     for _ in range(epochs):
-        if poisson:
-            for _ in range(steps):
-                yield poisson_rows(n, 1 / steps, sampler).numpy()
-        else:
-            order = torch.randperm(n, generator=sampler).numpy()
-            yield from np.array_split(order, range(batch_size, n, batch_size))
+        order = torch.randperm(n, generator=sampler).numpy()
+        yield from np.array_split(order, range(batch_size, n, batch_size))
 
 
 def batches(

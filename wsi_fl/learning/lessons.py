@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.units import Units, rows_alone
+from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.types import WsiFlError
 
 
 @dataclass(frozen=True)
@@ -47,15 +49,23 @@ class Lesson:
         """Both parts as one, `learned` first."""
         return self.learned if self.replayed is None else joined([self.learned, self.replayed])
 
-    def rows(
-        self, batch_size: int, epochs: int, *, sampler: torch.Generator, poisson: bool
-    ) -> list[NDArray[np.int64]]:
-        """Rows of `examples` for every batch: those of an epoch, then as many replayed ones.
+    def rows_of(self, plan: PrivacyPlan, sampler: torch.Generator) -> list[NDArray[np.int64]]:
+        """Return the rows of `examples` for every batch of a round under differential privacy.
+
+        Raises:
+            WsiFlError: when something is replayed beside them, of which the plan says nothing.
+        """
+        if self.replayed is not None:
+            raise WsiFlError("a privacy plan covers a site's own rows alone, and nothing that is replayed")
+        return [self.units.rows(chosen, sampler) for chosen in plan.batches(sampler)]
+
+    def rows(self, batch_size: int, epochs: int, *, sampler: torch.Generator) -> list[NDArray[np.int64]]:
+        """Rows of `examples` for every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
         L(own) + L(buffer), whose constant factor Adam ignores.
         """
-        own = list(self.units.epoch(batch_size, epochs, sampler=sampler, poisson=poisson))
+        own = list(self.units.epoch(batch_size, epochs, sampler=sampler))
         if self.replayed is None:
             return own
         again = replayed_rows([len(rows) for rows in own], len(self.replayed), sampler)

@@ -75,9 +75,14 @@ class Learner:
             )
 
     @property
-    def private(self) -> bool:
+    def with_dp(self) -> bool:
         """Whether it trains with differential privacy."""
         return self._dp is not None
+
+    @property
+    def trainer(self) -> DPTrainer | None:
+        """What takes its steps with differential privacy; None without."""
+        return self._dp
 
     @property
     def grad_mode(self) -> str | None:

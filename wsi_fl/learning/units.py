@@ -55,13 +55,10 @@ class Units:
         return rows[some]
 
     def epoch(
-        self, batch_size: int, epochs: int, *, sampler: torch.Generator, poisson: bool
+        self, batch_size: int, epochs: int, *, sampler: torch.Generator
     ) -> Iterator[NDArray[np.int64]]:
-        """Rows of the batches of `epochs` epochs; the units are drawn as `epoch_rows` draws.
-
-        The batch size, rate 1 / ceil(n / batch_size) and number of steps are in units, and do not depend on the rows.
-        """
-        for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler, poisson=poisson):
+        """Rows of the batches of `epochs` shuffled passes over the units."""
+        for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler):
             yield self.rows(chosen, sampler)
 
     def labelled(

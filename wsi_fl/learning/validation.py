@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, subset
 from wsi_fl.learning.metrics import Labels, Probabilities, macro_accuracy
+from wsi_fl.types import UsageError
 
 Answer = Literal["private", "mean", "proxy"]
 """Whose probabilities are a site's answer; of equally good ones the first."""
@@ -19,14 +21,30 @@ ANSWERS: tuple[Answer, ...] = get_args(Answer)
 def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
     """(for training, for validation): each patient is held out with probability `fraction`, whoever else there is.
 
-    A patient's lot depends on the name alone, that of a row without a patient on its place. A split that looked at
-    labels, or took so many of all patients, would let one record decide which others are trained on, and ε would not
-    cover that. So a small site may be left without validation rows, or without training rows.
+    A patient's lot depends on the name alone, that of a row without a patient on its place, which is why such rows
+    are refused under noise (`require_names`). A split that looked at labels, or took so many of all patients, would
+    let one record decide which others are trained on, and ε would not cover that. So a small site may be left without
+    validation rows, or without training rows.
     """
     names = [name or f"row {row}" for row, name in enumerate(examples.patient.tolist())]
     lots = {name: _lot(seed, name) for name in set(names)}
     held = np.array([lots[name] < fraction for name in names], bool)
     return subset(examples, np.flatnonzero(~held)), subset(examples, np.flatnonzero(held))
+
+
+def require_names(patient: NDArray[np.str_], site: str) -> None:
+    """Refuses rows without a patient where ε is to hold of a split that is drawn.
+
+    Such a row's lot is drawn from its place: with a row less, others change sides, and ε does not cover that.
+
+    Raises:
+        UsageError: says how many rows have no patient.
+    """
+    if n := int((patient == "").sum()):
+        raise UsageError(
+            f"site {site}: {n} training rows have no patient, so train.val_fraction cannot draw them without voiding "
+            "ε; name the patients in the site's table of slides, or set train.val_fraction=0"
+        )
 
 
 def _lot(seed: int, name: str) -> float:

@@ -18,6 +18,11 @@ ENOUGH = 1000
 """Non-members below which the true positive rate at a false positive rate of 1 % or less is not told."""
 SHARES = (1.0, 0.5, 0.25, 0.125)
 """Of all canaries, how many are guessed: fixed beforehand, each at a fourth of the error that is allowed."""
+ADJACENCY = (
+    "What is promised concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
+    "record replaced by another, ε is that of a group of two."
+)
+"""Which two data sets ε tells apart; what the coins of canaries decide is just that."""
 _MOST = 50.0
 """Beyond what any number of canaries can show of ε."""
 
@@ -185,6 +190,30 @@ def epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float) 
         middle = (low + high) / 2
         low, high = (middle, high) if p_value(m, guesses, right, middle, delta) <= error else (low, middle)
     return low
+
+
+def level_of_each(confidence: float, tests: int) -> float:
+    """Return the level at which each of so many tests is made for all of them to err together with 1 − confidence.
+
+    Whatever the tests have to do with each other, the chance that any errs is at most the sum (Bonferroni).
+
+    Example:
+        >>> level_of_each(0.95, 1), level_of_each(0.95, 8)
+        (0.95, 0.99375)
+    """
+    return 1 - (1 - confidence) / tests if tests > 1 else confidence
+
+
+def said_of_tests(tests: int, confidence: float) -> str:
+    """Return the sentence on how many models are tested, and at which level."""
+    level, error = f"{level_of_each(confidence, tests):.4%}", f"{1 - confidence:.4%}"
+    shown, allowed = (text.rstrip("%").rstrip("0").rstrip(".") + " %" for text in (level, error))
+    together = f", so that all tests together err with a chance of at most {allowed}"
+    models = "1 model" if tests == 1 else f"{tests} models"
+    return (
+        f"The ε of {models} of this run is tested against canaries; it counts as refuted where the lower bound at a "
+        f"confidence of {shown} is above it{together if tests > 1 else ''}."
+    )
 
 
 def alarming(interval: Sequence[float] | None) -> bool | None:

@@ -1,7 +1,7 @@
 """Weighted sums of per-example gradients, three ways.
 
 An engine takes the batch, asks for a weight c_i of each example once it knows the norms |g_i| of its gradients,
-and returns Σ_i c_i g_i:
+and returns Σ_i c_i g_i over the examples that have one:
 
 - `ghost` never holds the g_i: one backward pass gives every layer's output gradients, and a layer's rule the
   norms and the sum (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023);
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from wsi_fl.privacy.ghost import ByParameter, Gradients, Use, gradients_of
+from wsi_fl.privacy.ghost import ByParameter, Gradients, Kept, Use, gradients_of, squared_norms
 from wsi_fl.types import WsiFlError
 
 LossOf = Callable[[Tensor], Tensor]
 """Logits [b, classes] → the mean of per-example losses."""
 
 Weigh = Callable[[Tensor], Tensor]
-"""Norms |g_i| [b] → weights c_i [b]."""
+"""Norms |g_i|, float64[b] → weights c_i [b]; an example of weight 0 has no part in the sums, even if g_i is NaN."""
 
 Sums = list[Tensor | None]
 """Σ_i c_i g_i of each trained parameter, in the model's order; None where the loss does not depend on it."""
@@ -68,11 +68,17 @@ def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
             if g is not None:
                 uses.setdefault(record.module, []).append((_unchanged(record, len(x)), g))
         layers: list[Gradients] = [gradients_of(module, uses.pop(module)) for module in list(uses)]
-        c = weigh(sum((layer.squares for layer in layers), scale.new_zeros(len(x))).sqrt())
-        sums: ByParameter = {}
+        squares = x.new_zeros(len(x), dtype=torch.float64)
+        c = weigh(sum((layer.squares for layer in layers), squares).sqrt()).to(loss.dtype)
+        sums, kept = ByParameter(), _kept(c)
         while layers:
-            sums.update(layers.pop().weighted(c))
+            sums.update(layers.pop().weighted(c, kept))
     return [sums.get(p) for p in trained(model)], loss.detach()
+
+
+def _kept(c: Tensor) -> Kept:
+    """Where there is a weight: 0 · ∞ would be no 0."""
+    return slice(None) if bool((c > 0).all()) else (c > 0).nonzero().flatten()
 
 
 @contextmanager
@@ -127,9 +133,13 @@ def _sampled(
             torch.autograd.backward(loss)
         samples = [getattr(p, "grad_sample", None) for p in trained(model)]
     rows = [None if g is None else g.reshape(len(g), -1) for g in samples]
-    norms = [torch.linalg.vector_norm(g, dim=1) for g in rows if g is not None]
-    c = weigh(torch.linalg.vector_norm(torch.stack([loss.new_zeros(len(x)), *norms]), dim=0))
-    sums = [None if g is None else (c @ g).view_as(p) for p, g in zip(trained(model), rows, strict=True)]
+    squares = x.new_zeros(len(x), dtype=torch.float64)
+    c = weigh(sum((squared_norms(g) for g in rows if g is not None), squares).sqrt()).to(loss.dtype)
+    kept = _kept(c)
+    sums = [
+        None if g is None else (c[kept] @ g[kept]).view_as(p)
+        for p, g in zip(trained(model), rows, strict=True)
+    ]
     return sums, loss.detach()
 
 

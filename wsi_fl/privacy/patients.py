@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from wsi_fl.privacy.ghost import squared_norms
 from wsi_fl.privacy.gradients import LossOf, Sums, Weigh, trained
 
 CHUNK = 64
@@ -34,7 +35,7 @@ def summed_by_patient(
         x: [b, …], b > 0.
         patient: int64[b], whose each row is.
         loss_of: logits [b, classes] → the mean of per-row losses.
-        weigh: norms |g_p| [1] → weights c_p [1].
+        weigh: norm |g_p|, float64[1] → weight c_p [1]; a patient of weight 0 has no part in the sums.
     """
     sums: Sums = [None] * len(trained(model))
     said: Tensor | None = None
@@ -50,9 +51,10 @@ def summed_by_patient(
             found = torch.autograd.grad(loss, trained(model), allow_unused=True)
             gradient = [_added(total, more) for total, more in zip(gradient, found, strict=True)]
             said[part] = logits.detach()
-        norms = [torch.linalg.vector_norm(g) for g in gradient if g is not None]
-        c = weigh(torch.linalg.vector_norm(torch.stack([x.new_zeros(()), *norms])).reshape(1))[0]
-        scaled = [None if g is None else g * c for g in gradient]
+        squares = x.new_zeros(1, dtype=torch.float64)
+        squares = sum((squared_norms(g.reshape(1, -1)) for g in gradient if g is not None), squares)
+        c = float(weigh(squares.sqrt()))
+        scaled = [None if g is None else g * c if c > 0 else torch.zeros_like(g) for g in gradient]
         sums = [_added(total, more) for total, more in zip(sums, scaled, strict=True)]
     assert said is not None
     with torch.no_grad():

@@ -48,9 +48,17 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
         "rocs": _rocs(rows, colors),
         "bounds": bounds_chart(planted) if planted else None,
         "confidence": page.audit["confidence"],
+        "tests": _tests(page.audit),
         "planted": max((row["canaries"]["n"] for row in planted), default=0),
         "findings": [finding for row in rows for finding in _findings(row)],
     }
+
+
+def _tests(audit: Json) -> str:
+    """How many models are tested at which level, and what ε is about; nothing where no ε was tested."""
+    if not audit.get("tests"):  # none, or an audit of before it was said
+        return ""
+    return f"{audit['tested']} {audit['adjacency']}"
 
 
 def _findings(row: Json) -> list[words.Finding]:
@@ -64,7 +72,9 @@ def _findings(row: Json) -> list[words.Finding]:
             )
         )
     if row["canaries"] and row["canaries"]["broken"]:
-        at_least, at_most = (words.number(row["canaries"][f"epsilon_{k}"], 2) for k in ("lower", "upper"))
+        planted = row["canaries"]
+        corrected = planted.get("epsilon_lower_corrected", planted["epsilon_lower"])
+        at_least, at_most = (words.number(value, 2) for value in (corrected, planted["epsilon_upper"]))
         text = f"{who}: ε is at least {at_least}, though the {row['guarantee']} one is {at_most}."
         found.append(words.Finding("bad", text))
     return found

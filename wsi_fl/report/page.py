@@ -51,6 +51,10 @@ class Page:
     """The document of ``train --method mpcpa --baselines``."""
     generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)
     """Images that were generated for this run, by the site whose denoiser they come from."""
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sites of real patients whose ``patches``, ``overviews`` or ``generated`` images are not shown."""
+    patients_of: Sequence[str] = ()
+    """Sites of real patients of whom the page holds pictures."""
     examples: str = "patches"
     """What a model is asked about: patches, or whole slides, of which there are no pixels."""
 

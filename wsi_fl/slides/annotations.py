@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,11 @@ _NOT_DRAWN = {"detection", "cell", "tile", "tma_core"}
 """QuPath's objects that an analysis made, not a person."""
 
 _NO_GROUP = ("", "none")
+_NAMED = 5
+"""Unknown groups that a message names; it counts the others."""
+_NAME_CHARS = 40
+_REASON_CHARS = 200
+"""The longest name, and the longest reason, that a message repeats from a file."""
 
 Geometry: TypeAlias = Any
 _Role: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
@@ -93,7 +98,7 @@ def read_annotations(
     unknown = sorted({group for group in groups if _key(group) not in roles})
     if unknown:
         raise WsiFlError(
-            f"{path}: unknown annotation groups {', '.join(unknown)}; known are tumor ({', '.join(tumor_groups)}), "
+            f"{path}: unknown annotation groups {_counted(unknown)}; known are tumor ({', '.join(tumor_groups)}), "
             f"holes ({', '.join(hole_groups)}), unsure ({', '.join(unsure_groups)}); name them in tile.tumor_groups, "
             "tile.hole_groups or tile.ignored_groups"
         )
@@ -104,6 +109,18 @@ def read_annotations(
     holes = area("hole")
     tumor, unsure = (_polygonal(shapely.difference(area(role), holes)) for role in _OUTCOMES)
     return Annotations(tumor, unsure, dict(groups))
+
+
+def _counted(unknown: Sequence[str]) -> str:
+    """Names as far as a line has room for them, then how many more there are."""
+    more = [f"and {len(unknown) - _NAMED} more"] if len(unknown) > _NAMED else []
+    return ", ".join([_shortened(name, _NAME_CHARS) for name in unknown[:_NAMED]] + more)
+
+
+def _shortened(text: str, most: int) -> str:
+    """In one line of at most so many characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def tumor_fraction(annotations: Annotations, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[np.float32]:
@@ -195,12 +212,14 @@ def _outlines(path: Path) -> Iterator[tuple[str, Geometry]]:
         yield from read(text)
     except (ElementTree.ParseError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise WsiFlError(f"{path}: malformed annotation: {error}") from None
+    except RecursionError:
+        raise WsiFlError(f"{path}: malformed annotation: nested too deeply") from None
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise WsiFlError(f"{path}: not ASAP XML or QuPath GeoJSON: {_said(error)}") from None
 
 
 def _said(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = _shortened(str(error), _REASON_CHARS)
     return f"no {text}" if isinstance(error, KeyError) else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,28 +55,45 @@ def _held_out(positive: dict[str, bool], fraction: float, rng: np.random.Generat
 
 def sample_rows(
     label: NDArray[np.int64],
-    slide: NDArray[np.int64] | NDArray[np.str_],
+    slide: NDArray[np.int64],
+    names: Sequence[str],
     *,
     balance: bool,
     max_per_slide: int | None,
     seed: int,
 ) -> NDArray[np.bool_]:
-    """Mask [n] of the patches to keep: at most `max_per_slide` of each slide, then equally many of each label.
+    """Choose the patches to keep: at most `max_per_slide` of each slide, then equally many of each label.
 
-    Balancing draws from the labels with too many, evenly at random over the site. With a label missing
-    altogether there is nothing to balance and all are kept.
+    Each slide draws alone, from the seed and its name. So without `balance` nothing that is decided about a slide
+    depends on another slide, and what ε promises holds from the slides on. Balancing draws from the labels with too
+    many, evenly at random over the site: a slide more or less then changes which patches of others are kept, and the
+    promise of ε begins at the store that is made, not at the slides. With a label missing altogether there is
+    nothing to balance and all are kept.
+
+    Args:
+        label: int64[n], the label of each patch.
+        slide: int64[n], the place in `names` of each patch's slide.
+        names: the slides' names.
+
+    Returns:
+        bool[n]: whether each patch is kept.
     """
-    rng = np.random.default_rng(seed)
     keep = np.ones(len(label), bool)
     if max_per_slide is not None:
-        order = rng.permutation(len(label))
-        order = order[np.argsort(slide[order], kind="stable")]
-        _, first, counts_of = np.unique(slide[order], return_index=True, return_counts=True)
-        place = np.arange(len(order)) - np.repeat(first, counts_of)
-        keep[order[place >= max_per_slide]] = False
+        order = np.argsort(slide, kind="stable")
+        for rows in np.split(order, np.searchsorted(slide[order], np.arange(1, len(names)))):
+            if len(rows) > max_per_slide:
+                own = _of_slide(seed, names[slide[rows[0]]])
+                keep[rows[own.permutation(len(rows))[max_per_slide:]]] = False
     counts = {int(c): int((keep & (label == c)).sum()) for c in np.unique(label[keep])}
     if balance and len(counts) > 1:
+        rng = np.random.default_rng(seed)
         fewest = min(counts.values())
         for c in counts:
             keep[rng.permutation(np.flatnonzero(keep & (label == c)))[fewest:]] = False
     return keep
+
+
+def _of_slide(seed: int, name: str) -> np.random.Generator:
+    """A slide's own generator, whatever other slides there are."""
+    return np.random.default_rng(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest(), "big"))

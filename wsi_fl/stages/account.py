@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+import glob
+import hashlib
+import os
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import TypedDict
 
 from wsi_fl import config
 from wsi_fl.config import Pipeline
+from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.site import Site
-from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for
+from wsi_fl.files import read_json
+from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
+from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.groups import group_epsilon
-from wsi_fl.privacy.ledger import Guarantee, PrivacyLedger, Terms
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.planner import planned as best_plan
-from wsi_fl.runs import SiteFolder
+from wsi_fl.privacy.terms import Terms
+from wsi_fl.runs import RunFolder, SiteFolder
 from wsi_fl.study import Study
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 
 def weights_of(pipeline: Pipeline) -> Weights:
@@ -29,7 +40,7 @@ def weights_of(pipeline: Pipeline) -> Weights:
 
 def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
     """What ε is worth: see `Guarantee`."""
-    if not pipeline.privacy.noisy or pipeline.privacy.insecure_seed is not None:
+    if not spends(pipeline):
         return "none"
     return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
 
@@ -47,128 +58,245 @@ def terms_of(site: config.Site, pipeline: Pipeline, guarantee: Guarantee) -> Ter
     )
 
 
-def require_ledger(study: Study, site: config.Site) -> None:
-    """Refuses a real site whose account is gone though it has taken part in some run."""
-    took_part = any(study.runs.glob(f"*/sites/{site.name}/state/*.safetensors"))
-    if site.real and not study.ledger(site.name).exists() and took_part:
+def spends(pipeline: Pipeline) -> bool:
+    """Whether training costs ε: there is noise, and nobody else knows it."""
+    return pipeline.privacy.noisy and pipeline.privacy.insecure_seed is None
+
+
+def require_budget(site: config.Site) -> None:
+    """Refuse to spend anything of a real hospital that has not said how much, and at which δ.
+
+    Raises:
+        UsageError: when its file names no max_epsilon or no delta.
+    """
+    missing = [key for key in ("max_epsilon", "delta") if getattr(site, key) is None]
+    if site.real and missing:
         raise UsageError(
-            f"ledgers/{site.name}.jsonl is missing, though runs of this site exist; restore it: it is the site's budget"
+            f"sites/{site.name}.toml: a real hospital spends only what its own file allows; write "
+            f"{' and '.join(missing)} there, for example max_epsilon = 3.0 and delta = 1e-5"
         )
 
 
-@dataclass(frozen=True)
-class Spending:
-    """How a site spends its budget.
+def open_ledger(
+    study: Study, site: config.Site, run: str, terms: Terms, includes: Collection[str] = ()
+) -> PrivacyLedger:
+    """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
 
-    Attributes:
-        batch_size: units (rows or patients) of a batch, of a Poisson batch on average; the divisor of its gradient.
-        round: what one round costs, or None without differential privacy.
+    Args:
+        run: the run's id.
+        terms: under which the site takes part.
+        includes: other entries whose cost is part of the run's.
+
+    Raises:
+        UsageError: when the ledger is missing or lacks rounds of a run, or a stain, that lie in the study.
+        WsiFlError: when the file is damaged, changed or older than what its heads remember.
     """
+    path = study.ledger(site.name)
+    if not site.real:
+        return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes)
+    rounds, stains = (
+        _rounds_here(study, site.name),
+        _stains_here(study, site.name),
+    )  # before the ledger: they may grow
+    if not path.exists() and (rounds or stains):
+        raise UsageError(
+            f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
+            "site's budget"
+        )
+    heads = [study.store(site.name).parent / "ledger.head.json", _head_of_user(path)]
+    ledger = PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, heads=heads)
+    for folder, identity, last in rounds:
+        if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
+            raise UsageError(
+                f"{study.relative(path)}: lacks rounds of {folder}, which reached round {last}; put the newest backup "
+                "of the ledger back: it is the site's budget"
+            )
+    known = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
+    for file, digest in stains:
+        if digest not in known:
+            raise UsageError(
+                f"{study.relative(path)}: lacks the release of {file}; restore both from the same backup: the ledger "
+                "is the site's budget"
+            )
+    return ledger
 
-    batch_size: int
-    round: Mechanism | None
+
+def _head_of_user(ledger: Path) -> Path:
+    """Where the user's account on this machine remembers how far a ledger was, whatever becomes of the study.
+
+    A folder that cannot be written, on some clusters a home, is left alone: then the head beside the store is alone.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+    with suppress(OSError):
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    name = hashlib.sha256(str(ledger.resolve()).encode()).hexdigest()[:32]
+    return state / f"{name}.head.json"
 
 
-def spending_of(
+def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
+    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in."""
+    found = []
+    for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
+        run = RunFolder(metrics.parents[2])
+        paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
+        if paid:
+            found.append(
+                (study.relative(run.path), f"{run.name} {run.id}" if run.id else run.name, max(paid))
+            )
+    return found
+
+
+def _stains_here(study: Study, site: str) -> list[tuple[str, str]]:
+    """(file, digest) of every stain that the site has released in this study."""
+    files = (study.store(site).parent / "stain.json", study.stain(site))
+    return [(study.relative(file), str(read_json(file).get("digest"))) for file in files if file.exists()]
+
+
+def planned_round(
     site: config.Site,
     pipeline: Pipeline,
     n: int,
     *,
     spent: Sequence[Mechanism] = (),
     past: Sequence[Mechanism] = (),
-) -> Spending:
-    """The batch size and noise of a site with n units: training rows, or patients.
+) -> PrivacyPlan | None:
+    """Return what one round of a site with n units (training rows, or patients) applies; None without privacy.
 
-    With `privacy.target_epsilon` they are its own: the best plan whose rounds together, on top of `spent`, reach the
-    target and no more. `max_epsilon` binds too where it is less, for a real site on top of its whole `past`.
+    With `privacy.target_epsilon` batch size and noise are the site's own: the best plan whose rounds together, on top
+    of `spent`, reach the target and no more. `max_epsilon` binds too where it is less, for a real site on top of its
+    whole `past`.
 
     Args:
         spent: what was applied to the same units before and counts for this run.
         past: everything on the site's account.
 
     Raises:
-        UsageError: when no noise is enough.
+        UsageError: when no noise is enough, or δ is too large for n.
     """
     train, privacy = pipeline.train, pipeline.privacy
     if not privacy.enabled:
-        return Spending(train.batch_size, None)
-    if privacy.target_epsilon is None:
-        return Spending(
-            train.batch_size, plan(n, train.batch_size, train.epochs_per_round, privacy.sigma, privacy.clip)
-        )
-    budget = site.max_epsilon or privacy.target_epsilon
-    limits = [(min(privacy.target_epsilon, budget), spent)]
-    if site.real and site.max_epsilon is not None:
-        limits.append((site.max_epsilon, past))
+        return None
     try:
-        return _within(limits, n, pipeline, site.delta or privacy.delta)
+        if privacy.target_epsilon is None:
+            return _round_of(site, pipeline, n, train.batch_size, privacy.sigma)
+        budget = site.max_epsilon or privacy.target_epsilon
+        limits = [(min(privacy.target_epsilon, budget), spent)]
+        if site.real and site.max_epsilon is not None:
+            limits.append((site.max_epsilon, past))
+        return _within(limits, n, site, pipeline)
     except UsageError as error:
-        raise UsageError(
-            f"site {site.name}: {error}; raise privacy.target_epsilon or its max_epsilon, or leave it out"
-        ) from None
+        hint = (
+            "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
+            if privacy.target_epsilon
+            else ""
+        )
+        raise UsageError(f"site {site.name}: {error}{hint}") from None
+
+
+def _round_of(site: config.Site, pipeline: Pipeline, n: int, batch_size: int, sigma: float) -> PrivacyPlan:
+    privacy = pipeline.privacy
+    return plan_of_round(
+        n=n,
+        batch_size=batch_size,
+        epochs=pipeline.train.epochs_per_round,
+        sigma=sigma,
+        clip=privacy.clip,
+        delta=site.delta or privacy.delta,
+        unit=privacy.unit,
+        mode="paper" if weights_of(pipeline).beta else "strict",
+    )
 
 
 def _within(
-    limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, pipeline: Pipeline, delta: float
-) -> Spending:
+    limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, site: config.Site, pipeline: Pipeline
+) -> PrivacyPlan:
     """The plan for the tightest of the limits (ε, what counts towards it), with noise that keeps them all."""
-    rounds, clip = pipeline.train.rounds, pipeline.privacy.clip
-    epochs = rounds * pipeline.train.epochs_per_round
+    clip, delta = pipeline.privacy.clip, site.delta or pipeline.privacy.delta
+    epochs = pipeline.train.rounds * pipeline.train.epochs_per_round
     ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
     way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
     whole = way.mechanism
     sigmas = [
         sigma_for(limit, whole.sample_rate, whole.steps, delta, spent=before) for limit, before in limits
     ]
-    return Spending(way.batch_size, replace(whole, sigma=max(sigmas), steps=whole.steps // rounds))
+    return _round_of(site, pipeline, n, way.batch_size, max(sigmas))
 
 
-def agreed_spending(
+def agreed_plan(
     folder: SiteFolder, site: config.Site, pipeline: Pipeline, n: int, ledger: PrivacyLedger
-) -> Spending:
-    """What the run remembers, or a plan for what is on the site's account as it begins."""
-    known = folder.spending()
-    if known is not None:
-        return Spending(known["batch_size"], Mechanism(**known["round"]))
-    return spending_of(site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True))
+) -> PrivacyPlan | None:
+    """Return the plan that the run keeps, or one for what is on the site's account as it begins.
 
-
-def remember_spending(site: Site, pipeline: Pipeline) -> None:
-    """Notes in the run what `agreed_spending` found for a target ε: the account changes while it goes on."""
-    if pipeline.privacy.target_epsilon is None or site.mechanism is None or site.folder.spending():
-        return
-    site.folder.remember_spending(
-        {
-            "target_epsilon": pipeline.privacy.target_epsilon,
-            "batch_size": site.batch_size,
-            "round": asdict(site.mechanism),
-        }
+    Raises:
+        UsageError: when settings, canaries or the store would now make another plan than the run keeps.
+    """
+    known = _kept_plan(folder, site, pipeline, n)
+    if known is None:
+        return planned_round(
+            site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True)
+        )
+    own = pipeline.privacy.target_epsilon is not None  # then the site chose its batch size and noise itself
+    batch_size, sigma = (
+        (known.batch_size, known.sigma) if own else (pipeline.train.batch_size, pipeline.privacy.sigma)
     )
+    if changed := differences(known, _round_of(site, pipeline, n, batch_size, sigma)):
+        raise UsageError(
+            f"site {site.name}: the privacy plan of this run was changed since it began ({', '.join(changed)}); "
+            "put its settings back, or start a new run"
+        )
+    return known
+
+
+def _kept_plan(folder: SiteFolder, site: config.Site, pipeline: Pipeline, n: int) -> PrivacyPlan | None:
+    if not pipeline.privacy.enabled:
+        return None
+    try:
+        if kept := folder.plan():
+            return PrivacyPlan(**kept)
+        if early := folder.spending():
+            return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
+    except (UsageError, TypeError, KeyError, ValueError) as error:
+        raise WsiFlError(f"{folder.path}: the privacy plan of this run is damaged ({error})") from None
+    return None
+
+
+def remember_plan(site: Site) -> None:
+    """Keep in the run what `agreed_plan` found: the account changes while the run goes on, the plan does not."""
+    if site.plan is not None and site.folder.plan() is None:
+        site.folder.remember_plan(asdict(site.plan))
 
 
 def planned(site: Site, rounds: int) -> list[Mechanism]:
     """What all rounds cost a site together, and before them what counts for the run; nothing without privacy."""
-    if site.mechanism is None:
+    if site.plan is None:
         return []
-    return [*site.ledger.mechanisms(), replace(site.mechanism, steps=site.mechanism.steps * rounds)]
+    return [*site.ledger.mechanisms(), replace(site.plan, steps=site.plan.steps * rounds)]
 
 
 def affordable_rounds(site: Site, rounds: int) -> int:
     """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
     limit = site.ledger.terms.max_epsilon
     done = site.ledger.n_rounds()
-    if limit is None or site.mechanism is None:
+    if limit is None or site.plan is None:
         return rounds
     past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
     more = 0
     while done + more < rounds:
-        if epsilon([*past, *[site.mechanism] * (more + 1)], site.ledger.terms.delta) > limit:
+        if epsilon([*past, *[site.plan] * (more + 1)], site.ledger.terms.delta) > limit:
             break
         more += 1
     return done + more
 
 
-def group_of(site: Site) -> dict[str, Any] | None:
+class Group(TypedDict):
+    """What ε per row is worth to a patient with so many rows; None for ε beyond what says anything."""
+
+    rows: Count
+    epsilon: Amount | None
+    delta: Amount
+
+
+def group_of(site: Site) -> Group | None:
     """What ε per row is worth to the patient with the most training rows; None where that is not the question.
 
     How many rows that patient has depends on one patient alone, so it stays with a real site.
@@ -185,7 +313,10 @@ def spent_words(row: dict[str, Any]) -> str:
     """ε, what it is worth, and how it was spent, of a site's row in a summary or a plan."""
     if row["epsilon"] is None:
         return "no differential privacy"
-    return (
-        f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}; "
-        f"B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"
-    )
+    spent = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}"
+    if row.get("real") and row["lifetime_epsilon"] is not None:
+        worth = row["lifetime_guarantee"]
+        spent += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon'] or 0:g} ({worth})"
+    if row["sigma"] is None:  # a released stain alone was paid for
+        return spent
+    return f"{spent}; B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"

@@ -14,15 +14,27 @@ from torch import nn
 
 from wsi_fl import config
 from wsi_fl.config import Pipeline
+from wsi_fl.federation.methods import Method
 from wsi_fl.files import read_json, write_json
 from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import cross_entropies
-from wsi_fl.privacy.audit import alarming, auroc, auroc_interval, canary_bound, roc, tpr_at
+from wsi_fl.privacy.audit import (
+    ADJACENCY,
+    alarming,
+    auroc,
+    auroc_interval,
+    canary_bound,
+    level_of_each,
+    roc,
+    said_of_tests,
+    tpr_at,
+)
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.data import Store, example_word, held_out, may_merge, open_data, remember, store_path
 from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.kept import as_begun
 from wsi_fl.stages.material import agreed_canaries, learned_from
 from wsi_fl.stages.trained import method_of
 from wsi_fl.stages.workshop import build_model, method_for
@@ -30,6 +42,7 @@ from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import WsiFlError
 
 CONFIDENCE = 0.95
+"""Of a bound alone, and of all that is called broken in a run together."""
 _RATES = (0.01, 0.001)
 
 
@@ -43,34 +56,74 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
     """
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
     pipeline = load_pipeline(run.path / "config.toml")
     if run.summary() is None:
         raise WsiFlError(
             f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
         )
-    sites, lost = study.sites(pipeline), {loss["site"] for loss in run.losses()}
-    merged = may_merge(sites) and len(sites) > 1
-    here = [
-        (index, site)
-        for index, site in enumerate(sites)
-        if site.name not in lost and (merged or store_path(study, site.name, pipeline).exists())
-    ]
-    if not here:
-        raise WsiFlError(f"{study.root}/stores: no store of a site of this run; an audit needs one")
+    sites, tests = study.sites(pipeline), _n_tests(run, pipeline)
+    merged, level = may_merge(sites) and len(sites) > 1, level_of_each(CONFIDENCE, tests)
+    here = _sites_here(study, run, pipeline, merged)
     rows = []
     for done, (index, site) in enumerate(here):
         watcher.update("audit", done, len(here), site.name)
-        rows.append(_audit_site(study, run, pipeline, site, index, merged=merged))
+        rows.append(_audit_site(study, run, pipeline, site, index, merged=merged, level=level))
         watcher.update("audit", done + 1, len(here), site.name)
     document = {
         "run": study.relative(run.path),
         "method": method_of(run),
         "examples": example_word(pipeline),
         "confidence": CONFIDENCE,
+        "tests": tests,
+        "level": level,
+        "tested": said_of_tests(tests, CONFIDENCE) if tests else None,
+        "adjacency": ADJACENCY,
         "sites": rows,
     }
     write_json(run.path / "audit" / "audit.json", document)
     return document
+
+
+def _sites_here(
+    study: Study, run: RunFolder, pipeline: Pipeline, merged: bool
+) -> list[tuple[int, config.Site]]:
+    """(place in the run, site) of those that finished and whose stores are here."""
+    lost = _lost(run)
+    here = [
+        (index, site)
+        for index, site in enumerate(study.sites(pipeline))
+        if site.name not in lost and (merged or store_path(study, site.name, pipeline).exists())
+    ]
+    if not here:
+        raise WsiFlError(f"{study.root}/stores: no store of a site of this run; an audit needs one")
+    return here
+
+
+def _lost(run: RunFolder) -> set[str]:
+    return {loss["site"] for loss in run.losses()}
+
+
+def _n_tests(run: RunFolder, pipeline: Pipeline) -> int:
+    """How many models of the run have an ε that canaries test: all sites', wherever they are audited."""
+    if not pipeline.audit.canaries:
+        return 0
+    sites, lost = (run.summary() or {}).get("sites", ()), _lost(run)
+    tested = [site for site in sites if site["guarantee"] != "none" and site["site"] not in lost]
+    method = method_for(method_of(run), pipeline)
+    return len(tested) * sum(_with_dp(method, pipeline, role) for _, role in _models_of(method))
+
+
+def _models_of(method: Method) -> list[tuple[str, str]]:
+    """(name, role) of what each site is left with and of what it sent."""
+    kept = "central" if method.pooled or method.travels == "private" else "private"
+    if method.travels is None:
+        return [(kept, "private")]
+    return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
+
+
+def _with_dp(method: Method, pipeline: Pipeline, role: str) -> bool:
+    return pipeline.privacy.enabled and (role == "proxy" or method.travels != "proxy")
 
 
 @dataclass(frozen=True)
@@ -88,7 +141,14 @@ class _Attacked:
 
 
 def _audit_site(
-    study: Study, run: RunFolder, pipeline: Pipeline, site: config.Site, index: int, *, merged: bool
+    study: Study,
+    run: RunFolder,
+    pipeline: Pipeline,
+    site: config.Site,
+    index: int,
+    *,
+    merged: bool,
+    level: float,
 ) -> dict[str, Any]:
     method, device = method_for(method_of(run), pipeline), device_of_rank()
     store = open_data(study, site.name, pipeline)
@@ -109,7 +169,7 @@ def _audit_site(
         found: dict[str, Any] = {"model": model.name, "dp": model.dp}
         found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap, device)
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
-        found["canaries"] = _canaries(model, planted, upper, account["delta"], device)
+        found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
         rows.append(found)
     kept = ("epsilon", "delta", "guarantee", "unit")
     return {"site": site.name, **{key: account[key] for key in kept}, "models": rows}
@@ -131,19 +191,15 @@ def _attacked(
         common = method.travels == "private"
         network = build_model(site, pipeline, store, role, index, common=common)
         network.load_state_dict(tensors)  # all of its initial weights
-        dp = pipeline.privacy.enabled and (role == "proxy" or method.travels != "proxy")
-        return _Attacked(name, dp, network.to(device_of_rank()).eval())
+        return _Attacked(name, _with_dp(method, pipeline, role), network.to(device_of_rank()).eval())
 
     def sent(role: str) -> dict[str, torch.Tensor]:
         prefix = f"{role}/model/"
         return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
 
-    kept = "central" if method.pooled or method.travels == "private" else "private"
-    found = [of_role(kept, "private", folder.load_model("private"))]
-    if method.travels is not None:
-        name = "proxy" if method.travels == "proxy" else "released"
-        found.append(of_role(name, method.travels, sent(method.travels)))
-    return found
+    (kept, role), *released = _models_of(method)
+    found = [of_role(kept, role, folder.load_model(role))]
+    return found + [of_role(name, role, sent(role)) for name, role in released]
 
 
 def _membership(
@@ -168,25 +224,38 @@ def _membership(
 
 
 def _canaries(
-    model: _Attacked, planted: Canaries | None, upper: float | None, delta: float, device: torch.device
+    model: _Attacked,
+    planted: Canaries | None,
+    upper: float | None,
+    delta: float,
+    level: float,
+    device: torch.device,
 ) -> dict[str, Any] | None:
     """What the loss of each canary tells, and the least ε that explains it; None without canaries.
 
     The loss after training alone: minus that before, which varies from one to the next, it tells less.
+
+    Args:
+        upper: ε that is promised; None where nothing is.
+        level: confidence at which the bound must be above it to call it broken.
     """
     if planted is None:
         return None
     scores = -cross_entropies(model.network, planted.examples, device)
-    bound = canary_bound(scores, planted.included, delta, confidence=CONFIDENCE)
+    bound, among_all = (
+        canary_bound(scores, planted.included, delta, confidence=confidence)
+        for confidence in (CONFIDENCE, level)
+    )
     return {
         "n": bound.n,
         "accuracy": bound.accuracy,
         "guesses": bound.guesses,
         "right": bound.right,
         "epsilon_lower": bound.epsilon,
+        "epsilon_lower_corrected": among_all.epsilon,
         "epsilon_upper": upper,
         "delta": delta,
-        "broken": None if upper is None else bound.epsilon > upper,
+        "broken": None if upper is None else among_all.epsilon > upper,
     }
 
 
@@ -230,6 +299,8 @@ def _said(document: dict[str, Any]) -> list[tuple[str, str]]:
                 found.append((f"{who}: its losses tell who was in the training data", "yellow"))
             if (model["canaries"] or {}).get("broken"):
                 found.append((f"{who}: its {site['guarantee']} ε is refuted by its canaries", "red"))
+    if document["tests"]:
+        found += [(document["tested"], ""), (document["adjacency"], "")]
     if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
         found.append(("no canaries: train with --set audit.canaries=400 to bound ε from below", ""))
     return found

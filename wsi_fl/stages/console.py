@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -25,8 +26,12 @@ class Watcher(Protocol):
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None: ...
 
-    def say(self, text: str) -> None:
-        """Something people should know while the job goes on."""
+    def say(self, text: str, *, public: bool = False) -> None:
+        """Tell people something while the job goes on.
+
+        Args:
+            public: whether everybody may know it, since it is made of what all sites have told each other.
+        """
         ...
 
 
@@ -36,8 +41,22 @@ class Silent:
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         pass
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, public: bool = False) -> None:
         say(text, "yellow")
+
+
+class Quiet(Silent):
+    """Keeps at home what a real hospital has to say, in a log of its own, unless everybody may know it.
+
+    Args:
+        log: writes a line into that log.
+    """
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+
+    def say(self, text: str, *, public: bool = False) -> None:
+        (super().say if public else self._log)(text.strip())
 
 
 class Bars:
@@ -79,7 +98,7 @@ class Bars:
             self._said = time.monotonic()
             stderr.print(self._line())
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, public: bool = False) -> None:
         say(text, "yellow")
 
     def _line(self) -> str:
@@ -111,7 +130,7 @@ class Events:
         self.check_owner()
         emit({"part": part, "done": done, "total": total, "note": note})
 
-    def say(self, text: str) -> None:
+    def say(self, text: str, *, public: bool = False) -> None:
         emit({"say": text})
 
     def check_owner(self) -> None:
@@ -122,6 +141,28 @@ class Events:
             os.kill(self._owner, 0)
         except ProcessLookupError:
             raise WsiFlError("the process that started this one is gone") from None
+
+
+class Discreet(Events):
+    """Events of a real hospital: its name and how many rounds are done, and nothing that depends on its records.
+
+    Args:
+        log: writes a line into the hospital's own log.
+        owner: as of `Events`.
+    """
+
+    def __init__(self, log: Callable[[str], None], owner: int | None = None) -> None:
+        super().__init__(owner)
+        self._log = log
+
+    def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        super().update(part, int(done), total)
+
+    def say(self, text: str, *, public: bool = False) -> None:
+        if public:
+            super().say(text)
+        else:
+            self._log(text.strip())
 
 
 def emit(document: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ from wsi_fl.stages.data import (
     store_path,
 )
 from wsi_fl.stages.devices import device_of_rank
+from wsi_fl.stages.kept import as_begun
 from wsi_fl.stages.outside import outside
 from wsi_fl.stages.trained import answering, answers_with, method_of, settings_of
 from wsi_fl.study import Study
@@ -67,6 +68,7 @@ def evaluate(
     """
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
     pipeline = settings_of(study, run, overrides)
     sites = study.sites(pipeline)
     merged = may_merge(sites)

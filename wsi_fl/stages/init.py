@@ -15,6 +15,8 @@ from wsi_fl.study import Study, shipped
 from wsi_fl.types import SlideRecord, UsageError
 
 _PIPELINES = {"tcga": "tcga_subtypes"}
+_BUDGET, _DELTA = 3.0, 1e-5
+"""What a new site file of a real hospital lets it spend; it may change both before its first run."""
 """What a study of an archive is given unless it asks for another pipeline; camelyon17 elsewhere."""
 
 
@@ -195,10 +197,14 @@ def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
         "labels": found.labels,
         "columns": dict(archive.columns),
     }
+    if real:
+        values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
     if archive.layout == "tcga":
         values |= {"manifest": _plain(found.manifests) or None, "verify": True, "slide_types": ["DX"]}
     site = validated(Site, values, f"site {found.name!r} of the archive")
-    note = "a real hospital" if real else "simulated: other sites' evaluation may read its test patches"
+    note = "simulated: other sites' evaluation may read its test patches"
+    if real:
+        note = "a real hospital: max_epsilon and delta are its budget, for good"
     first = f"# wsi-fl {_next(archive.subtypes)} --site {found.name}    ({note})"
     return dump_toml(site.model_copy(update={"allow": None}), first)
 

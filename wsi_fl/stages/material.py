@@ -12,7 +12,7 @@ from wsi_fl.federation.site import Site
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
-from wsi_fl.learning.validation import with_validation
+from wsi_fl.learning.validation import require_names, with_validation
 from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.data import Store, open_data, shape_of, split_of
 from wsi_fl.stages.stains import exchanged
@@ -85,12 +85,18 @@ def _validated(
     """(for training, for validation): the store's own split, else a share of the training patients.
 
     A method without a proxy has nothing to choose, and learns from every row that is for training.
+
+    Raises:
+        UsageError: for a share that would leave nothing to learn from, for rows without a patient where a share is
+            drawn and noise is added, and for rows that are missing where they are asked for.
     """
     if method.travels != "proxy":
         return train, None
     validation = split_of(pipeline, store, "val")
     if not len(validation) and pipeline.train.val_fraction:
         fraction = pipeline.train.val_fraction
+        if pipeline.privacy.noisy:
+            require_names(train.patient, store.meta.site)
         learned, validation = with_validation(train, fraction, pipeline.train.seed)
         if len(train) and not len(learned):
             raise UsageError(

@@ -12,17 +12,20 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from safetensors.torch import save_file
 from torch import from_numpy
+from typing_extensions import TypedDict
 
 from wsi_fl.config import Pipeline
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.courier import Courier, Vector
+from wsi_fl.federation.documents import Digest, Round
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.files import atomic
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
-from wsi_fl.privacy.ledger import PrivacyLedger, Release
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.release import Release
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.check_ddpm import check_denoiser, checked_as
 from wsi_fl.stages.console import Watcher
@@ -35,11 +38,30 @@ from wsi_fl.stages.synthesize_ddpm import train_denoiser
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study
 from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import NoCommonPlan, WsiFlError
 
 _ROUND = 0
 _UP, _DOWN, _MODELS = 0, 1, 2
 """Hops of the denoisers, before the first round, and of the classifiers, after the last."""
+
+
+class Ready(TypedDict):
+    """Whether a site has the images that it learns from."""
+
+    images: bool
+
+
+class Denoiser(TypedDict):
+    """The schema of the denoiser that a site sends."""
+
+    schema: Digest
+
+
+class Classifier(TypedDict):
+    """The schema of the classifier that a site sends, and the last round of its training."""
+
+    schema: Digest
+    rounds: Round
 
 
 def bring_generated(
@@ -49,12 +71,11 @@ def bring_generated(
 
     Raises:
         WsiFlError: when a site's denoiser looks as if it copied: it is not released.
-        UsageError: when the sites' denoisers do not fit together.
+        NoCommonPlan: when the sites' denoisers do not fit together.
     """
     checked = {site.name: _ready(study, pipeline, site.name, watcher) for site in sites}
-    kept = comm.gather([site.folder.package() for site in sites], patient=True)
-    here = all(_all_there(study, site.folder.package()) for site in sites)
-    if not (all(kept) and all(comm.gather([here for _ in sites], patient=True))):
+    mine: list[Ready] = [{"images": _all_there(study, site.folder.package())} for site in sites]
+    if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
         _exchanged(study, pipeline, method, sites, comm, watcher, checked=checked)
     for site in sites:
         _learn_from(study, pipeline, method, site)
@@ -77,7 +98,7 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str
 
 
 def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
-    return package is not None and all(study.generated(key).exists() for key in package.values())
+    return bool(package and all(study.generated(key).exists() for key in package.values()))
 
 
 def _exchanged(
@@ -98,11 +119,12 @@ def _exchanged(
         site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
     }
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    agreed = comm.gather([schema_of(shapes[site.index]) for site in sites], patient=True)
+    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     names = [site.name for site in study.sites(pipeline)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
-        raise UsageError(
+        raise NoCommonPlan(
             f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
             "the same [ddpm], classes and channels"
         )
@@ -145,7 +167,9 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
             raise WsiFlError(
                 f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
             ) from None
-        return ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
+        released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
+        ledger.sending(round_)
+        return released
 
 
 def _drawn(
@@ -184,21 +208,26 @@ def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> E
     return subset(every, np.arange(n))
 
 
-def hand_over_models(run: RunFolder, sites: Sequence[Site], comm: Comm) -> None:
-    """Every classifier goes to the server, which keeps it in `aggregate/`: with it predictions can be aggregated."""
+def hand_over_models(
+    study: Study, pipeline: Pipeline, run: RunFolder, sites: Sequence[Site], comm: Comm
+) -> None:
+    """Every classifier goes to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
+
+    What sites are called there, is as the study has it: a peer's word becomes no part of a path.
+    """
     learners = {site.index: site.learners["private"] for site in sites}
-    mine = [[site.name, schema(learners[site.index].model)] for site in sites]
-    told = comm.gather(mine, patient=True)
-    agreed = {k: one[1] for k, one in zip(comm.running, told, strict=True)}
-    names = {k: one[0] for k, one in zip(comm.running, told, strict=True)}
-    rounds = max((line["round"] for site in sites for line in site.folder.metrics()), default=0)
-    last = max(comm.gather([rounds for _ in sites])) + 1
+    mine: list[Classifier] = [
+        {"schema": schema(learners[site.index].model), "rounds": _rounds(site)} for site in sites
+    ]
+    told = comm.gather(mine, Classifier, patient=True)
+    agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
+    last = max(one["rounds"] for one in told) + 1
     releases = {
         site.index: _released(site.ledger, last, learners[site.index].vector(), agreed[site.index], "model")
         for site in sites
     }
-    everyone = [names.get(k, "") for k in range(comm.n_sites)]
-    courier = Courier(sites, comm, everyone)
+    names = [site.name for site in study.sites(pipeline)]
+    courier = Courier(sites, comm, names)
     began = time.perf_counter()
     held = courier.collected("model", releases, round_=last, hop=_MODELS, agreed=agreed)
     for index, vector in held.items():
@@ -207,3 +236,8 @@ def hand_over_models(run: RunFolder, sites: Sequence[Site], comm: Comm) -> None:
             save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
     for site in sites:
         site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")
+
+
+def _rounds(site: Site) -> int:
+    """The last round that the site finished."""
+    return max((line["round"] for line in site.folder.metrics()), default=0)

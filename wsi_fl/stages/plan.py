@@ -15,11 +15,12 @@ from wsi_fl.config import Allowed, Pipeline
 from wsi_fl.federation import preflight
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
+from wsi_fl.federation.topology import over
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.account import planned, spent_words
+from wsi_fl.stages.account import planned, require_budget, spends, spent_words
 from wsi_fl.stages.console import say
 from wsi_fl.stages.data import example_word, of_images, of_slides, open_data, store_path
 from wsi_fl.stages.stains import stains_of
@@ -31,7 +32,7 @@ from wsi_fl.stages.workshop import (
     schedule_of,
 )
 from wsi_fl.study import Study
-from wsi_fl.types import UsageError
+from wsi_fl.types import NoCommonPlan, UsageError
 
 _TIMED_STEPS = 3
 
@@ -43,35 +44,26 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
     """
     row = method_for(method, pipeline)
-    graph_of(study, pipeline)
+    graph = graph_of(study, pipeline) or row.exchange
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     sites = study.sites(pipeline)
-    privacy = pipeline.privacy
-    bare = not privacy.noisy or privacy.insecure_seed is not None
+    # a graph of more hops than a round has room for is refused
+    over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     if row.bare:
         _check_bare(pipeline, method, row, sites)
     if pipeline.audit.canaries and (row.bare or row.generated):
         raise UsageError(
             f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
         )
-    for site in sites:
-        if row.travels is not None and bare and not site.allows("model"):
-            raise UsageError(
-                f"sites/{site.name}.toml: a model without differential privacy may not leave this site; "
-                'add allow = ["model"] there, or switch privacy on'
-            )
+    if stores and spends(pipeline):  # a rank of a hospital looks at its own file alone
+        for site in sites:
+            require_budget(site)
+    if row.travels is not None and not spends(pipeline):
+        _check_models_may_leave(sites)
     if row.generated:
         _check_generated(sites, pipeline, method)
-    if row.pooled and (shut := [site.name for site in sites if not site.allows("patches")]):
-        raise UsageError(
-            f'sites/{shut[0]}.toml: {method} needs every site\'s patches; allow = ["patches"] would let them'
-        )
-    real = [site.name for site in sites if not site.allows("patches")]
-    if backend == "local" and real and len(sites) > 1:
-        raise UsageError(
-            f"sites/{real[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
-        )
+    _check_stores_stay_apart(sites, row, method, backend)
     if pipeline.stain.exchange:
         if of_slides(pipeline):
             raise UsageError("stain.exchange is for patches and their features; mosaics keep their stain")
@@ -79,6 +71,29 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     for site in sites:
         if stores and (site.allows("patches") or not store_path(study, site.name, pipeline).exists()):
             open_data(study, site.name, pipeline).close()
+
+
+def _check_stores_stay_apart(sites: Sequence[config.Site], row: Method, method: str, backend: str) -> None:
+    """The store of a real hospital is opened by its own process alone, unless its file allows more."""
+    shut = [site.name for site in sites if not site.allows("patches")]
+    if shut and row.pooled:
+        raise UsageError(
+            f'sites/{shut[0]}.toml: {method} needs every site\'s patches; allow = ["patches"] would let them'
+        )
+    if shut and backend == "local" and len(sites) > 1:
+        raise UsageError(
+            f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
+        )
+
+
+def _check_models_may_leave(sites: Sequence[config.Site]) -> None:
+    """Models that leave without differential privacy are allowed by name."""
+    for site in sites:
+        if not site.allows("model"):
+            raise UsageError(
+                f"sites/{site.name}.toml: a model without differential privacy may not leave this site; "
+                'add allow = ["model"] there, or switch privacy on'
+            )
 
 
 def _check_generated(sites: Sequence[config.Site], pipeline: Pipeline, method: str) -> None:
@@ -153,17 +168,23 @@ def check_budgets(
         limits: max_epsilon of each site, as far as it is known here.
 
     Raises:
-        UsageError: when no site can afford a single round.
+        NoCommonPlan: when no site can afford a single round. It names no limit that other processes do not know.
     """
     short = {one["site"]: one["affordable"] for one in brought if one["affordable"] < rounds}
-    said = [
-        f"sites/{name}.toml: max_epsilon{f' = {limits[name]:g}' if limits.get(name) else ''} "
-        f"is enough for {n} of {rounds} rounds"
-        for name, n in short.items()
-    ]
+    said = [_enough(name, limits.get(name), n, rounds) for name, n in short.items()]
     if len(short) == len(brought) and not any(short.values()):
-        raise UsageError(f"{said[0]}; lower train.rounds, raise privacy.sigma, or agree on a larger budget")
+        first, n = next(iter(short.items()))
+        limit = limits.get(first) if len(limits) == len(brought) else None
+        raise NoCommonPlan(
+            f"{_enough(first, limit, n, rounds)}; lower train.rounds, raise privacy.sigma, or agree on a larger budget"
+        )
     return "; ".join(said) + ("; then it leaves and the others go on" if said else "")
+
+
+def _enough(site: str, limit: float | None, n: int, rounds: int) -> str:
+    """For how many rounds a budget is enough; a limit that is not known is not named."""
+    value = f" = {limit:g}" if limit else ""
+    return f"sites/{site}.toml: max_epsilon{value} is enough for {n} of {rounds} rounds"
 
 
 def dry_run(
@@ -209,7 +230,7 @@ def dry_run(
 
 def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
-    batch_size = site.batch_size or pipeline.train.batch_size
+    batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
     units = np.arange(min(batch_size, site.units.n))
     rows = [site.units.rows(units, entropy_generator())] * (_TIMED_STEPS + 1)
     noise = entropy_generator(site.device)
@@ -227,7 +248,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
             began = time.perf_counter()
         row.step(site.learners, batch, schedule.weights, noise)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
-    steps = -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
+    steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms
     cost = planned(site, pipeline.train.rounds) if pipeline.privacy.noisy else []
     return {
@@ -241,7 +262,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
         "guarantee": terms.guarantee,
         "unit": terms.unit,
         "batch_size": batch_size,
-        "sigma": site.mechanism.sigma if site.mechanism else None,
+        "sigma": site.plan.sigma if site.plan else None,
         "seconds": per_step * steps * pipeline.train.rounds,
         "parameters": sum(
             p.numel() for learner in site.learners.values() for p in learner.model.parameters()

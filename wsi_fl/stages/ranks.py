@@ -12,22 +12,26 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.config import Pipeline
+from typing_extensions import TypedDict
+
+from wsi_fl.config import Pipeline, dump_toml
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.comm import Comm, MpiComm
+from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
-from wsi_fl.files import raise_if_full, read_json, write_json
-from wsi_fl.runs import RunFolder, hold_alone
+from wsi_fl.files import raise_if_full, write_json
+from wsi_fl.privacy.book import Guarantee
+from wsi_fl.runs import RunFolder, hold_alone, note
 from wsi_fl.stages import launch, plan
-from wsi_fl.stages.account import group_of, remember_spending
+from wsi_fl.stages.account import Group, group_of, remember_plan
 from wsi_fl.stages.buffers import leaving_words, remember_buffer
-from wsi_fl.stages.console import Events, Silent, Watcher, emit
+from wsi_fl.stages.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.stages.data import open_data, remember
 from wsi_fl.stages.material import remember_canaries
 from wsi_fl.stages.stains import stains_of
 from wsi_fl.stages.workshop import assemble, brought, method_for, schedule_of
 from wsi_fl.study import Study, load_pipeline
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 
 def running_sites(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
@@ -39,26 +43,31 @@ def running_sites(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
     """Does the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
     began = time.perf_counter()
+    run.refuse_changed_settings()
     pipeline = load_pipeline(run.path / "config.toml")
-    method = read_json(run.path / "manifest.json")["method"]
+    method = run.manifest["method"]
+    names = [site.name for site in study.sites(pipeline)]
+    for index in comm.sites:
+        run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
+    study = study.as_of(run.path)
     if pipeline.stain.exchange:
         stains = {name: released.digest for name, released in stains_of(study, pipeline).items()}
         for index in comm.sites:
-            run.site(study.sites(pipeline)[index].name).remember_stains(stains)
+            run.site(names[index]).remember_stains(stains)
     sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
     for site in sites:
         with open_data(study, site.name, pipeline) as store:
             remember(site.folder, store)
-    documents = comm.gather([brought(site, study, pipeline, method) for site in sites])
+    documents = comm.gather([brought(site, study, pipeline, method) for site in sites], preflight.Brought)
     preflight.compare(documents)
     first = comm.running[0] in comm.sites
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
     if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
-        watcher.say(f"  {warning}")
+        watcher.say(f"  {warning}", public=True)
     row = method_for(method, pipeline)
     with _alone(sites):
         for site in sites:
-            remember_spending(site, pipeline)
+            remember_plan(site)
             remember_canaries(site)
             remember_buffer(site)
             if said := leaving_words(site, row):
@@ -71,8 +80,8 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         report = _reporter(sites, pipeline, watcher)
         loop.run(sites, row, schedule_of(study, pipeline), comm, report)
         if row.generated == "others":
-            mpcpa.hand_over_models(run, sites, comm)
-    rows = comm.gather([_row(site) for site in sites], patient=True)
+            mpcpa.hand_over_models(study, pipeline, run, sites, comm)
+    rows = [dict(row) for row in comm.gather([_row(site) for site in sites], Row, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     summary = _summary(study, run, method, rows, time.perf_counter() - began)
@@ -97,7 +106,7 @@ def rank_main(run_path: Path) -> None:
     study = Study(run_path.parent.parent)
     pipeline = load_pipeline(run_path / "config.toml")
     names = [site.name for site in study.sites(pipeline)]
-    events = Events(int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None)
+    owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
 
     def speak_up() -> None:
         events.check_owner()
@@ -107,37 +116,52 @@ def rank_main(run_path: Path) -> None:
         pipeline.comm.timeout_s,
         running_sites(study, pipeline, run),
         len(names),
+        tuple(names),
         waiting=speak_up,
         late=lambda sites: emit({"site": me, "late": [names[k] for k in sites]}),
     )
     me = names[comm.sites[0]]
+    events = Discreet(run.site(me).log, owner) if study.site(me).real else Events(owner)
     emit({"site": me, "pid": os.getpid(), "host": socket.gethostname()})
 
     def tell(text: str, usage: bool) -> None:
         emit({"error": text, "usage": usage})
-        traceback.print_exc()  # into mpi.log
 
-    _guarded(comm, run.path, lambda: work_as_rank(study, run, comm, events), tell)
+    _guarded(comm, study, me, lambda: run, lambda run: work_as_rank(study, run, comm, events), tell)
 
 
 def _guarded(
     comm: MpiComm,
-    place: Path,
-    work: Callable[[], dict[str, Any]],
+    study: Study,
+    me: str,
+    run_of: Callable[[], RunFolder],
+    work: Callable[[RunFolder], dict[str, Any]],
     tell: Callable[[str, bool], None],
 ) -> dict[str, Any]:
-    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain."""
+    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain.
+
+    A real hospital tells others no reason of its own: what it says may name slides, and they patients.
+    """
+    run = None
     try:
-        return work()
+        run = run_of()
+        return work(run)
     except BaseException as error:
+        begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
+        log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
         text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
         try:
-            raise_if_full(error, place)
+            raise_if_full(error, study.runs)
         except WsiFlError as full:
             text = str(full)
+        text = " ".join(text.split())
+        with suppress(OSError):
+            note(log, f"{text}\n{traceback.format_exc()}")
+        if study.site(me).real and not isinstance(error, KnownToAll):
+            text = f"site {me} failed; its own log says why ({study.relative(log)})"
         usage = isinstance(error, UsageError)
         with suppress(OSError):  # nobody listens any more
-            tell(" ".join(text.split()), usage)
+            tell(text, usage)
             sys.stderr.flush()
         comm.abort(2 if usage else 1)
         raise
@@ -153,13 +177,20 @@ def join(
     """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
-    comm = MpiComm(pipeline.comm.timeout_s, running, len(study.sites(pipeline)))
+    names = tuple(site.name for site in study.sites(pipeline))
+    comm = MpiComm(pipeline.comm.timeout_s, running, len(names), names)
 
     def tell(text: str, usage: bool) -> None:
         del usage
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
-    summary = _guarded(comm, study.runs, lambda: work_as_rank(study, run_of(comm), comm, Silent()), tell)
+    me = study.sites(pipeline)[comm.sites[0]].name
+
+    def work(run: RunFolder) -> dict[str, Any]:
+        watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
+        return work_as_rank(study, run, comm, watcher)
+
+    summary = _guarded(comm, study, me, lambda: run_of(comm), work, tell)
     return summary if comm.running[0] in comm.sites else {}
 
 
@@ -185,7 +216,33 @@ def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> lo
     return report
 
 
-def _row(site: Site) -> dict[str, Any]:
+class Row(TypedDict):
+    """A site's row of the summary, which all sites get to know; None also for what a real site keeps to itself."""
+
+    site: Name
+    epsilon: Amount | None
+    lifetime_epsilon: Amount | None
+    lifetime_guarantee: Guarantee
+    real: bool
+    max_epsilon: Amount | None
+    delta: Amount
+    guarantee: Guarantee
+    unit: Words
+    batch_size: Count | None
+    sigma: Amount | None
+    rounds: Round
+    rejected: Count
+    n_train: Count | None
+    n_units: Count
+    canaries: Count
+    group: Group | None
+    trained_seconds: Amount | None
+    messages: Count
+    bytes: Count
+    communication_seconds: Amount | None
+
+
+def _row(site: Site) -> Row:
     lines = site.folder.metrics()  # of all rounds, those before a restart too
     took_part = sum(line["takes_part"] for line in lines)
     terms = site.ledger.terms
@@ -194,12 +251,14 @@ def _row(site: Site) -> dict[str, Any]:
         "site": site.name,
         "epsilon": site.ledger.epsilon(),
         "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
+        "lifetime_guarantee": site.ledger.guarantee(lifetime=True),
+        "real": terms.lifetime,
         "max_epsilon": terms.max_epsilon,
         "delta": terms.delta,
-        "guarantee": terms.guarantee,
+        "guarantee": site.ledger.guarantee(),
         "unit": terms.unit,
-        "batch_size": site.batch_size,
-        "sigma": site.mechanism.sigma if site.mechanism else None,
+        "batch_size": site.plan.batch_size if site.plan else None,
+        "sigma": site.plan.sigma if site.plan else None,
         "rounds": took_part,
         "rejected": sum(len(line.get("rejected", ())) for line in lines),
         # where patients are protected, how many rows they have is theirs
@@ -207,22 +266,27 @@ def _row(site: Site) -> dict[str, Any]:
         "n_units": site.units.n,
         "canaries": len(site.canaries.included) if site.canaries else 0,
         "group": None if terms.lifetime else group_of(site),
-        "trained_seconds": sum(line["seconds"] for line in lines),
+        # time grows with the rows that were drawn, so a real hospital keeps its own
+        "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
         "messages": sum(line["messages"] for line in lines) + len(sent),
         "bytes": sum(line["bytes"] for line in [*lines, *sent]),
-        "communication_seconds": sum(line["communication_seconds"] for line in lines)
-        + sum(line["seconds"] for line in sent),
+        "communication_seconds": None if terms.lifetime else _waited(lines, sent),
     }
+
+
+def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:
+    """Seconds of communication in all rounds, and of transfers beside them."""
+    return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
 
 
 def _summary(
     study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
 ) -> dict[str, Any]:
-    seconds = max([seconds, *(row.pop("trained_seconds") for row in rows)])
+    seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
     communication = {
         "messages": sum(row.pop("messages") for row in rows),
         "bytes": sum(row.pop("bytes") for row in rows),
-        "seconds": max(row.pop("communication_seconds") for row in rows),
+        "seconds": max(row.pop("communication_seconds") or 0.0 for row in rows),
     }
     return {
         "run": study.relative(run.path),

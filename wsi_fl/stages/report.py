@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.config import Site
 from wsi_fl.files import read_json, write_text
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.page import Page, render
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.console import say
 from wsi_fl.stages.data import Store, example_word, open_data, store_path
+from wsi_fl.stages.kept import as_begun
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study import Study, load_pipeline
@@ -25,16 +28,33 @@ Patches = list[tuple[str, NDArray[np.uint8]]]
 """(class, pixels) each."""
 
 
-def report(study: Study, run_name: str) -> Path:
-    """Writes `report/index.html` of a run and returns its path."""
+def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
+    """Write `report/index.html` of a run and return its path.
+
+    Args:
+        pictures: whether patches, overviews and generated images of real sites are shown too. The page then opens with
+            a banner; without them it says in their places that they were left out.
+
+    Raises:
+        WsiFlError: when the run has not finished, or no store of its sites is here.
+    """
     run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
     path = run.path / "report" / "index.html"
-    write_text(path, render(_page(study, run)))
+    page = _page(study, run, pictures=pictures)
+    write_text(path, render(page))
+    if page.left_out:
+        names = ", ".join(_without_repeats(page.left_out))
+        say(
+            f"  pictures of patients of {names} were left out; `wsi-fl report {run.name} --pictures` shows them, on a "
+            "page that must not leave the hospital",
+            "yellow",
+        )
     return path
 
 
-def _page(study: Study, run: RunFolder) -> Page:
-    manifest = read_json(run.path / "manifest.json")
+def _page(study: Study, run: RunFolder, *, pictures: bool) -> Page:
+    manifest = run.manifest
     pipeline = load_pipeline(run.path / "config.toml")
     sites = study.sites(pipeline)
     here = [site for site in sites if store_path(study, site.name, pipeline).exists()]
@@ -56,27 +76,53 @@ def _page(study: Study, run: RunFolder) -> Page:
         metrics={site.name: run.site(site.name).metrics() for site in sites},
         baselines=list(_baselines(study, run, manifest, inputs)),
         stores=[_store_row(name, store) for name, store in stores.items()],
-        patches={name: _samples(store) for name, store in with_pixels.items()},
-        overviews={name: _overviews(study, name, store) for name, store in with_pixels.items()},
         groups=_groups(run),
         audit=_optional(run.path / "audit" / "audit.json"),
         mpcpa=_optional(run.path / "mpcpa.json"),
-        generated=_generated(study, run, [site.name for site in sites]),
         examples=example_word(pipeline),
+        **_pictures(study, run, sites, with_pixels, of_patients=pictures),
     )
 
 
-def _generated(study: Study, run: RunFolder, sites: Sequence[str]) -> dict[str, Patches]:
-    """A few images of each denoiser that a site of this run learned from; of each denoiser once."""
+def _pictures(
+    study: Study, run: RunFolder, sites: Sequence[Site], stores: dict[str, PatchStore], *, of_patients: bool
+) -> dict[str, Any]:
+    """What the page shows of pixels; images of a denoiser that learned from patients count as pictures of them."""
+    simulated = {site.name for site in sites if not site.real}
+    generated = _generated(study, run, [site.name for site in sites])
+    overviews = {name: png for name, store in stores.items() if (png := _overviews(study, name, store))}
+    found = {"patches": list(stores), "overviews": list(overviews), "generated": list(generated)}
+    real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
+    hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
+    shown = {kind: [n for n in names if n not in hidden.get(kind, ())] for kind, names in found.items()}
+    return {
+        "patches": {name: _samples(stores[name]) for name in shown["patches"]},
+        "overviews": {
+            name: [(slide, path.read_bytes()) for slide, path in overviews[name]]
+            for name in shown["overviews"]
+        },
+        "generated": {name: _generated_samples(generated[name]) for name in shown["generated"]},
+        "left_out": hidden,
+        "patients_of": _without_repeats(real) if of_patients else [],
+    }
+
+
+def _without_repeats(sites: Mapping[str, Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in sites.values() for name in names))
+
+
+def _generated(study: Study, run: RunFolder, sites: Sequence[str]) -> dict[str, Path]:
+    """The images of each denoiser that a site of this run learned from; of each denoiser once."""
     keys: dict[str, str] = {}
     for site in sites:
         keys = (run.site(site).package() or {}) | keys
-    found = {}
-    for name in sorted(keys):
-        if study.generated(keys[name]).exists():
-            with PatchStore(study.generated(keys[name])) as store:
-                found[name] = _samples(store)
-    return found
+    paths = {name: study.generated(keys[name]) for name in sorted(keys)}
+    return {name: path for name, path in paths.items() if path.exists()}
+
+
+def _generated_samples(path: Path) -> Patches:
+    with PatchStore(path) as store:
+        return _samples(store)
 
 
 def _groups(run: RunFolder) -> dict[str, Any]:
@@ -170,7 +216,8 @@ def _samples(store: PatchStore) -> Patches:
     return out
 
 
-def _overviews(study: Study, site: str, store: PatchStore) -> list[tuple[str, bytes]]:
+def _overviews(study: Study, site: str, store: PatchStore) -> list[tuple[str, Path]]:
+    """(slide, picture) of the slides that have one."""
     folder = study.store(site).parent / "overview"
     found = [(slide, folder / f"{slide}.png") for slide in store.slides]
-    return [(slide, path.read_bytes()) for slide, path in found if path.exists()]
+    return [(slide, path) for slide, path in found if path.exists()]

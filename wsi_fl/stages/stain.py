@@ -19,11 +19,13 @@ from wsi_fl.config import Pipeline
 from wsi_fl.files import read_json, write_bytes, write_json
 from wsi_fl.learning.units import require_patients
 from wsi_fl.privacy.dpsgd import entropy_generator
-from wsi_fl.privacy.ledger import PrivacyLedger, digest
+from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.means import noisy_mean
+from wsi_fl.privacy.plan import plan_of_round
+from wsi_fl.privacy.release import digest
 from wsi_fl.slides.stain_picture import draw_stains
 from wsi_fl.slides.stains import STAIN_METHODS
-from wsi_fl.stages.account import require_ledger
+from wsi_fl.stages.account import require_budget
 from wsi_fl.stages.console import Silent, Watcher, say
 from wsi_fl.stages.data import open_store
 from wsi_fl.stages.stains import check_own, read_stain, stain_ledger
@@ -95,7 +97,7 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
     study, name = one.study, one.site.name
     path = study.stain(name)
     copy = study.store(name).parent / "stain.json"
-    require_ledger(study, one.site)
+    require_budget(one.site)
     ledger = stain_ledger(study, one.site, one.pipeline)
     with locked(copy.parent, name):
         kept = None if again else next((file for file in (copy, path) if file.exists()), None)
@@ -141,7 +143,16 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
     )
     vector = mean.astype(np.float32)
     round_ = ledger.last_sent() + 1
-    ledger.release(round_, vector, schema="stain", mechanism=mechanism, content="stain")
+    once = plan_of_round(
+        n=n,
+        batch_size=n,
+        epochs=1,
+        sigma=mechanism.sigma,
+        clip=mechanism.clip,
+        delta=ledger.terms.delta,
+        unit=unit,
+    )
+    ledger.release(round_, vector, schema="stain", mechanism=once, content="stain")
     return {
         "site": one.site.name,
         "method": settings.method,
@@ -215,10 +226,8 @@ def print_stains(document: dict[str, Any]) -> None:
     for row in document["sites"]:
         seen = _seen(row)
         cost = "released" if row["spent"] else "released before, nothing spent"
-        say(
-            f"  {row['site']}: {seen} over {row['n']} {row['unit']}s; {cost}: "
-            f"ε = {row['epsilon']:.2f} at δ = {row['delta']:g} ({row['file']})"
-        )
+        worth = "no privacy" if row["epsilon"] is None else f"ε = {row['epsilon']:.2f} at δ = {row['delta']:g}"
+        say(f"  {row['site']}: {seen} over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
     say("stains may be copied to the other sites' stains/; next: wsi-fl train --set stain.exchange=true")
 
 

@@ -8,11 +8,28 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Protocol, TypeVar
 
+from typing_extensions import TypedDict
+
 from wsi_fl.files import raise_if_full
 from wsi_fl.stages.launch import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 T = TypeVar("T")
+
+
+class _Cores(TypedDict):
+    """The machine of a rank, and the cores that the rank may use."""
+
+    host: str
+    cores: list[int]
+
+
+class _Outcome(TypedDict, total=False):
+    """What became of a rank's work: its result (JSON), or its error and whether that is wrong usage."""
+
+    result: Any
+    error: str
+    usage: bool
 
 
 class _Ranks(Protocol):
@@ -21,7 +38,7 @@ class _Ranks(Protocol):
     sites: tuple[int, ...]
     running: tuple[int, ...]
 
-    def gather(self, documents: Sequence[Any]) -> list[Any]: ...
+    def gather(self, documents: Sequence[T], kind: type[T]) -> list[T]: ...
 
 
 class _Alone:
@@ -29,7 +46,8 @@ class _Alone:
 
     sites = running = (0,)
 
-    def gather(self, documents: Sequence[Any]) -> list[Any]:
+    def gather(self, documents: Sequence[T], kind: type[T]) -> list[T]:
+        del kind
         return list(documents)
 
     def abort(self, code: int = 1) -> None:
@@ -54,8 +72,9 @@ class Job:
             self._comm = MpiComm(inf, tuple(range(ranks)))
         comm: _Ranks = self._comm
         self.rank, self.size = comm.sites[0], len(comm.running)
-        mine = (socket.gethostname(), sorted(os.sched_getaffinity(0)))
-        self.threads = share_of_cores(mine, [(host, cores) for host, cores in comm.gather([mine])])
+        mine: _Cores = {"host": socket.gethostname(), "cores": sorted(os.sched_getaffinity(0))}
+        told = [(one["host"], one["cores"]) for one in comm.gather([mine], _Cores)]
+        self.threads = share_of_cores((mine["host"], mine["cores"]), told)
 
     @property
     def first(self) -> bool:
@@ -75,18 +94,18 @@ class Job:
             SystemExit: in the others.
         """
         failure: BaseException | None = None
-        outcome: dict[str, Any] = {}
+        outcome: _Outcome = {}
         try:
             outcome["result"] = work()
         except Exception as error:
             failure = error
-            outcome |= {"error": _told(error), "usage": isinstance(error, UsageError)}
+            outcome = {"error": _told(error), "usage": isinstance(error, UsageError)}
         except BaseException:  # Ctrl-C: the others would wait in vain
             self._comm.abort(1)
             raise
         if failure is not None and self.size == 1:
             raise failure
-        outcomes = self._comm.gather([outcome])
+        outcomes: list[_Outcome] = self._comm.gather([outcome], _Outcome)
         for one in outcomes:
             if "error" in one:
                 if not self.first:

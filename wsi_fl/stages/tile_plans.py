@@ -113,7 +113,10 @@ def choose(
     max_per_slide: int | None,
     seed: int,
 ) -> list[NDArray[np.bool_]]:
-    """Which patches of each of these slides are kept, balanced over the site; the same in every rank."""
+    """Which patches of each of these slides are kept, balanced over the site if asked; the same in every rank.
+
+    Without `balance` no slide's patches depend on which other slides there are (`sample_rows`).
+    """
     if not numbers:
         return []
     labels = [plans.labels(number) for number in numbers]
@@ -121,6 +124,7 @@ def choose(
     keep = sample_rows(
         np.concatenate(labels).astype(np.int64),
         np.repeat(np.arange(len(sizes)), sizes),
+        [plans.slide(number) for number in numbers],
         balance=balance,
         max_per_slide=max_per_slide,
         seed=seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,22 +10,30 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from uuid import uuid4
+
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from wsi_fl.config import Pipeline, dump_toml
 from wsi_fl.federation.comm import LocalComm, MpiComm
+from wsi_fl.federation.documents import Words
 from wsi_fl.files import read_json, write_json, write_text
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs import RunFolder, pipeline_stem
 from wsi_fl.stages import launch, plan
 from wsi_fl.stages.account import spent_words
 from wsi_fl.stages.console import Silent, Watcher, say
+from wsi_fl.stages.kept import as_begun
 from wsi_fl.stages.ranks import join, running_sites, work_as_rank
 from wsi_fl.stages.workshop import (
     versions,
 )
 from wsi_fl.study import Study, load_pipeline
 from wsi_fl.types import UsageError, WsiFlError
+
+_TRIES = 10
+"""Numbers that are tried for a run of several hospitals, while other jobs begin runs too."""
 
 
 def train(
@@ -101,6 +110,8 @@ def resume(
         without: sites to go on without, as if they had been lost.
     """
     run = RunFolder(study.run(run_name))
+    run.refuse_changed_settings()
+    study = as_begun(study, run, goes_on=True)
     pipeline = load_pipeline(run.path / "config.toml")
     names = [site.name for site in study.sites(pipeline)]
     if unknown := sorted(set(without) - set(names)):
@@ -113,7 +124,7 @@ def resume(
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
     ranks = launch.launched_ranks()
-    method = read_json(run.path / "manifest.json")["method"]
+    method = run.manifest["method"]
     plan.check(study, pipeline, method, backend, stores=ranks is None)
     run.refuse_if_busy()
     lost = {loss["site"] for loss in run.losses()}
@@ -138,7 +149,7 @@ def _describe(
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
-    first = f"# wsi-fl train --method {method} --pipeline {name}"
+    settings = dump_toml(complete, f"# wsi-fl train --method {method} --pipeline {name}")
     write_json(
         run.path / "manifest.json",
         {
@@ -151,10 +162,11 @@ def _describe(
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
             "git": _git_commit(study.root),
+            "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         },
     )
-    # last: whoever sees it, another rank on the same disk say, finds the manifest too
-    write_text(run.path / "config.toml", dump_toml(complete, first))
+    # last: whoever sees it finds the manifest too
+    write_text(run.path / "config.toml", settings)
 
 
 def _git_commit(folder: Path) -> str | None:
@@ -198,14 +210,44 @@ def _start(
     return summary
 
 
+class _Proposal(TypedDict):
+    """The number that a new run could have on a site's disk, and the name and id that the site would give it."""
+
+    number: Annotated[int, Field(ge=1, lt=10**9)]
+    name: Words
+    identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Claimed(TypedDict):
+    """Whether a site has the run's folder on its disk."""
+
+    claimed: bool
+
+
 def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
-    """Rank 0 names the new run; every rank reads its own store alone, and describes the run on its own disk."""
-    run = RunFolder.create(study.runs, method, name) if 0 in comm.sites else None
-    run_name, identity = comm.gather([[run.name, uuid4().hex] if run else None])[0]
-    chosen = RunFolder(study.runs / run_name)
-    if not (chosen.path / "config.toml").exists():
-        _describe(study, chosen, pipeline, method, name, identity)
-    return chosen
+    """The folder of a new run: its number is free on every disk, its name and id are those of the first site.
+
+    Every rank reads its own store alone, and describes the run on its own disk.
+    """
+    for _ in range(_TRIES):
+        mine = _Proposal(
+            number=RunFolder.next_number(study.runs),
+            name=f"{method}-{pipeline_stem(name)}",
+            identity=uuid4().hex,
+        )
+        told = comm.gather([mine], _Proposal)
+        number, agreed = max(one["number"] for one in told), told[0]
+
+        def describe(run: RunFolder, identity: str = agreed["identity"]) -> None:
+            _describe(study, run, pipeline, method, name, identity)
+
+        run = RunFolder.claim(study.runs, number, agreed["name"], agreed["identity"], describe)
+        if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
+            assert run is not None
+            return run
+        if run is not None:  # another job was quicker somewhere
+            run.discard_if_unstarted()
+    raise WsiFlError("the sites found no number for this run that is free everywhere; start again")
 
 
 def print_summary(summary: dict[str, Any]) -> None:

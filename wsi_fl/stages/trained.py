@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from wsi_fl.config import Pipeline, Site
-from wsi_fl.files import read_json
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.validation import answered, roles
 from wsi_fl.models import Images, Shape, Vectors, build
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.kept import as_begun
 from wsi_fl.stages.workshop import architecture, method_for, method_named
 from wsi_fl.study import Study
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
@@ -42,7 +42,7 @@ class Inputs:
 
 def method_of(run: RunFolder) -> str:
     """The name of the method a run was trained with."""
-    return str(read_json(run.path / "manifest.json")["method"])
+    return str(run.manifest["method"])
 
 
 def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
@@ -61,6 +61,7 @@ def trained_site(
         UsageError, WsiFlError: when the run or the site is not there, or the site was lost.
     """
     run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
     pipeline = settings_of(study, run, overrides)
     site = study.site(site_name)
     if not run.site(site_name).path.is_dir():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,22 +12,23 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.federation.graph import from_file
 from wsi_fl.federation.methods import METHODS, MakeLearner, Method, replay
+from wsi_fl.federation.preflight import Brought, Inputs, Setting
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
-from wsi_fl.files import read_json
 from wsi_fl.learning.examples import Augment, joined
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import Images, build, schema
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
-from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.account import (
-    Spending,
     affordable_rounds,
-    agreed_spending,
+    agreed_plan,
     guarantee_of,
-    require_ledger,
+    open_ledger,
+    require_budget,
+    spends,
     terms_of,
     weights_of,
 )
@@ -135,27 +135,30 @@ def make_learners(
     store: Store,
     index: int,
     device: torch.device,
-    spending: Spending,
+    planned: PrivacyPlan | None,
 ) -> MakeLearner:
     """Builds the learners a method asks for, with the site's noise where they are under differential privacy."""
-    privacy = pipeline.privacy
-    sigma = spending.round.sigma if spending.round else 0.0
+    grad_mode = pipeline.privacy.grad_mode
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        settings = DPSettings(sigma, privacy.clip, spending.batch_size, privacy.grad_mode, unit=privacy.unit)
         model = build_model(site, pipeline, store, role, index, common=common)
         seen = shape_of(pipeline, store)
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
-        if dp and privacy.enabled and somebodys and isinstance(seen, Images):
-            shape = (seen.channels, seen.size_px, seen.size_px)
-            modes = check_per_example_gradients(model, shape, len(store.meta.classes), privacy.grad_mode)
-            settings = replace(settings, modes=modes)
+        settings = None
+        if dp and planned is not None:
+            settings = DPSettings(
+                planned.sigma, planned.clip, planned.batch_size, grad_mode, unit=planned.unit
+            )
+            if somebodys and isinstance(seen, Images):
+                shape = (seen.channels, seen.size_px, seen.size_px)
+                modes = check_per_example_gradients(model, shape, len(store.meta.classes), grad_mode)
+                settings = replace(settings, modes=modes)
         return Learner(
             model,
             lr=pipeline.train.lr,
             weight_decay=pipeline.train.weight_decay,
             device=device,
-            dp=settings if dp and privacy.enabled else None,
+            dp=settings,
         )
 
     return make
@@ -176,23 +179,18 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     tests = {"own": held_out(study, site.name, pipeline)}
     if len(sites) > 1 and may_merge(sites):
         tests["merged"] = joined([held_out(study, other.name, pipeline) for other in sites])
-    require_ledger(study, site)
     synthetic = isinstance(store, PatchStore) and store.meta.generator is not None
     # every synthetic patch rests on all real ones: what protects one of them protects nobody
     terms = terms_of(site, pipeline, "none" if synthetic else guarantee_of(method, pipeline))
-    ledger = PrivacyLedger(
-        study.ledger(site.name),
-        site=site.name,
-        run=_identity(run),
-        terms=terms,
-        includes=_included(study, site, pipeline),
-    )
+    if spends(pipeline):
+        require_budget(site)
+    ledger = open_ledger(study, site, _identity(run), terms, _included(study, site, pipeline))
     canaries = agreed_canaries(folder, pipeline, store, train.n_stains)
     units = units_of(pipeline, train, site.name)
     if canaries is not None:
         units = units.with_canaries(canaries.included)
-    spending = agreed_spending(folder, site, pipeline, units.n, ledger)
-    make = make_learners(site, pipeline, store, index, device, spending)
+    planned = agreed_plan(folder, site, pipeline, units.n, ledger)
+    make = make_learners(site, pipeline, store, index, device, planned)
     buffer = None
     if isinstance(store, PatchStore):
         buffer = agreed_buffer(study, pipeline, method, store, folder, index=index)
@@ -205,9 +203,8 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         ledger=ledger,
         folder=folder,
         device=device,
-        mechanism=spending.round,
+        plan=planned,
         units=units,
-        batch_size=spending.batch_size,
         validation=validation,
         canaries=canaries,
         buffer=buffer,
@@ -226,9 +223,8 @@ def _included(study: Study, site: config.Site, pipeline: Pipeline) -> tuple[str,
 
 
 def _identity(run: RunFolder) -> str:
-    """Its name and number of birth: once runs/ was emptied, names come again, but what was spent stays spent."""
-    path = run.path / "manifest.json"
-    return f"{run.name} {read_json(path)['id']}" if path.exists() else run.name
+    """Its name, for people, and its id: names come again and folders are renamed, but what was spent stays spent."""
+    return f"{run.name} {run.id}" if run.id else run.name
 
 
 def versions() -> dict[str, str]:
@@ -241,38 +237,40 @@ def versions() -> dict[str, str]:
     return {"wsi_fl": wsi_fl.__version__} | {name: version(name) for name in names}
 
 
-def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> dict[str, Any]:
+def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> Brought:
     """What a site brings, for the preflight: nothing but plans and shapes."""
     store = open_data(study, site.name, pipeline)
     travels = method_for(method_name, pipeline).travels
-    train = pipeline.train
     return {
         "site": site.name,
+        "run": site.ledger.run,
         "method": method_name,
-        "data": train.data,
+        "settings": _settings(pipeline),
         "classes": list(store.meta.classes),
         "size_px": store.meta.spec.size_px,
         "mpp": store.meta.spec.mpp,
         **_inputs(store, pipeline),
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": [one.name for one in study.sites(pipeline)],
-        "schedule": [
-            train.rounds,
-            train.batch_size,
-            train.epochs_per_round,
-            train.seed,
-            pipeline.topology.self_weight,
-            _graph_digest(study, pipeline),
-            train.optimizer_after_exchange,
-            f"{pipeline.privacy.mode} per {pipeline.privacy.unit}"
-            if pipeline.privacy.enabled
-            else "no privacy",
-        ],
+        "graph": _graph_digest(study, pipeline),
         "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
         "stains": _stain_digests(study, pipeline),
         "versions": versions(),
-        "affordable": affordable_rounds(site, train.rounds),
+        "affordable": affordable_rounds(site, pipeline.train.rounds),
     }
+
+
+_COMPARED = ("privacy", "train", "audit", "stain", "topology", "replay")
+"""The sections of a pipeline whose settings all sites must share."""
+_OWN = ("privacy.grad_mode", "topology.graph", "train.input_px")
+"""Those of their settings that sites may have otherwise, or that are compared by what they come to."""
+
+
+def _settings(pipeline: Pipeline) -> dict[str, Setting]:
+    """ "section.key" → value, of all settings that must be the same at every site."""
+    values = pipeline.model_dump(by_alias=True)
+    found = {f"{section}.{key}": value for section in _COMPARED for key, value in values[section].items()}
+    return {key: value for key, value in found.items() if key not in _OWN}
 
 
 def _stain_digests(study: Study, pipeline: Pipeline) -> dict[str, str]:
@@ -282,7 +280,7 @@ def _stain_digests(study: Study, pipeline: Pipeline) -> dict[str, str]:
     return {name: released.digest[:8] for name, released in stains_of(study, pipeline).items()}
 
 
-def _inputs(store: Store, pipeline: Pipeline) -> dict[str, Any]:
+def _inputs(store: Store, pipeline: Pipeline) -> Inputs:
     """What only patches have, only their features, or only mosaics."""
     if isinstance(store, PatchFeatures):
         return {"n_features": store.n_features, "encoder": store.encoder}

@@ -94,5 +94,10 @@ def read_table(file: h5py.File) -> PatchTable:
     return PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
 
 
+def too_large(error: MemoryError) -> str:
+    """Return what to say of a file that says it holds more than there is memory for; damage looks like that too."""
+    return f"damaged, or it holds more than fits into memory ({first_line(error) or 'out of memory'})"
+
+
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 import h5py
 
-from wsi_fl.stores.fields import check_format, first_line
+from wsi_fl.stores.fields import check_format, first_line, too_large
 from wsi_fl.types import WsiFlError
 
 
@@ -21,7 +21,8 @@ class StoreFile:
         command: which makes such files.
 
     Raises:
-        WsiFlError: when the file is missing, damaged, of another format or of a newer version.
+        WsiFlError: when the file is missing, damaged, of another format or of a newer version, or says that it holds
+            more than fits into memory.
     """
 
     format: ClassVar[tuple[str, int]]
@@ -43,6 +44,9 @@ class StoreFile:
             raise WsiFlError(
                 f"{path}: damaged ({first_line(error)}); run `wsi-fl {self.command}` again"
             ) from None
+        except MemoryError as error:
+            self._file.close()
+            raise WsiFlError(f"{path}: {too_large(error)}; run `wsi-fl {self.command}` again") from None
         except BaseException:
             self._file.close()
             raise

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.stores.fields import too_large
 from wsi_fl.types import UsageError, WsiFlError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
@@ -52,7 +53,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
     scaled to squares of that size; without it they must be squares.
 
     Raises:
-        UsageError: when the data are missing, of another form, or not squares of one size.
+        UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
     if size_px is not None and size_px < 1:
         raise UsageError("--size-px must be at least 1")
@@ -88,6 +89,8 @@ def _from_npz(path: Path) -> dict[str, Any]:
             return {name: file[name] for name in file.files if name.startswith(("x", "y"))}
     except (ValueError, OSError, EOFError, TypeError, AttributeError, BadZipFile, ZlibError) as error:
         raise UsageError(f"{path}: not a readable npz file ({_first_line(error)})") from None
+    except MemoryError as error:
+        raise UsageError(f"{path}: {too_large(error)}") from None
 
 
 def _from_hdf5(path: Path) -> dict[str, Any]:
@@ -100,6 +103,8 @@ def _from_hdf5(path: Path) -> dict[str, Any]:
             }
     except OSError as error:
         raise UsageError(f"{path}: not a readable HDF5 file ({_first_line(error)})") from None
+    except MemoryError as error:
+        raise UsageError(f"{path}: {too_large(error)}") from None
 
 
 def _first_line(error: Exception) -> str:

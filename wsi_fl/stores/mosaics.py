@@ -16,7 +16,7 @@ from wsi_fl import __version__
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created
 from wsi_fl.stores.features import Bag
-from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs
+from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs, too_large
 from wsi_fl.types import GridSpec, WsiFlError
 
 SHARD_FORMAT = "wsi-fl mosaic shard"
@@ -112,6 +112,8 @@ def read_mosaic(path: Path) -> MosaicShard:
             return _loaded(file)
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl mosaic` again") from None
+    except MemoryError as error:
+        raise WsiFlError(f"{path}: {too_large(error)}; run `wsi-fl mosaic` again") from None
 
 
 def _loaded(file: h5py.File) -> MosaicShard:

@@ -29,6 +29,7 @@ from wsi_fl.stores.fields import (
     read_meta,
     read_table,
     spec_attrs,
+    too_large,
 )
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.types import WsiFlError
@@ -108,6 +109,10 @@ class PatchStore(StoreFile):
                 raise WsiFlError(
                     f"{self.path}: the shard of slide {slide} is missing or damaged ({first_line(error)}); "
                     "run `wsi-fl tile` again"
+                ) from None
+            except MemoryError as error:
+                raise WsiFlError(
+                    f"{self.path}: the shard of slide {slide} is {too_large(error)}; run `wsi-fl tile` again"
                 ) from None
             self._shards[slide] = group, rows
         self._shards.move_to_end(slide)

@@ -1,0 +1,396 @@
+"""The budget of a real hospital: no setting, folder, backup or name talks it round."""
+
+import json
+import os
+import shutil
+from dataclasses import fields, replace
+from math import isclose
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_study, planned, refused
+
+from wsi_fl.federation import loop
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+from wsi_fl.privacy.plan import PrivacyPlan, require_planned
+from wsi_fl.stages import workshop
+from wsi_fl.stages.report import report
+from wsi_fl.stages.stain import stain
+from wsi_fl.stages.train import resume, train
+from wsi_fl.types import UsageError, WsiFlError
+
+ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
+VECTOR = np.arange(5, dtype=np.float32)
+HOSPITAL = "real = true\nmax_epsilon = 3.0\ndelta = 1e-5"
+
+
+@pytest.fixture
+def hospital(tmp_path):
+    return make_study(tmp_path / "hospital", n_sites=1, site_extra=HOSPITAL)
+
+
+def run(study, *overrides, method="proxyfl"):
+    return train(
+        study, method=method, overrides=["train.rounds=2", "privacy.sigma=4", *overrides], backend="local"
+    )
+
+
+def row(summary):
+    return summary["sites"][0]
+
+
+def rewrite(study, before, after, site="S0"):
+    path = study.root / "sites" / f"{site}.toml"
+    path.write_text(path.read_text().replace(before, after))
+
+
+def forget_heads(study):
+    """As early versions left a study."""
+    for place in (study.root, Path(os.environ["XDG_STATE_HOME"])):
+        for head in place.rglob("*.head.json"):
+            head.unlink()
+
+
+def ledger_at(path, run="one", delta=1e-5, **terms):
+    return PrivacyLedger(path, site="C1", run=run, terms=Terms(delta=delta, **terms))
+
+
+def cut(monkeypatch, module, name, nth):
+    """The process dies in the nth call."""
+    real, calls = getattr(module, name), []
+
+    def dies(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, dies)
+
+
+# finding 1: δ is part of the budget
+
+
+@pytest.mark.parametrize("delta", [0.3, 0.01])
+def test_a_larger_delta_does_not_make_what_was_spent_cheaper(hospital, delta):
+    spent = row(run(hospital))["lifetime_epsilon"]
+    again = row(run(hospital, f"privacy.delta={delta}"))
+    assert again["delta"] == 1e-5  # the hospital's own
+    assert again["lifetime_epsilon"] > spent
+    rewrite(hospital, "1e-5", str(delta))
+    refused(lambda: run(hospital), "δ is part of the budget", "delta = 1e-05 or less", error=WsiFlError)
+
+
+def test_the_whole_past_is_priced_at_the_smallest_delta(tmp_path):
+    path = tmp_path / "C1.jsonl"
+    ledger_at(path, delta=1e-3, lifetime=True, max_epsilon=9.0).record(1, ROUND)
+    later = ledger_at(path, run="two", delta=1e-6, lifetime=True, max_epsilon=9.0)
+    assert later.epsilon(lifetime=True) == epsilon([ROUND], 1e-6)
+    later.record(1, ROUND)
+    with pytest.raises(WsiFlError, match="priced at delta = 1e-06"):
+        ledger_at(path, run="three", delta=1e-5, lifetime=True, max_epsilon=9.0)
+
+
+def test_a_delta_that_gives_one_record_away_makes_no_plan():
+    refused(lambda: planned(100, 10, delta=0.01), "one of 100 rows", "below 0.01")
+
+
+# finding 5: every sending is on record
+
+
+def test_a_round_that_was_sent_again_is_never_trained_anew(tmp_path):
+    path = tmp_path / "C1.jsonl"
+    ledger = ledger_at(path)
+    ledger.release(2, VECTOR, schema="ab" * 32, mechanism=ROUND, content="model")
+    # killed between checkpoint and `sending`: the resumed run sends the same bytes
+    ledger_at(path).reissue(2, VECTOR, schema="ab" * 32)
+    with pytest.raises(WsiFlError, match="was sent already and is never redone"):
+        ledger_at(path).record(2, ROUND, "model other")
+    assert ledger_at(path).n_rounds() == 1
+
+
+def test_only_the_last_version_of_a_round_can_be_sent_again(tmp_path):
+    ledger = ledger_at(tmp_path / "C1.jsonl")
+    for vector in (VECTOR, VECTOR + 1):  # redone before it was sent: one charge
+        ledger.release(1, vector, schema="ab" * 32, mechanism=ROUND, content="model")
+    with pytest.raises(WsiFlError, match="did not release these bytes"):
+        ledger.reissue(1, VECTOR, schema="ab" * 32)
+    assert ledger.reissue(1, VECTOR + 1, schema="ab" * 32).round == 1
+
+
+def test_a_run_killed_before_it_sent_and_put_back_to_before_cannot_go_on(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", n_sites=2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, PrivacyLedger, "sending", 3)  # of round 2, after its checkpoint
+        run(study, "train.rounds=4")
+    path = next(study.runs.glob("0*"))
+    kept = path / "sites" / "S0" / "state"
+    shutil.copytree(kept, tmp_path / "backup")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_log_round", 3)  # round 2 has been sent again
+        resume(study, path.name, backend="local")
+    shutil.rmtree(kept)
+    shutil.copytree(tmp_path / "backup", kept)
+    (kept / "round_00002.safetensors").unlink()
+    refused(lambda: resume(study, path.name, backend="local"), "ledger knows later rounds", error=WsiFlError)
+
+
+# finding 6: what is trained is what is accounted for
+
+
+def test_settings_of_a_run_that_were_edited_are_refused(hospital, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_log_round", 2)
+        run(hospital, "privacy.target_epsilon=2", "train.rounds=4")
+    path = next(hospital.runs.glob("0*"))
+    config = path / "config.toml"
+    before = config.read_text()
+    for edit in (("epochs_per_round = 1", "epochs_per_round = 10"), ("canaries = 0", "canaries = 30")):
+        config.write_text(before.replace(*edit))
+        assert config.read_text() != before
+        refused(lambda: resume(hospital, path.name, backend="local"), "changed since the run began")
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps(manifest | {"config_sha256": None}))
+        refused(
+            lambda: resume(hospital, path.name, backend="local"),
+            "privacy plan of this run was changed",
+            "steps was" if "epochs" in edit[0] else "n was",
+        )
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    config.write_text(before)
+    assert row(resume(hospital, path.name, backend="local"))["epsilon"] <= 2.0
+
+
+class _Trainer:
+    def __init__(self, plan):
+        self.sigma, self.clip, self.batch_size, self.unit = plan.sigma, plan.clip, plan.batch_size, plan.unit
+
+
+OTHER = {
+    "sigma": 1.3,
+    "clip": 0.8,
+    "sample_rate": 0.25,
+    "steps": 10,
+    "unit": "patient",
+    "n": 37,
+    "batch_size": 9,
+    "delta": 1e-7,
+    "mode": "paper",
+    "accountant": "pld",
+}
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(PrivacyPlan)])
+def test_a_round_that_differs_from_its_plan_in_one_field_is_refused(field):
+    plan = planned(36, 8, sigma=1.4, clip=0.7)
+    trainer, steps = _Trainer(plan), plan.steps
+    require_planned(plan, trainer, n=36, steps=steps, delta=plan.delta, mode="strict")
+    with pytest.raises(WsiFlError) as caught:
+        require_planned(
+            replace(plan, **{field: OTHER[field]}),
+            trainer,
+            n=36,
+            steps=steps,
+            delta=plan.delta,
+            mode="strict",
+        )
+    assert field in str(caught.value) or "privacy plan" in str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["sigma", "clip", "batch_size"])
+def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
+    learners = workshop.make_learners
+
+    def changed(*args):
+        *rest, plan = args
+        other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
+        return learners(*rest, replace(plan, **other))
+
+    monkeypatch.setattr(workshop, "make_learners", changed)
+    refused(lambda: run(hospital), "would not keep to its privacy plan", what, error=WsiFlError)
+    assert not hospital.ledger("S0").exists()
+
+
+# finding 7: σ that protects nothing counts as nothing
+
+
+@pytest.mark.parametrize("missing", ["max_epsilon = 3.0", "delta = 1e-5"])
+def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
+    rewrite(hospital, missing, "")
+    for command in (lambda: run(hospital), lambda: stain(hospital, site="S0")):
+        refused(command, "sites/S0.toml", missing.split()[0])
+    assert not hospital.ledger("S0").exists()
+
+
+def test_a_little_noise_is_no_privacy(tmp_path):
+    loud = replace(ROUND, sigma=0.01)
+    ledger = ledger_at(tmp_path / "C1.jsonl", lifetime=True, max_epsilon=1e9, guarantee="guaranteed")
+    with pytest.raises(WsiFlError, match=r'without differential privacy.*allow = \["model"\]'):
+        ledger.release(1, VECTOR, schema="ab" * 32, mechanism=loud, content="model")
+    simulated = ledger_at(tmp_path / "S.jsonl", allow=("model",), guarantee="guaranteed")
+    simulated.release(1, VECTOR, schema="ab" * 32, mechanism=loud, content="model")
+    assert (simulated.epsilon(), simulated.guarantee()) == (None, "none")
+
+
+# finding 10: a promise is as weak as its weakest part
+
+
+def test_over_a_lifetime_the_weakest_promise_counts(tmp_path):
+    terms = {"lifetime": True, "max_epsilon": 9.0, "allow": ("model",)}
+    path = tmp_path / "C1.jsonl"
+    worth = []
+    for run, more in (
+        ("a", {"guarantee": "guaranteed"}),
+        ("b", {"guarantee": "nominal"}),
+        ("c", {"insecure": True}),
+    ):
+        ledger_at(path, run=run, **terms, **more).release(
+            1, VECTOR, schema="ab" * 32, mechanism=ROUND, content="model"
+        )
+        strict = ledger_at(path, run="d", guarantee="guaranteed", **terms)
+        worth.append((strict.guarantee(lifetime=True), strict.epsilon(lifetime=True) is None))
+    assert worth == [("guaranteed", False), ("nominal", False), ("none", True)]
+
+
+# finding 11, R1, R2: an emptied, shortened, older or other ledger is noticed
+
+
+def first_line(path):
+    path.write_text(path.read_text().splitlines(keepends=True)[0])
+
+
+DAMAGE = {
+    "emptied": lambda path: path.write_text(""),
+    "deleted": lambda path: path.unlink(),
+    "shortened": first_line,
+    "without a line": lambda path: path.write_text("".join(path.read_text().splitlines(keepends=True)[1:])),
+    "edited": lambda path: path.write_text(path.read_text().replace('"sigma": 4.0', '"sigma": 9.4')),
+    "last sending gone": lambda path: path.write_text(
+        path.read_text()[: path.read_text()[:-1].rfind("\n") + 1]
+    ),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_ledger_that_is_not_the_newest_is_refused(hospital, how):
+    run(hospital)
+    DAMAGE[how](hospital.ledger("S0"))
+    refused(lambda: run(hospital), "ledgers/S0.jsonl", "it is the site's budget", error=WsiFlError)
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_heads_alone_notice_it_too_once_the_runs_are_gone(hospital, how):
+    run(hospital)
+    shutil.rmtree(hospital.runs)
+    DAMAGE[how](hospital.ledger("S0"))
+    refused(lambda: run(hospital), "S0.jsonl", error=WsiFlError)
+
+
+def test_runs_of_earlier_versions_know_what_was_spent(hospital):
+    """They have left no heads."""
+    run(hospital)
+    forget_heads(hospital)
+    first_line(hospital.ledger("S0"))
+    refused(lambda: run(hospital), "lacks rounds of runs/00001-proxyfl-small, which reached round 2")
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("how", ["emptied", "deleted"])
+def test_a_stain_whose_ledger_is_lost_is_not_released_again(hospital, how, again):
+    first = stain(hospital, site="S0")["sites"][0]
+    forget_heads(hospital)
+    DAMAGE[how](hospital.ledger("S0"))
+    with pytest.raises(UsageError) as caught:
+        stain(hospital, site="S0", again=again)
+    assert "restore" in str(caught.value) and "--again" not in str(caught.value)
+    assert json.loads(hospital.stain("S0").read_text()) == {
+        k: first[k] for k in first if k not in ("spent", "file")
+    }
+
+
+def test_two_studies_that_name_one_ledger_share_one_budget(tmp_path):
+    where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
+    a, b = (make_study(tmp_path / name, n_sites=1, site_extra=where) for name in "ab")
+    first, second = row(run(a)), row(run(b))
+    assert second["epsilon"] == first["epsilon"]
+    both = [Mechanism(4.0, 0.7, 0.2, 10)] * 2
+    assert isclose(second["lifetime_epsilon"], epsilon(both, 1e-5))
+    refused(lambda: run(a, "train.rounds=30", "privacy.sigma=0.5"), "max_epsilon = 3 is enough for 0 of 30")
+
+
+def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tmp_path):
+    run(hospital)
+    rewrite(hospital, HOSPITAL, f'{HOSPITAL}\nledger = "{tmp_path}/elsewhere.jsonl"')
+    refused(lambda: run(hospital), "elsewhere.jsonl is missing")
+    shutil.copy(hospital.root / "ledgers" / "S0.jsonl", tmp_path / "elsewhere.jsonl")
+    assert row(run(hospital))["lifetime_epsilon"] > 1
+
+
+def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
+    run(hospital)
+    rewrite(hospital, "real = true", "real = false")
+    refused(lambda: run(hospital), "ledger of a real hospital", "real = true", error=WsiFlError)
+
+
+def test_a_study_that_is_put_back_as_a_whole_does_not_put_its_budget_back(hospital, tmp_path):
+    shutil.copytree(hospital.root, tmp_path / "backup")
+    run(hospital)
+    shutil.rmtree(hospital.root)
+    shutil.copytree(tmp_path / "backup", hospital.root)
+    refused(lambda: run(hospital), "ledgers/S0.jsonl: this is not the ledger that", error=WsiFlError)
+
+
+# finding 17: entries are validated, and a renamed run stays the same
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"steps": 10', '"steps": -10'),
+        ('"unit": "row", ', ""),
+        ('"delta": 1e-05', '"delta": 0.0'),
+        ('"sample_rate": 0.1', '"sample_rate": 1.5'),
+        ('"sigma": 1.4', '"sigma": NaN'),
+        ('"round": 1', '"round": "' + "[" * 100_000),
+    ],
+)
+def test_lines_that_say_nonsense_are_no_entries(tmp_path, before, after):
+    path = tmp_path / "C1.jsonl"
+    ledger_at(path).record(1, ROUND)
+    line = {
+        k: v for k, v in json.loads(path.read_text()).items() if k != "prev"
+    }  # as early versions wrote it
+    path.write_text(json.dumps(line) + "\n")
+    assert ledger_at(path).n_rounds() == 1
+    path.write_text(path.read_text().replace(before, after) + "\n")
+    refused(lambda: ledger_at(path), "line 1", error=WsiFlError)
+
+
+def test_ledgers_without_a_chain_open_and_are_chained_from_now_on(tmp_path):
+    path = tmp_path / "C1.jsonl"
+    ledger = ledger_at(path, run="00001-proxyfl-x 0af3")
+    ledger.record(1, ROUND)
+    early = (
+        json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in ("prev", "plan")})
+        + "\n"
+    )
+    path.write_text(early * 1)
+    ledger_at(path, run="renamed 0af3").record(2, ROUND)
+    assert ledger_at(path, run="0af3").epsilon() == epsilon([ROUND] * 2, 1e-5)
+    path.write_text(path.read_text().replace('"sigma": 1.4', '"sigma": 2.4', 1))
+    refused(lambda: ledger_at(path), "line 2 does not follow", error=WsiFlError)
+
+
+@pytest.mark.parametrize("method", ["regular", "proxyfl"])
+def test_a_renamed_run_stays_the_same_run(hospital, monkeypatch, method):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_log_round", 2)
+        run(hospital, "train.rounds=3", method=method)
+    path = next(hospital.runs.glob("0*"))
+    renamed = path.rename(path.with_name("00009-my-best-run"))
+    done = row(resume(hospital, renamed.name, backend="local"))
+    assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
+    assert done["epsilon"] == done["lifetime_epsilon"]
+    assert report(hospital, renamed.name).exists()

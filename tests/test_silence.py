@@ -1,0 +1,353 @@
+"""Four real hospitals, each in a folder of its own: one run, and nothing told but what docs/PRIVACY.md lists."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import REAL, make_study, refused, write_store
+
+from wsi_fl.federation import loop
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages import launch
+from wsi_fl.stages.console import Discreet, Quiet
+from wsi_fl.stages.evaluate import evaluate
+from wsi_fl.stages.kept import as_begun
+from wsi_fl.stages.ranks import Row
+from wsi_fl.stages.train import _agreed_run, _Claimed, _Proposal, resume, train
+from wsi_fl.study import Study
+from wsi_fl.types import UsageError, WsiFlError
+
+PAGE = Path(__file__).parents[1] / "docs" / "PRIVACY.md"
+SITES = ["S0", "S1", "S2", "S3"]
+SECRETS = re.compile(r"accuracy|auroc|loss|seconds|_slide_|_patient_", re.IGNORECASE)
+RECORDER = """
+import json, sys
+from wsi_fl.federation.comm import MpiComm
+gather = MpiComm.gather
+def recorded(self, documents, kind, **options):
+    told = gather(self, documents, kind, **options)
+    with open("gathered.jsonl", "a") as file:
+        file.writelines(json.dumps(document) + "\\n" for document in documents)
+    return told
+MpiComm.gather = recorded
+from wsi_fl.__main__ import main
+main()
+"""
+
+
+def hospitals(root):
+    """A folder each: everybody's site files, and its own store alone."""
+    folders = []
+    for k, name in enumerate(SITES):
+        folder = make_study(root / f"H{k}", n_sites=0).root
+        for site in SITES:
+            (folder / "sites" / f"{site}.toml").write_text(f'name = "{site}"\n{REAL}\n')
+        write_store(Study(folder), name, seed=k)
+        folders.append(folder)
+    return folders
+
+
+def together(folders, *arguments):
+    """mpiexec with one rank in each folder."""
+    recorder = folders[0].parent / "recorder.py"
+    recorder.write_text(RECORDER)
+    command = [launch.find_mpiexec(), "--oversubscribe", "--bind-to", "none"]
+    for k, folder in enumerate(folders):
+        command += [":"] * (k > 0) + ["-n", "1", "--wdir", str(folder), sys.executable, str(recorder)]
+        command += ["train", *arguments, "--set", "train.rounds=2", "--set", "privacy.sigma=4"]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env=launch.rank_environment(4)
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folders = hospitals(tmp_path_factory.mktemp("hospitals"))
+    early = folders[1] / "runs" / "00001-proxyfl-small"  # of its own, an earlier one of that name
+    early.mkdir(parents=True)
+    (early / "config.toml").write_text("[train]\nrounds = 9\n")
+    (early / "manifest.json").write_text('{"run": "00001-proxyfl-small", "id": "old", "method": "proxyfl"}')
+    return folders, together(folders)
+
+
+def test_a_new_run_has_a_number_that_is_free_in_every_hospital(finished):
+    folders, done = finished
+    assert done.returncode == 0, done.stderr
+    runs = [folder / "runs" / "00002-proxyfl-small" for folder in folders]
+    assert len({RunFolder(path).id for path in runs}) == 1
+    for k, path in enumerate(runs):
+        assert [p.name for p in (path / "sites").iterdir() if (p / "metrics.jsonl").exists()] == [f"S{k}"]
+        line = json.loads(Study(folders[k]).ledger(f"S{k}").read_text().splitlines()[0])
+        assert line["run"].split() == [path.name, RunFolder(path).id]
+    assert (
+        folders[1] / "runs" / "00001-proxyfl-small" / "config.toml"
+    ).read_text() == "[train]\nrounds = 9\n"
+
+
+def table_of(page):
+    """The cells of «What is told»."""
+    rows = page.split("## What is told")[1].split("\n## ")[0]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in rows.splitlines() if line[:1] == "|"
+    ][2:]
+
+
+def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
+    folders, _ = finished
+    listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
+    for folder in folders:
+        documents = [json.loads(line) for line in (folder / "gathered.jsonl").read_text().splitlines()]
+        told = {key for document in documents for key in document}
+        assert {"affordable", "state", "claimed", "lifetime_epsilon"} <= told <= listed
+        assert not SECRETS.search(json.dumps([list(d.values()) for d in documents])), documents
+        (row,) = [document for document in documents if "trained_seconds" in document]
+        assert [row[key] for key in ("trained_seconds", "communication_seconds", "group")] == [None] * 3
+        assert set(row) == set(Row.__annotations__)
+
+
+def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
+    _, done = finished
+    public = (
+        r"  S\d: 2 rounds, ε = [\d.]+ \(guaranteed\) at δ = 1e-05, per row; ever spent [\d.]+ of 50 \(guaranteed\); "
+        r"B = 8, σ = 4",
+        r"  \d+ messages, [\d.]+ MB, 0\.0 s of communication",
+        r"\S+ done in \d+ s; next: wsi-fl evaluate \S+",
+    )
+    for line in (done.stdout + done.stderr).splitlines():
+        assert not line.strip() or any(re.fullmatch(words, line) for words in public), line
+        assert not SECRETS.search(line) and "/" not in line.replace("runs/0", ""), line
+
+
+def test_what_a_hospital_notes_at_home_has_the_accuracy(finished):
+    folders, _ = finished
+    log = (folders[2] / "runs" / "00002-proxyfl-small" / "sites" / "S2" / "log.txt").read_text()
+    assert "accuracy" in log and "loss" in log
+
+
+def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_path):
+    folders, _ = finished
+    for folder in folders:
+        shutil.copytree(folder, tmp_path / folder.name)
+    copies = [tmp_path / folder.name for folder in folders]
+    next((copies[2] / "stores" / "S2" / "slides").glob("*_0.h5")).unlink()
+    done = together(copies)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("wsi-fl: error")]
+    assert said == ["wsi-fl: error: site S2 failed; its own log says why (runs/S2.log)"], done.stderr
+    assert not SECRETS.search(done.stdout + done.stderr)
+    assert "S2_slide_0" in (copies[2] / "runs" / "S2.log").read_text()
+
+
+# under a launcher
+
+
+def test_events_of_a_real_hospital_hold_rounds_and_nothing_else(capsys):
+    notes = []
+    events = Discreet(notes.append)
+    events.update("S0", 1.37, 3, "accuracy 0.9 ε 1.2")
+    events.update("S0", 3, 3, "accuracy 0.9")
+    events.say("S0: slide X is strange")
+    events.say("S1 leaves after 2 rounds", public=True)
+    Quiet(notes.append).say("slide Y")
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert told == [
+        {"part": "S0", "done": 1, "total": 3, "note": ""},
+        {"part": "S0", "done": 3, "total": 3, "note": ""},
+        {"say": "S1 leaves after 2 rounds"},
+    ]
+    assert notes == ["S0: slide X is strange", "slide Y"]
+
+
+def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
+    heard = []
+
+    class Watcher:
+        def update(self, part, done, total, note=""):
+            heard.append((part, done, total, note))
+
+        def say(self, text, *, public=False):
+            heard.append(text)
+
+    train(study, method="proxyfl", overrides=["train.rounds=2", "privacy.sigma=4"], watcher=Watcher())
+    assert {done for _, done, *_ in heard} <= {0, 1, 2}
+    assert {note for *_, note in heard} == {""}
+    next((study.root / "stores" / "S1" / "slides").glob("*_0.h5")).unlink()
+    refused(
+        lambda: train(study, method="proxyfl", overrides=["privacy.sigma=4"], watcher=Watcher()),
+        "site S1 failed; its own log says why (runs/S1.log)",
+        error=WsiFlError,
+    )
+    assert not SECRETS.search((study.runs / "00001-proxyfl-small" / "mpi.log").read_text())
+
+
+# a private model that diverges
+
+
+def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, monkeypatch):
+    """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
+
+    def proxies(path):
+        return [RunFolder(path).site(name).load_model("proxy") for name in SITES]
+
+    options = ["train.rounds=3", "privacy.insecure_seed=5"]
+    calm = study.root / train(study, method="proxyfl", overrides=options, backend="local")["run"]
+    real = loop._train_round
+
+    def diverges(site, method, schedule, round_, report):
+        losses = real(site, method, schedule, round_, report)
+        if (site.name, round_) == ("S1", 2):
+            learner = site.learners["private"]
+            learner.load_vector(np.full_like(learner.vector(), np.nan))
+        return losses
+
+    monkeypatch.setattr(loop, "_train_round", diverges)
+    summary = train(study, method="proxyfl", overrides=options, backend="local")
+    path = study.root / summary["run"]
+    assert "private model was no longer finite" in (path / "sites" / "S1" / "log.txt").read_text()
+    assert "finite" not in json.dumps(summary)
+    for a, b in zip(proxies(path), proxies(calm), strict=True):
+        assert all(np.array_equal(a[key], b[key]) for key in a)
+    site = RunFolder(path).site("S1")
+    frozen, last = site.load_checkpoint(2), site.load_checkpoint(3)
+    assert frozen[1]["diverged"] == last[1]["diverged"] == ["private"]
+    weights = [key for key in last[0] if key.startswith("private/model")]
+    assert all(np.array_equal(frozen[0][key], last[0][key]) for key in weights)
+    assert evaluate(study, summary["run"])["sites"][1]["own"]["accuracy"] is not None
+
+
+# one run
+
+
+class Told:
+    """A communicator whose other site says what a test lets it say."""
+
+    sites, running, n_sites = (1,), (0, 1), 2
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def gather(self, documents, kind, *, patient=False):
+        answer = self.answers.pop(0)
+        return [answer() if callable(answer) else answer, *documents]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../PWNED/00001-x", "/tmp/x", "proxyfl-..\\x", "proxyfl-a/b", "", "PROXYFL-\x07"]
+)
+def test_no_peer_chooses_where_a_hospital_writes(study, name):
+    offered = _Proposal(number=3, name=name, identity="0" * 32)
+    pipeline = study.pipeline("small")
+    before = sorted(study.root.parent.rglob("*"))
+    with pytest.raises(WsiFlError, match="no name of a run"):
+        _agreed_run(study, pipeline, "proxyfl", "small", Told(offered))
+    assert [p for p in sorted(study.root.parent.rglob("*")) if p not in before and p != study.runs] == []
+
+
+def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
+    def describe(run):
+        (run.path / "manifest.json").write_text('{"id": "2"}')
+
+    def late():
+        RunFolder.claim(study.runs, 1, "fedavg-other", "2" * 32, describe)
+        return _Proposal(number=1, name="proxyfl-small", identity="1" * 32)
+
+    second = _Proposal(number=1, name="proxyfl-small", identity="3" * 32)
+    comm = Told(late, _Claimed(claimed=True), second, _Claimed(claimed=True))
+    run = _agreed_run(study, study.pipeline("small"), "proxyfl", "small", comm)
+    assert (run.name, run.id) == ("00002-proxyfl-small", "3" * 32)
+    assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
+
+
+# what a run keeps
+
+
+def test_a_run_keeps_its_site_files_and_names_what_changed(study, capsys):
+    options = ["train.rounds=1"]
+    run = train(study, method="regular", overrides=options, backend="local")["run"]
+    before = evaluate(study, run)
+    file = study.root / "sites" / "S2.toml"
+    file.write_text(file.read_text() + 'private_model = "cnn2"\nmax_epsilon = 2.0\n')
+    capsys.readouterr()
+    assert evaluate(study, run) == before
+    said = capsys.readouterr().err
+    assert "sites/S2.toml has changed since the run began" in said
+    assert 'private_model = "cnn2" now, not set in this run' in said
+    file.unlink()  # a hospital that is no longer listed has taken part all the same
+    assert evaluate(study, run) == before
+
+
+def test_what_a_hospital_has_withdrawn_since_stays_withdrawn(study):
+    run = train(study, method="regular", overrides=["train.rounds=1"], backend="local")["run"]
+    assert evaluate(study, run)["merged"] is not None
+    file = study.root / "sites" / "S2.toml"
+    file.write_text(file.read_text().replace("real = false", REAL))
+    assert evaluate(study, run)["merged"] is None
+    site = as_begun(study, RunFolder(study.run(run))).site("S2")
+    assert (site.real, site.allow, site.max_epsilon) == (True, [], 50.0)
+
+
+def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "real", n_sites=1, site_extra=REAL)
+
+    class Cut(BaseException):
+        pass
+
+    def cut(*_, **__):
+        raise Cut
+
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        patch.setattr(loop, "_log_round", cut)
+        train(study, method="proxyfl", overrides=["train.rounds=3", "privacy.sigma=4"], backend="local")
+    once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
+    file = study.root / "sites" / "S0.toml"
+    began = file.read_text()
+    file.write_text(began.replace("delta = 1e-5", "delta = 1e-6"))
+    with pytest.raises(UsageError, match="delta = 1e-06 is smaller than the 1e-05 of this run"):
+        resume(study, "1", backend="local")
+    file.write_text(began.replace("max_epsilon = 50.0", f"max_epsilon = {once}"))
+    row = resume(study, "1", backend="local")["sites"][0]
+    assert (row["rounds"], row["max_epsilon"]) == (1, once)
+    assert row["lifetime_epsilon"] <= once
+
+
+# strict mode: nothing of the private model leaves
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ['model.private="lenet5"'],
+        ["train.alpha=0.9"],
+        ["train.beta=0.5"],
+        ["train.listen=competence"],
+        ["predict.with=competence"],
+    ],
+)
+def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other):
+    def released(*overrides):
+        run = train(
+            study,
+            method="proxyfl",
+            overrides=["train.rounds=2", "privacy.insecure_seed=5", "sites=['S0', 'S1']", *overrides],
+            backend="local",
+        )["run"]
+        lines = [
+            json.loads(line) for site in ("S0", "S1") for line in study.ledger(site).read_text().splitlines()
+        ]
+        return [
+            line["released"]
+            for line in lines
+            if line["run"].startswith(Path(run).name) and line.get("released")
+        ]
+
+    assert released() == released(*other)
+    assert len(released()) == 4
+    if "private" in other[0]:
+        assert released("privacy.mode=paper") != released("privacy.mode=paper", *other)

@@ -1,0 +1,351 @@
+"""A random walk over what an ordinary user can do to a hospital's budget: what was sent never costs more than it.
+
+The hospital S0 has max_epsilon = 3 at δ = 1e-5 and one ledger for two studies; S1 is a simulated peer. What was spent
+is counted without the ledger: the steps that trainers really took, of every release that really reached a peer, are
+composed by another accountant (dp-accounting). `python tests/test_walk.py --steps 5000 --seed 7` walks longer.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_study
+
+from wsi_fl.federation import loop
+from wsi_fl.federation.comm import LocalComm
+from wsi_fl.privacy import plan as privacy_plan
+from wsi_fl.privacy.dpsgd import DPTrainer
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.release import digest
+from wsi_fl.runs import RunFolder, SiteFolder
+from wsi_fl.stages import launch
+from wsi_fl.stages import stain as stain_stage
+from wsi_fl.stages.console import Silent
+from wsi_fl.stages.ranks import work_as_rank
+from wsi_fl.stages.stain import stain
+from wsi_fl.stages.train import resume, train
+from wsi_fl.study import Study
+from wsi_fl.types import WsiFlError
+
+dp_accounting = pytest.importorskip("dp_accounting")
+from dp_accounting import rdp  # noqa: E402
+
+LIMIT, DELTA = 3.0, 1e-5
+METHODS = ["proxyfl", "fedavg", "fml", "cwt", "avgpush", "regular"]
+SETTINGS = {
+    "privacy.sigma": ["0.01", "0.5", "1.4", "4", "8", "30"],
+    "privacy.delta": ["1e-5", "1e-3", "0.3"],
+    "privacy.mode": ["strict", "paper"],
+    "privacy.target_epsilon": ["1", "2.5", "50"],
+    "privacy.clip": ["0.1", "2.0"],
+    "train.epochs_per_round": ["1", "3"],
+    "train.batch_size": ["4", "8", "36"],
+    "train.rounds": ["1", "2", "4"],
+    "audit.canaries": ["0", "12"],
+    "stain.sigma": ["0.1", "6", "20"],
+}
+SITE = {
+    "delta = 1e-5": ["delta = 1e-3", "delta = 1e-7", ""],
+    "max_epsilon = 3.0": ["max_epsilon = 1.5", ""],
+    "real = true": ["real = false"],
+    "ledger = ": ["# ledger = "],
+}
+
+
+class Killed(BaseException):
+    """SIGKILL, as far as a process can play it to itself."""
+
+
+class Observed:
+    """What was really done at S0 and what of it reached a peer."""
+
+    def __init__(self):
+        self.steps = []
+        self.costs = {}
+        self.sent = {}
+        self.deadly = None
+
+    def attach(self, patch):
+        step, draw, mean = DPTrainer.step, privacy_plan.poisson_rows, stain_stage.noisy_mean
+        train_round, release, exchange = loop._train_round, PrivacyLedger.release, LocalComm.exchange
+        rate = []
+
+        def poisson_rows(n, sample_rate, generator):
+            rate[:] = [sample_rate]
+            return draw(n, sample_rate, generator)
+
+        def stepped(trainer, *args):
+            self.steps.append((trainer.sigma, rate[0]))
+            return step(trainer, *args)
+
+        def trained(site, *args):
+            self.steps = []
+            self.perhaps_die()
+            return train_round(site, *args)
+
+        def noisy_mean(*args, **kwargs):
+            self.steps = [(kwargs["sigma"], 1.0)]
+            return mean(*args, **kwargs)
+
+        def released(ledger, round_, vector, **kwargs):
+            made = release(ledger, round_, vector, **kwargs)
+            self.costs[ledger.site, digest(vector)] = tuple(self.steps)
+            return made
+
+        def exchanged(comm, outgoing, *args, **kwargs):
+            self.perhaps_die()
+            for item in outgoing:
+                if item.sender == 0:
+                    self.note(digest(item.release.vector))
+            return exchange(comm, outgoing, *args, **kwargs)
+
+        patch.setattr(privacy_plan, "poisson_rows", poisson_rows)
+        patch.setattr(DPTrainer, "step", stepped)
+        patch.setattr(stain_stage, "noisy_mean", noisy_mean)
+        patch.setattr(loop, "_train_round", trained)
+        patch.setattr(PrivacyLedger, "release", released)
+        patch.setattr(LocalComm, "exchange", exchanged)
+        self._deadly_after(patch, PrivacyLedger, "sending")
+        self._deadly_after(patch, PrivacyLedger, "record")
+        self._deadly_after(patch, SiteFolder, "save_checkpoint")
+        self._deadly_after(patch, loop, "_log_round")
+
+    def _deadly_after(self, patch, where, name):
+        real = getattr(where, name)
+
+        def done(*args, **kwargs):
+            result = real(*args, **kwargs)
+            self.perhaps_die()
+            return result
+
+        patch.setattr(where, name, done)
+
+    def perhaps_die(self):
+        if self.deadly is not None:
+            self.deadly -= 1
+            if self.deadly < 0:
+                raise Killed
+
+    def note(self, sha):
+        """A relayed mixture is none of the site's releases, and costs nothing more."""
+        if ("S0", sha) in self.costs:
+            self.sent[sha] = self.costs["S0", sha]
+
+    def epsilon(self):
+        """ε of everything that was sent, at the hospital's δ, by another accountant."""
+        accountant = rdp.RdpAccountant(
+            neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+        )
+        for (sigma, rate), n in Counter(step for steps in self.sent.values() for step in steps).items():
+            event = dp_accounting.GaussianDpEvent(sigma)
+            accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, event), n)
+        return accountant.get_epsilon(DELTA) if self.sent else 0.0
+
+
+class Walk:
+    """A user with a seed."""
+
+    def __init__(self, root: Path, seed: int, patch):
+        self.root, self.rng = root, np.random.default_rng(seed)
+        self.ledger, self.backups = root / "budget" / "S0.jsonl", root / "backups"
+        self.site = f'real = true\nmax_epsilon = 3.0\ndelta = 1e-5\nledger = "{self.ledger}"'
+        self.observed, self.did = Observed(), Counter()
+        for name in "AB":
+            study = make_study(root / name, n_sites=2)
+            self.write_site(study.root, self.site)
+        self.observed.attach(patch)
+        patch.setattr(launch, "run_ranks", self.in_process)
+
+    def write_site(self, study, text):
+        (study / "sites" / "S0.toml").write_text(
+            f'name = "S0"\nslides = "none"\nlabels = "none.csv"\n{text}\n'
+        )
+
+    def in_process(self, running, arguments, **_):
+        run = RunFolder(Path(arguments[1]))
+        study = Study(run.path.parent.parent)
+        work_as_rank(study, run, LocalComm(len(running)), Silent())
+
+    def pick(self, options):
+        return options[int(self.rng.integers(len(options)))]
+
+    def some_study(self):
+        return Study(self.pick(sorted(p.parent for p in self.root.glob("*/sites"))))
+
+    def some_run(self, study):
+        runs = sorted(p.parent for p in study.runs.glob("0*/config.toml"))
+        return self.pick(runs) if runs else None
+
+    def act(self):
+        name = self.pick(ACTS)
+        self.observed.deadly = int(self.rng.integers(12)) if self.rng.random() < 0.4 else None
+        try:
+            getattr(self, name)(self.some_study())
+            self.did[name, "done"] += 1
+        except WsiFlError as error:
+            assert "\n" not in str(error)
+            self.did[name, "refused"] += 1
+        except Killed:
+            self.did[name, "killed"] += 1
+        finally:
+            self.observed.deadly = None
+        for file in self.root.glob("*/stains/S0.json"):
+            self.observed.note(stain_digest(file))
+
+    def train(self, study):
+        keys = self.rng.permutation(sorted(SETTINGS))[: self.rng.integers(6)]
+        train(
+            study, method=self.pick(METHODS), overrides=[f"{key}={self.pick(SETTINGS[key])}" for key in keys]
+        )
+
+    def resume(self, study):
+        if run := self.some_run(study):
+            resume(study, run.name)
+
+    def edit_run(self, study):
+        run = self.some_run(study)
+        if run is None:
+            return
+        config = run / "config.toml"
+        before = config.read_text()
+        edit = self.pick(
+            [
+                ("epochs_per_round = 1", "epochs_per_round = 9"),
+                ("canaries = 0", "canaries = 40"),
+                ("sigma = 1.4", "sigma = 0.4"),
+                ("batch_size = 8", "batch_size = 2"),
+            ]
+        )
+        config.write_text(before.replace(*edit))
+        try:
+            resume(study, run.name)
+        finally:
+            if self.rng.random() < 0.7:
+                config.write_text(before)
+
+    def rename_run(self, study):
+        if run := self.some_run(study):
+            run.rename(run.with_name(f"{self.rng.integers(10**5):05d}-renamed"))
+
+    def delete_run(self, study):
+        if run := self.some_run(study):
+            shutil.rmtree(run)
+
+    def stain(self, study):
+        sigma = self.pick(SETTINGS["stain.sigma"])
+        stain(study, site="S0", again=bool(self.rng.random() < 0.5), overrides=[f"stain.sigma={sigma}"])
+
+    def edit_site(self, study):
+        """Tries another site file, and puts the hospital's own back."""
+        before = self.pick(sorted(SITE))
+        self.write_site(study.root, self.site.replace(before, self.pick(SITE[before])))
+        try:
+            self.pick([self.train, self.resume, self.stain])(study)
+        finally:
+            self.write_site(study.root, self.site)
+
+    def back_up(self, study):
+        what = self.pick([self.ledger.parent, study.root])
+        if what.exists():
+            shutil.copytree(what, self.backups / f"{len(list(self.backups.glob('*')))}-{what.name}")
+
+    def restore(self, study):
+        """Puts an older ledger, part of a run or study back, works with it, and mends what was refused."""
+        found = sorted(self.backups.glob(f"*-{self.pick(['budget', study.root.name])}"))
+        if not found:
+            return
+        backup, newest = self.pick(found), self.root / "newest"
+        target = self.ledger.parent if backup.name.endswith("budget") else study.root
+        shutil.copytree(self.ledger.parent, newest) if self.ledger.parent.exists() else newest.mkdir()
+        parts = ["."] if target == self.ledger.parent else [".", "runs", "stores", "stains"]
+        part = self.pick(parts)
+        if (backup / part).exists():
+            shutil.rmtree(target / part, ignore_errors=True)
+            shutil.copytree(backup / part, target / part, dirs_exist_ok=True)
+        try:
+            self.pick([self.train, self.resume, self.stain])(study)
+        finally:
+            if (
+                target == self.ledger.parent
+            ):  # it was refused and is unchanged, or nothing had been written since
+                shutil.rmtree(target)
+                shutil.copytree(newest, target)
+            shutil.rmtree(newest)
+
+    def damage(self, study):
+        """Empties, cuts or deletes the ledger, tries, and puts the newest back."""
+        if not self.ledger.exists():
+            return
+        whole = self.ledger.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        changed = self.pick(
+            [b"", b"".join(lines[:-1]), b"".join(lines[1:]), whole[: len(whole) // 2], lines[0]]
+        )
+        self.ledger.write_bytes(changed)
+        try:
+            self.pick([self.train, self.resume, self.stain])(study)
+        finally:
+            now = self.ledger.read_bytes() if self.ledger.exists() else b""
+            assert len(now) <= len(whole) or now.startswith(whole), "a shortened ledger was written on"
+            if not now.startswith(whole):
+                self.ledger.write_bytes(whole)
+
+    def new_study(self, study):
+        """A third folder, with the stores of another."""
+        fresh = self.root / "C"
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(study.root, fresh, ignore=shutil.ignore_patterns("runs", "stains"))
+        self.train(Study(fresh))
+
+
+ACTS = (
+    ["train", "resume", "restore"] * 3
+    + ["edit_site", "back_up"] * 2
+    + ["edit_run", "rename_run", "delete_run", "stain", "damage", "new_study"]
+)
+
+
+def stain_digest(file):
+    return json.loads(file.read_text())["digest"]
+
+
+def walk(root, seed, steps, patch):
+    walker, spent, n_sent = Walk(root, seed, patch), 0.0, 0
+    for number in range(steps):
+        walker.act()
+        if len(walker.observed.sent) > n_sent:
+            n_sent, spent = len(walker.observed.sent), walker.observed.epsilon()
+        assert spent <= LIMIT, (seed, number, spent, walker.did)
+    return walker, spent
+
+
+def test_some_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch):
+    _, spent = walk(tmp_path, 1, 12, monkeypatch)
+    assert spent > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_500_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch, seed):
+    walker, spent = walk(tmp_path, seed, 500, monkeypatch)
+    assert 1.0 < spent <= LIMIT
+    assert {how for _, how in walker.did} == {"done", "refused", "killed"}
+
+
+if __name__ == "__main__":
+    options = argparse.ArgumentParser()
+    options.add_argument("--steps", type=int, default=500)
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        walked, epsilon = walk(Path(folder), given.seed, given.steps, patched)
+    print(f"seed {given.seed}: ε = {epsilon:.4f} of {LIMIT:g} after {given.steps} acts")
+    for (what, how), count in sorted(walked.did.items()):
+        print(f"  {what} {how}: {count}")

@@ -1,0 +1,117 @@
+"""Documents that all sites tell each other: JSON of an agreed type, bounded in length, depth and number of values.
+
+Peers are not trusted: nothing looks at what one of them told before it was validated here. An agreed type is a
+`TypedDict` (that of typing_extensions, which pydantic needs before Python 3.12) whose fields have bounds; keys that it
+does not have are refused, and no value is converted to the type that was expected.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from wsi_fl.types import KnownToAll
+
+T = TypeVar("T")
+
+MOST_BYTES = 16 << 20
+"""The longest text of a document."""
+_MOST_VALUES = 1 << 18
+"""A short text may stand for much memory: `[[],[],…` for a hundred times its own length."""
+_MOST_FAULTS, _LONGEST_KEY, _LONGEST_FAULT = 1000, 100, 250
+_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+"""A site's, which may become part of a path."""
+Words = Annotated[str, Field(pattern=r"^[^\p{C}\p{Zl}\p{Zp}]*$", max_length=1000)]
+"""One line that can be printed."""
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+"""SHA-256."""
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
+Round = Annotated[int, Field(ge=0, le=(1 << 31) - 1)]
+Amount = Annotated[float, Field(ge=0)]
+
+
+class NotAgreed(KnownToAll):
+    """A peer sent what was not agreed on."""
+
+
+def encoded(document: T, kind: type[T], site: object) -> bytes:
+    """Return the text of a document, once it is known to be one that peers will take.
+
+    Args:
+        kind: the agreed type, a TypedDict.
+        site: what messages call the site that tells it.
+
+    Raises:
+        NotAgreed: when it is not of this kind, too long, or holds a number that is not finite.
+    """
+    try:
+        text = json.dumps(document, allow_nan=False).encode()
+    except ValueError:
+        raise NotAgreed(f"site {site} would tell a number that is not finite") from None
+    check_length(len(text), site)
+    decoded(text, kind, site)
+    return text
+
+
+def check_length(n_bytes: int, site: object) -> None:
+    """Refuse the length that a peer announces, before memory is taken for it.
+
+    Raises:
+        NotAgreed: when it is negative, or more than MOST_BYTES.
+    """
+    if not 0 <= n_bytes <= MOST_BYTES:
+        raise NotAgreed(f"site {site} announced a document of {n_bytes} bytes; at most {MOST_BYTES}")
+
+
+def decoded(text: bytes, kind: type[T], site: object) -> T:
+    """Return the document that a text stands for.
+
+    Args:
+        kind: the agreed type, a TypedDict.
+        site: what messages call the site that told it.
+
+    Raises:
+        NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep, or
+            not of this kind.
+
+    Example:
+        >>> from typing_extensions import TypedDict
+        >>> class Answer(TypedDict):
+        ...     n: Count
+        >>> decoded(b'{"n": 3}', Answer, "C1")
+        {'n': 3}
+        >>> decoded(b'{"n": "3"}', Answer, "C1")
+        Traceback (most recent call last):
+        wsi_fl.federation.documents.NotAgreed: site C1 told what was not agreed on: n: Input should be a valid integer
+    """
+    check_length(len(text), site)
+    n_values = sum(text.count(mark) for mark in b"[{,")
+    if n_values > _MOST_VALUES:
+        raise NotAgreed(f"site {site} told a document of {n_values} values; at most {_MOST_VALUES}")
+    agreed: Any = kind
+    try:
+        document: T = _adapter(agreed).validate_json(text)
+    except ValidationError as error:
+        raise NotAgreed(f"site {site} told what was not agreed on: {_fault(error)}") from None
+    return document
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """The validator of a TypedDict, and of those in it."""
+    return TypeAdapter(with_config(_STRICT)(kind))
+
+
+def _fault(error: ValidationError) -> str:
+    """The first thing that is wrong, in printable words; keys are the peer's own."""
+    if error.error_count() > _MOST_FAULTS:  # to list them takes memory
+        return f"{error.error_count()} faults"
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:_LONGEST_KEY]
+    text = f"{where}: {first['msg']}" if where else first["msg"]
+    return "".join(c if c.isprintable() else "?" for c in text[:_LONGEST_FAULT])

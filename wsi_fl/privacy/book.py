@@ -1,0 +1,203 @@
+"""The file of a ledger: JSON lines, each chained to everything before it, and heads that remember how far it was.
+
+Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
+A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
+files elsewhere that hold the number of lines and the SHA-256 of the file as it was when it was last written. Lines of
+ledgers from before the chain have no `prev`; the first line that has one covers them all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wsi_fl.files import append_line, read_json, write_json
+from wsi_fl.privacy.accounting import Mechanism
+from wsi_fl.types import WsiFlError
+
+Guarantee = Literal["guaranteed", "nominal", "none"]
+"""What an ε is worth.
+
+``guaranteed``  the per-example gradient depends on nothing fitted on other records
+``nominal``     the arithmetic of Algorithm 1, whose gradient contains a teacher trained without DP
+``none``        no differential privacy, or noise from a seed that others may know
+"""
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Applied(_Line):
+    """The mechanism of an entry."""
+
+    sigma: float = Field(ge=0)
+    clip: float = Field(gt=0)
+    sample_rate: float = Field(gt=0, le=1)
+    steps: int = Field(ge=0)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """Return what the accountant prices."""
+        return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
+
+
+class Entry(_Line):
+    """One line of a ledger.
+
+    Attributes:
+        run: the run's id; early lines hold the folder's name before it.
+        released: kind and SHA-256 of what may leave by this line; None where nothing does.
+        mechanism: what was applied; None where there was no differential privacy.
+        sending: whether the round's release is about to leave, for the first time or `again`.
+        relayed: SHA-256 of a mixture of releases that is passed on.
+        real: whether the site was a real hospital when it wrote the line.
+        prev: SHA-256 of the file before this line; None on lines from before the chain.
+    """
+
+    run: str = Field(min_length=1, max_length=300)
+    site: str
+    round: int = Field(ge=0)
+    released: str | None = None
+    mechanism: Applied | None = None
+    delta: float | None = Field(None, gt=0, lt=1)
+    unit: Literal["row", "patient"] | None = None
+    guarantee: Guarantee = "none"
+    insecure: bool = False
+    sending: bool = False
+    relayed: str | None = None
+    real: bool = False
+    prev: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+
+    @property
+    def run_id(self) -> str:
+        """Return the run's id alone."""
+        return run_id(self.run)
+
+
+def run_id(run: str) -> str:
+    """Return the id of a run, without the folder's name that early ledgers put before it."""
+    return run.rpartition(" ")[2]
+
+
+class Book:
+    """Read and write the lines of a ledger's file.
+
+    Args:
+        path: the file; absent is empty.
+        heads: files that each remember how far the ledger was; absent ones are made by the next line.
+
+    Raises:
+        WsiFlError: when a line is damaged or is no entry, the chain is broken, or a head knows a longer file.
+    """
+
+    def __init__(self, path: Path, heads: Sequence[Path] = ()) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        self._heads = tuple(heads)
+        self._read = 0
+        self._so_far = hashlib.sha256()
+        self._digests: list[str] = []
+        known = [
+            (head, *_read_head(head)) for head in self._heads if head.exists()
+        ]  # before the file: it may grow
+        self.catch_up()
+        for head, lines, digest in known:
+            if lines and (lines > len(self._digests) or self._digests[lines - 1] != digest):
+                raise WsiFlError(
+                    f"{path}: this is not the ledger that {head} knows, which had {lines} lines or more; put the "
+                    "newest backup of the ledger back: it is the site's budget"
+                )
+
+    def catch_up(self) -> None:
+        """Read what this process and others have written since."""
+        for line in self._new_lines():
+            number = len(self._digests) + 1
+            entry = _parsed(line, f"{self.path}: line {number}")
+            chained = entry.prev is not None or bool(self.entries and self.entries[-1].prev)
+            if chained and entry.prev != self._so_far.hexdigest():
+                raise WsiFlError(
+                    f"{self.path}: line {number} does not follow the lines before it, which were changed; put the "
+                    "newest backup of the ledger back: it is the site's budget"
+                )
+            self._so_far.update(line + b"\n")
+            self._digests.append(self._so_far.hexdigest())
+            self.entries.append(entry)
+
+    def append(self, entry: dict[str, Any]) -> None:
+        """Write one more line, then the heads. The caller holds the lock and has caught up."""
+        append_line(self.path, {**entry, "prev": self._so_far.hexdigest()})
+        self.catch_up()
+        for head in self._heads:
+            if os.access(head.parent, os.W_OK):
+                write_json(head, {"lines": len(self._digests), "sha256": self._digests[-1]})
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let nobody else read what is left of the budget, or spend it, meanwhile; begin by catching up."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            self.catch_up()
+            yield
+
+    def _new_lines(self) -> list[bytes]:
+        """Return the whole lines after those that were read.
+
+        No release ever followed a line that a crash cut short.
+        """
+        if not self.path.exists():
+            return []
+        if self.path.stat().st_size + 1 < self._read:  # the newline of the last line may be missing
+            raise WsiFlError(f"{self.path}: the ledger was shortened just now; put its newest backup back")
+        with self.path.open("rb") as handle:
+            handle.seek(self._read)
+            *lines, last = handle.read().split(b"\n")
+        if last and _is_whole(last):
+            lines.append(last)
+        self._read += sum(len(line) + 1 for line in lines)
+        return lines
+
+
+def _is_whole(line: bytes) -> bool:
+    """Tell whether only the newline of a last line is missing."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _parsed(line: bytes, place: str) -> Entry:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        raise WsiFlError(f"{place} is damaged") from None
+    try:
+        entry = Entry.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "it"
+        raise WsiFlError(f"{place} is no entry of a ledger: {where}: {first['msg']}") from None
+    if entry.mechanism and (entry.unit is None or entry.delta is None):
+        raise WsiFlError(f"{place} is no entry of a ledger: it spends without saying delta and unit")
+    return entry
+
+
+def _read_head(path: Path) -> tuple[int, str]:
+    document = read_json(path)
+    try:
+        lines, digest = document["lines"], document["sha256"]
+        if isinstance(lines, int) and lines >= 0 and isinstance(digest, str):
+            return lines, digest
+    except (KeyError, TypeError):
+        pass
+    raise WsiFlError(f"{path}: damaged; put its backup back, or the site's budget cannot be trusted")

@@ -1,0 +1,166 @@
+"""The privacy plan of a site: one frozen object from which everything that must agree is made.
+
+The sampler, the trainer, the ledger's entry, the dry run and the report all read the same plan, so they cannot
+disagree. What a round is about to do is compared with its plan before the first step (`require_planned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import isfinite
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, steps_per_epoch
+from wsi_fl.privacy.dpsgd import poisson_rows
+from wsi_fl.types import UsageError, WsiFlError
+
+Unit = Literal["row", "patient"]
+"""Whose record is protected."""
+Mode = Literal["strict", "paper"]
+"""Whether the proxy learns from labels alone, or from the private model too, whose ε is nominal."""
+
+
+@dataclass(frozen=True)
+class PrivacyPlan(Mechanism):
+    """State what one round of training applies to the records of a site, and to how many records.
+
+    Attributes:
+        sigma: noise multiplier; the noise's standard deviation is sigma * clip.
+        clip: bound C on the L2 norm of one unit's gradient.
+        sample_rate: probability q = 1 / ceil(n / batch_size) with which each unit enters a batch.
+        steps: number of noisy steps, a multiple of ceil(n / batch_size).
+        unit: whose record is protected, "row" or "patient".
+        n: number of units, which is public and fixed.
+        batch_size: expected number of units in a batch, and the divisor of the noisy sum.
+        delta: δ of the promise, below 1 / n.
+        mode: "strict" or "paper".
+        accountant: how ε is computed.
+
+    Raises:
+        UsageError: when the numbers are out of range or do not fit each other.
+
+    Reference:
+        Kalra et al., Nature Communications 2023, Algorithm 1 and eq. 7; the shape is that of jax_privacy's execution
+        plans.
+    """
+
+    unit: Unit
+    n: int
+    batch_size: int
+    delta: float
+    mode: Mode
+    accountant: str = ACCOUNTANT
+
+    def __post_init__(self) -> None:
+        per_epoch = steps_per_epoch(self.n, self.batch_size)
+        if self.sample_rate != 1 / per_epoch or self.steps % per_epoch or self.steps < 0:
+            raise UsageError(
+                f"a privacy plan of {self.n} {self.unit}s in batches of {self.batch_size} has the sample rate "
+                f"1/{per_epoch} and a multiple of {per_epoch} steps, not {self.sample_rate:g} and {self.steps}"
+            )
+        if not (self.sigma >= 0 and isfinite(self.sigma) and self.clip > 0):
+            raise UsageError(f"privacy.sigma = {self.sigma:g} and privacy.clip = {self.clip:g} make no plan")
+        if self.unit not in ("row", "patient") or self.mode not in ("strict", "paper"):
+            raise UsageError(f"a privacy plan knows no unit {self.unit!r} in mode {self.mode!r}")
+        if self.accountant != ACCOUNTANT:
+            raise UsageError(f"a privacy plan is priced by {ACCOUNTANT}, not by {self.accountant}")
+        if not 0 < self.delta < 1:
+            raise UsageError(f"delta must lie between 0 and 1, not {self.delta:g}")
+        if self.sigma > 0 and self.delta * self.n >= 1:
+            raise UsageError(
+                f"delta = {self.delta:g} lets one of {self.n} {self.unit}s be given away whole; "
+                f"set delta below {1 / self.n:.2g}"
+            )
+
+    def batches(self, sampler: torch.Generator) -> Iterator[NDArray[np.int64]]:
+        """Draw the units int64[b] of every step: each enters with probability `sample_rate`; b may be 0."""
+        for _ in range(self.steps):
+            yield poisson_rows(self.n, self.sample_rate, sampler).numpy()
+
+
+def plan_of_round(
+    *,
+    n: int,
+    batch_size: int,
+    epochs: int,
+    sigma: float,
+    clip: float,
+    delta: float,
+    unit: Unit = "row",
+    mode: Mode = "strict",
+) -> PrivacyPlan:
+    """Return the plan of a round of `epochs` epochs over n units in batches of `batch_size` on average.
+
+    Example:
+        >>> plan = plan_of_round(n=2338, batch_size=32, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+        >>> plan.steps, round(1 / plan.sample_rate)
+        (74, 74)
+    """
+    per_epoch = steps_per_epoch(n, batch_size)
+    return PrivacyPlan(
+        sigma=sigma,
+        clip=clip,
+        sample_rate=1 / per_epoch,
+        steps=epochs * per_epoch,
+        unit=unit,
+        n=n,
+        batch_size=batch_size,
+        delta=delta,
+        mode=mode,
+    )
+
+
+class Applies(Protocol):
+    """What a trainer under differential privacy is about to apply."""
+
+    sigma: float
+    clip: float
+    batch_size: int
+    unit: str
+
+
+def require_planned(
+    plan: PrivacyPlan, trainer: Applies, *, n: int, steps: int, delta: float, mode: Mode
+) -> None:
+    """Refuse a round that is about to do anything but its plan.
+
+    Args:
+        plan: what the ledger will be told.
+        trainer: its noise, bound, divisor and unit are those of the steps to come.
+        n: number of units that batches are drawn from.
+        steps: number of batches that were drawn.
+        delta: δ at which the site's account is priced.
+        mode: "paper" where the private model teaches the proxy (β > 0), else "strict".
+
+    Raises:
+        WsiFlError: naming everything that differs.
+    """
+    about_to = {
+        "sigma": trainer.sigma,
+        "clip": trainer.clip,
+        "batch_size": trainer.batch_size,
+        "unit": trainer.unit,
+        "n": n,
+        "steps": steps,
+        "delta": delta,
+        "sample_rate": 1 / steps_per_epoch(n, trainer.batch_size),
+        "mode": mode,
+    }
+    differ = [
+        f"{key} {value} instead of {getattr(plan, key)}"
+        for key, value in about_to.items()
+        if value != getattr(plan, key)
+    ]
+    if differ:
+        raise WsiFlError(f"this round would not keep to its privacy plan: {', '.join(differ)}")
+
+
+def differences(planned: PrivacyPlan, today: PrivacyPlan) -> list[str]:
+    """Name each field in which two plans differ, as "sigma was 1.4 and is 0.7"."""
+    pairs = [(f.name, getattr(planned, f.name), getattr(today, f.name)) for f in fields(PrivacyPlan)]
+    return [f"{name} was {was} and is {now}" for name, was, now in pairs if was != now]
