@@ -383,6 +383,18 @@ def test_ledgers_without_a_chain_open_and_are_chained_from_now_on(tmp_path):
     refused(lambda: ledger_at(path), "line 2 does not follow", error=WsiFlError)
 
 
+def test_ledgers_and_runs_of_the_version_before_the_chain_go_on(hospital):
+    """A stain, a finished run, and one that was killed in round 3; they have no chain, heads, plan or site file."""
+    shutil.copytree(Path(__file__).parent / "fixtures" / "study-v1", hospital.root, dirs_exist_ok=True)
+    before = hospital.ledger("S0").read_bytes()
+    done = row(resume(hospital, "2", backend="local"))
+    assert isclose(done["epsilon"], epsilon([Mechanism(6.0, 0.7, 0.2, 5)] * 3, 1e-5))
+    assert hospital.ledger("S0").read_bytes().startswith(before)
+    assert row(run(hospital, "privacy.sigma=9"))["lifetime_epsilon"] > done["lifetime_epsilon"]
+    hospital.ledger("S0").write_bytes(before)
+    refused(lambda: run(hospital), "this is not the ledger that", error=WsiFlError)
+
+
 @pytest.mark.parametrize("method", ["regular", "proxyfl"])
 def test_a_renamed_run_stays_the_same_run(hospital, monkeypatch, method):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -6,15 +6,19 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 from conftest import REAL, make_study, refused, write_store
 
 from wsi_fl.federation import loop
+from wsi_fl.federation.courier import Size
+from wsi_fl.federation.preflight import Brought
+from wsi_fl.federation.roster import Answer, Arrival, Standing
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages import launch
+from wsi_fl.stages import launch, mpcpa
 from wsi_fl.stages.console import Discreet, Quiet
 from wsi_fl.stages.evaluate import evaluate
 from wsi_fl.stages.kept import as_begun
@@ -101,6 +105,9 @@ def table_of(page):
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
+    kinds = (Brought, Standing, Answer, Arrival, Row, _Proposal, _Claimed, Size)
+    kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
+    assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:
         documents = [json.loads(line) for line in (folder / "gathered.jsonl").read_text().splitlines()]
         told = {key for document in documents for key in document}

@@ -148,7 +148,7 @@ class PrivacyLedger:
                 f"{terms.unit}, and the two do not add up; keep the privacy.unit that the site began with"
             )
         least = min((e.delta for e in spent if e.delta), default=1.0)
-        if terms.lifetime and terms.delta > least:
+        if binding and terms.delta > least:
             raise WsiFlError(
                 f"{self.path}: the account of site {self.site} is priced at delta = {least:g}, this run at "
                 f"{terms.delta:g}; δ is part of the budget, so set delta = {least:g} or less in sites/{self.site}.toml"

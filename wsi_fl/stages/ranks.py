@@ -126,6 +126,8 @@ def rank_main(run_path: Path) -> None:
 
     def tell(text: str, usage: bool) -> None:
         emit({"error": text, "usage": usage})
+        if not study.site(me).real:
+            traceback.print_exc()  # into mpi.log
 
     _guarded(comm, study, me, lambda: run, lambda run: work_as_rank(study, run, comm, events), tell)
 
@@ -142,29 +144,34 @@ def _guarded(
 
     A real hospital tells others no reason of its own: what it says may name slides, and they patients.
     """
-    run = None
+    run, real = None, study.site(me).real
     try:
         run = run_of()
         return work(run)
     except BaseException as error:
-        begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
-        log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
-        text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
-        try:
-            raise_if_full(error, study.runs)
-        except WsiFlError as full:
-            text = str(full)
-        text = " ".join(text.split())
-        with suppress(OSError):
-            note(log, f"{text}\n{traceback.format_exc()}")
-        if study.site(me).real and not isinstance(error, KnownToAll):
-            text = f"site {me} failed; its own log says why ({study.relative(log)})"
-        usage = isinstance(error, UsageError)
+        kind = UsageError if isinstance(error, UsageError) else WsiFlError
+        text = _in_a_line(error, study)
+        if real:
+            begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
+            log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
+            with suppress(OSError):
+                note(log, f"{text}\n{traceback.format_exc()}")
+            if not isinstance(error, KnownToAll):
+                text = f"site {me} failed; its own log says why ({study.relative(log)})"
         with suppress(OSError):  # nobody listens any more
-            tell(text, usage)
+            tell(text, kind is UsageError)
             sys.stderr.flush()
-        comm.abort(2 if usage else 1)
-        raise
+        comm.abort(2 if kind is UsageError else 1)
+        raise kind(text) from None
+
+
+def _in_a_line(error: BaseException, study: Study) -> str:
+    text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
+    try:
+        raise_if_full(error, study.runs)
+    except WsiFlError as full:
+        text = str(full)
+    return " ".join(text.split())
 
 
 def join(

@@ -19,6 +19,7 @@ from wsi_fl.learning.examples import Augment, joined
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import Images, build, schema
+from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs import RunFolder
@@ -243,7 +244,7 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> B
     travels = method_for(method_name, pipeline).travels
     return {
         "site": site.name,
-        "run": site.ledger.run,
+        "run": run_id(site.ledger.run),
         "method": method_name,
         "settings": _settings(pipeline),
         "classes": list(store.meta.classes),
