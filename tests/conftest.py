@@ -21,7 +21,9 @@ from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
 SHARED = Path(__file__).parents[1].parent / "shared"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="wsi-fl-state-")  # heads of ledgers, gone with the tests
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(
+    prefix="wsi-fl-state-"
+)  # heads of ledgers, gone with the tests
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell's background jobs ignore it, and the commands that tests interrupt would inherit that."""

@@ -138,7 +138,9 @@ def test_a_stain_that_did_not_leave_through_the_ledger_is_refused(study):
 
 
 def test_real_hospitals_need_no_permission_but_a_budget(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1, site_extra="real = true\nmax_epsilon = 1.0\ndelta = 1e-5")
+    study = make_study(
+        tmp_path / "study", n_sites=1, site_extra="real = true\nmax_epsilon = 1.0\ndelta = 1e-5"
+    )
     (row,) = stain(study, site="S0")["sites"]
     assert row["epsilon"] < 1
     refused(

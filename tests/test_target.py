@@ -146,7 +146,9 @@ def test_what_was_spent_before_counts_and_a_real_site_has_one_life(study):
 
 
 def test_a_real_site_spends_the_rest_of_its_life_and_no_more(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1, site_extra="real = true\nmax_epsilon = 4.0\ndelta = 1e-5")
+    study = make_study(
+        tmp_path / "study", n_sites=1, site_extra="real = true\nmax_epsilon = 4.0\ndelta = 1e-5"
+    )
     first = run(study)["sites"][0]
     second = run(study)["sites"][0]
     assert first["epsilon"] > 2.95 > second["epsilon"]

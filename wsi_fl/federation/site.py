@@ -178,9 +178,7 @@ def release_buffer(site: Site, round_: int) -> None:
     """Puts on record that the site's buffer leaves it in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
-    site.leaving = site.ledger.release(
-        round_, values, schema=shape.schema, mechanism=None, content=_BUFFER
-    )
+    site.leaving = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
 
 
 def released_buffer(site: Site, round_: int) -> Release:

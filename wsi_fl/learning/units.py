@@ -54,9 +54,7 @@ class Units:
         some: NDArray[np.int64] = torch.randperm(len(rows), generator=sampler)[: self.max_rows].numpy()
         return rows[some]
 
-    def epoch(
-        self, batch_size: int, epochs: int, *, sampler: torch.Generator
-    ) -> Iterator[NDArray[np.int64]]:
+    def epoch(self, batch_size: int, epochs: int, *, sampler: torch.Generator) -> Iterator[NDArray[np.int64]]:
         """Rows of the batches of `epochs` shuffled passes over the units."""
         for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler):
             yield self.rows(chosen, sampler)

@@ -226,7 +226,9 @@ def print_stains(document: dict[str, Any]) -> None:
     for row in document["sites"]:
         seen = _seen(row)
         cost = "released" if row["spent"] else "released before, nothing spent"
-        worth = "no privacy" if row["epsilon"] is None else f"ε = {row['epsilon']:.2f} at δ = {row['delta']:g}"
+        worth = (
+            "no privacy" if row["epsilon"] is None else f"ε = {row['epsilon']:.2f} at δ = {row['delta']:g}"
+        )
         say(f"  {row['site']}: {seen} over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
     say("stains may be copied to the other sites' stains/; next: wsi-fl train --set stain.exchange=true")
 
