@@ -443,6 +443,7 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     (folder / "C1" / "private.safetensors").rename(tmp_path / "kept")
     refused(ask(), "no such model", error=WsiFlError)
     (tmp_path / "kept").rename(folder / "C1" / "private.safetensors")
+    (folder / "C1" / "site.toml").unlink()  # runs of earlier versions have none
     site = study.root / "sites" / "C1.toml"
     site.write_text(site.read_text() + 'private_model = "cnn1"\n')
     refused(ask(), "is no cnn1", "sites/C1.toml", error=WsiFlError)
