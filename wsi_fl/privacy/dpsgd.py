@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from wsi_fl.privacy.choice import AUTO, MODES, fastest, require, suitable
 from wsi_fl.privacy.gradients import ENGINES, LossOf, Sums, trained
+from wsi_fl.privacy.noise import Noise
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -272,39 +273,3 @@ class DPTrainer:
 
 _ROUND_OFF = 1e-6
 """Of C: more than float32 weights and their products with gradients are wrong by."""
-
-
-class Noise:
-    """Normal noise, drawn and added in float64 for as little time as float32 numbers take.
-
-    On a CPU PyTorch's float32 numbers lie on a visible grid and end at 5.77 σ; its float64 ones cost five times as
-    much. Three orthonormal sums of four independent normal numbers are independent and normal again; the fourth sum
-    stays secret, which fills the grid and ends no direction before 8.1 σ (Holohan and Braghin, 2021, add two).
-
-    Args:
-        tensors: float32, alike to those that noise will be added to.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        device = tensors[0].device
-        n = min(_NOISE_CUDA if device.type == "cuda" else _NOISE_CPU, max(t.numel() for t in tensors))
-        self._at_once = n = 3 * -(-n // 3)
-        self._drawn = torch.empty(n // 3 * 4, device=device)
-        self._wide = torch.empty_like(self._drawn, dtype=torch.float64)
-        self._sums = torch.empty(n, dtype=torch.float64, device=device)
-        self._signs = torch.tensor(_SIGNS, dtype=torch.float64, device=device)
-
-    def add(self, totals: Sequence[Tensor], std: float, generator: torch.Generator) -> None:
-        """Add a number from N(0, std²) to every one of contiguous tensors, in place."""
-        for part in (part for total in totals for part in torch.split(total.view(-1), self._at_once)):
-            n, k = len(part), -(-len(part) // 3)
-            wide = self._wide[: 4 * k].copy_(self._drawn[: 4 * k].normal_(generator=generator))
-            self._sums[:n].copy_(part)
-            self._sums[: 3 * k].view(3, k).addmm_(self._signs, wide.view(4, k), alpha=std / 2)
-            part.copy_(self._sums[:n])
-
-
-_SIGNS = ((1, 1, -1, -1), (1, -1, 1, -1), (1, -1, -1, 1))
-
-_NOISE_CPU, _NOISE_CUDA = 3 * 2**14, 3 * 2**22
-"""Numbers of noise at a time: as many as a cache holds, or a device likes."""
