@@ -34,9 +34,10 @@ from wsi_fl.study import Study
 from wsi_fl.types import WsiFlError
 
 dp_accounting = pytest.importorskip("dp_accounting")
-from dp_accounting import rdp  # noqa: E402
+from dp_accounting import pld, rdp  # noqa: E402
 
 LIMIT, DELTA = 3.0, 1e-5
+ORDERS = [1 + k / 10 for k in range(10, 100)] + list(range(12, 64))
 METHODS = ["proxyfl", "fedavg", "fml", "cwt", "avgpush", "regular"]
 SETTINGS = {
     "privacy.sigma": ["0.01", "0.5", "1.4", "4", "8", "30"],
@@ -138,14 +139,19 @@ class Observed:
             self.sent[sha] = self.costs["S0", sha]
 
     def epsilon(self):
-        """ε of everything that was sent, at the hospital's δ, by another accountant."""
-        accountant = rdp.RdpAccountant(
-            neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
-        )
-        for (sigma, rate), n in Counter(step for steps in self.sent.values() for step in steps).items():
-            event = dp_accounting.GaussianDpEvent(sigma)
-            accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, event), n)
-        return accountant.get_epsilon(DELTA) if self.sent else 0.0
+        """ε of everything that was sent, at the hospital's δ, by privacy loss distributions and by Rényi divergences.
+
+        The former is the tightest bound there is. The latter is what the ledger says, to the four digits to which the
+        two libraries agree.
+        """
+        steps = Counter(step for steps in self.sent.values() for step in steps)
+        found = []
+        for accountant in (pld.PLDAccountant(), rdp.RdpAccountant(ORDERS)):
+            for (sigma, rate), n in steps.items():
+                event = dp_accounting.GaussianDpEvent(sigma)
+                accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, event), n)
+            found.append(float(accountant.get_epsilon(DELTA)))
+        return found
 
 
 class Walk:
@@ -316,13 +322,13 @@ def stain_digest(file):
 
 
 def walk(root, seed, steps, patch):
-    walker, spent, n_sent = Walk(root, seed, patch), 0.0, 0
+    walker, spent, n_sent = Walk(root, seed, patch), [0.0, 0.0], 0
     for number in range(steps):
         walker.act()
         if len(walker.observed.sent) > n_sent:
             n_sent, spent = len(walker.observed.sent), walker.observed.epsilon()
-        assert spent <= LIMIT, (seed, number, spent, walker.did)
-    return walker, spent
+        assert spent[0] <= LIMIT and spent[1] <= LIMIT * (1 + 5e-4), (seed, number, spent, walker.did)
+    return walker, spent[1]
 
 
 def test_some_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch):
@@ -334,7 +340,7 @@ def test_some_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_pat
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_500_steps_of_an_ordinary_user_never_spend_more_than_the_budget(tmp_path, monkeypatch, seed):
     walker, spent = walk(tmp_path, seed, 500, monkeypatch)
-    assert 1.0 < spent <= LIMIT
+    assert spent > 1.0
     assert {how for _, how in walker.did} == {"done", "refused", "killed"}
 
 

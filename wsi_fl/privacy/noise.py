@@ -29,25 +29,31 @@ class Noise:
         self._wide = torch.empty_like(self._drawn, dtype=torch.float64)
         self._sums = torch.empty(self._at_once, dtype=torch.float64, device=device)
         self._orthonormal = _ORTHONORMAL.to(device)
+        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def add(self, totals: Sequence[Tensor], std: float, generator: torch.Generator) -> None:
         """Add a number from N(0, std²) to every number of contiguous tensors, in place."""
         for part in (part for total in totals for part in torch.split(total.view(-1), self._at_once)):
-            n, k = len(part), -(-len(part) // 3)
-            wide = self._wide[: 4 * k].copy_(self._drawn[: 4 * k].normal_(generator=generator))
+            n = part.numel()
+            drawn, wide, sums = self._room(n)
+            wide.copy_(drawn.normal_(generator=generator))
             self._sums[:n].copy_(part)
-            self._sums[: 3 * k].view(3, k).addmm_(self._orthonormal, wide.view(4, k), alpha=std)
+            sums.addmm_(self._orthonormal, wide, alpha=std)
             part.copy_(self._sums[:n])
 
+    def _room(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Draws [4, k] in float32 and in float64, and their sums [3, k], k = ⌈n / 3⌉."""
+        if n not in self._views:
+            k = -(-n // 3)
+            drawn, wide = (room[: 4 * k].view(4, k) for room in (self._drawn, self._wide))
+            self._views[n] = drawn, wide, self._sums[: 3 * k].view(3, k)
+        return self._views[n]
 
-_AT_ONCE_CPU, _AT_ONCE_CUDA = 3 * 2**14, 3 * 2**22
+
+_AT_ONCE_CPU, _AT_ONCE_CUDA = 3 * 2**13, 3 * 2**22
 """Numbers of noise: as many as a cache holds, or a device likes."""
 
-_ORTHONORMAL = (
-    torch.linalg.qr(
-        torch.vander(torch.tensor([2.0, 3.0, 5.0, 7.0], dtype=torch.float64).sqrt(), increasing=True)
-    )
-    .Q[:, 1:]
-    .mT
-)
+_ORTHONORMAL = torch.linalg.qr(
+    torch.vander(torch.tensor([2.0, 3.0, 5.0, 7.0], dtype=torch.float64).sqrt(), increasing=True)
+).Q[:, 1:].mT  # fmt: skip
 """[3, 4]: rows across (1, 1, 1, 1), so that all four numbers count alike; not of halves, which keep to the grid."""
