@@ -306,7 +306,8 @@ class Walk:
         """A third folder, with the stores of another."""
         fresh = self.root / "C"
         shutil.rmtree(fresh, ignore_errors=True)
-        shutil.copytree(study.root, fresh, ignore=shutil.ignore_patterns("runs", "stains"))
+        source = self.root / self.pick("AB")
+        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("runs", "stains"))
         self.train(Study(fresh))
 
 
