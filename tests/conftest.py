@@ -116,6 +116,12 @@ def make_study(root: Path, n_sites=4, extra="", site_extra="real = false", **sto
     return study
 
 
+@pytest.fixture(autouse=True)
+def _user_state(tmp_path_factory, monkeypatch):
+    """Each test is a user of its own: what real sites of the same name spent elsewhere is not its."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
 @pytest.fixture
 def study(tmp_path):
     return make_study(tmp_path / "study")

@@ -324,6 +324,9 @@ def test_a_ledger_that_is_named_later_must_be_the_one_that_there_is(hospital, tm
     run(hospital)
     rewrite(hospital, HOSPITAL, f'{HOSPITAL}\nledger = "{tmp_path}/elsewhere.jsonl"')
     refused(lambda: run(hospital), "elsewhere.jsonl is missing")
+    second = make_study(tmp_path / "second", n_sites=1, site_extra=HOSPITAL)
+    words = ("ledgers/S0.jsonl: this is not", "was at ", "name that file as `ledger`", "another name")
+    refused(lambda: run(second), *words, error=WsiFlError)
     shutil.copy(hospital.root / "ledgers" / "S0.jsonl", tmp_path / "elsewhere.jsonl")
     assert row(run(hospital))["lifetime_epsilon"] > 1
 

@@ -266,9 +266,9 @@ class Walk:
         found = sorted(self.backups.glob(f"*-{self.pick(['budget', study.root.name])}"))
         if not found:
             return
-        backup, newest = self.pick(found), self.root / "newest"
+        backup = self.pick(found)
         target = self.ledger.parent if backup.name.endswith("budget") else study.root
-        shutil.copytree(self.ledger.parent, newest) if self.ledger.parent.exists() else newest.mkdir()
+        newest = self.ledger.read_bytes() if self.ledger.exists() else b""
         parts = ["."] if target == self.ledger.parent else [".", "runs", "stores", "stains"]
         part = self.pick(parts)
         if (backup / part).exists():
@@ -277,12 +277,14 @@ class Walk:
         try:
             self.pick([self.train, self.resume, self.stain])(study)
         finally:
-            if (
-                target == self.ledger.parent
-            ):  # it was refused and is unchanged, or nothing had been written since
-                shutil.rmtree(target)
-                shutil.copytree(newest, target)
-            shutil.rmtree(newest)
+            self.put_back(newest)
+
+    def put_back(self, newest):
+        """What was refused is mended with the newest backup; nothing may have been written on an older one."""
+        now = self.ledger.read_bytes() if self.ledger.exists() else b""
+        assert now.startswith(newest) or newest.startswith(now) or len(now) <= len(newest), "written on"
+        if newest and not now.startswith(newest):
+            self.ledger.write_bytes(newest)
 
     def damage(self, study):
         """Empties, cuts or deletes the ledger, tries, and puts the newest back."""
@@ -297,10 +299,7 @@ class Walk:
         try:
             self.pick([self.train, self.resume, self.stain])(study)
         finally:
-            now = self.ledger.read_bytes() if self.ledger.exists() else b""
-            assert len(now) <= len(whole) or now.startswith(whole), "a shortened ledger was written on"
-            if not now.startswith(whole):
-                self.ledger.write_bytes(whole)
+            self.put_back(whole)
 
     def new_study(self, study):
         """A third folder, with the stores of another."""

@@ -83,6 +83,29 @@ class Entry(_Line):
         return run_id(self.run)
 
 
+class Head(_Line):
+    """How far a ledger was when it was last written.
+
+    Attributes:
+        lines: how many it had.
+        sha256: of all its bytes up to there.
+        ledger: its path then; it may have been moved since.
+    """
+
+    lines: int = Field(ge=0)
+    sha256: str
+    ledger: str = ""
+
+    def elsewhere(self, path: Path) -> str:
+        """Return in words where the ledger was, unless it was at `path`."""
+        if self.ledger in ("", str(path.resolve())):
+            return ""
+        return (
+            f" and was at {self.ledger}: name that file as `ledger` in the site's file, or give the site another name "
+            "if its patients are others"
+        )
+
+
 def run_id(run: str) -> str:
     """Return the id of a run, without the folder's name that early ledgers put before it."""
     return run.rpartition(" ")[2]
@@ -106,15 +129,15 @@ class Book:
         self._read = 0
         self._so_far = hashlib.sha256()
         self._digests: list[str] = []
-        known = [
-            (head, *_read_head(head)) for head in self._heads if head.exists()
-        ]  # before the file: it may grow
+        known = {
+            head: _read_head(head) for head in self._heads if head.exists()
+        }  # before the file, which may grow
         self.catch_up()
-        for head, lines, digest in known:
-            if lines and (lines > len(self._digests) or self._digests[lines - 1] != digest):
+        for head, was in known.items():
+            if was.lines and [was.sha256] != self._digests[was.lines - 1 : was.lines]:
                 raise WsiFlError(
-                    f"{path}: this is not the ledger that {head} knows, which had {lines} lines or more; put the "
-                    "newest backup of the ledger back: it is the site's budget"
+                    f"{path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
+                    f"{was.elsewhere(path)}; put the newest backup of the ledger back: it is the site's budget"
                 )
 
     def catch_up(self) -> None:
@@ -138,7 +161,10 @@ class Book:
         self.catch_up()
         for head in self._heads:
             if os.access(head.parent, os.W_OK):
-                write_json(head, {"lines": len(self._digests), "sha256": self._digests[-1]})
+                now = Head(
+                    lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve())
+                )
+                write_json(head, now.model_dump())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -192,12 +218,10 @@ def _parsed(line: bytes, place: str) -> Entry:
     return entry
 
 
-def _read_head(path: Path) -> tuple[int, str]:
-    document = read_json(path)
+def _read_head(path: Path) -> Head:
     try:
-        lines, digest = document["lines"], document["sha256"]
-        if isinstance(lines, int) and lines >= 0 and isinstance(digest, str):
-            return lines, digest
-    except (KeyError, TypeError):
-        pass
-    raise WsiFlError(f"{path}: damaged; put its backup back, or the site's budget cannot be trusted")
+        return Head.model_validate(read_json(path))
+    except ValidationError:
+        raise WsiFlError(
+            f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
+        ) from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -103,7 +102,7 @@ def open_ledger(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
             "site's budget"
         )
-    heads = [study.store(site.name).parent / "ledger.head.json", _head_of_user(path)]
+    heads = [study.store(site.name).parent / "ledger.head.json", _head_of_user(site.name)]
     ledger = PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, heads=heads)
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
@@ -121,16 +120,15 @@ def open_ledger(
     return ledger
 
 
-def _head_of_user(ledger: Path) -> Path:
-    """Where the user's account on this machine remembers how far a ledger was, whatever becomes of the study.
+def _head_of_user(site: str) -> Path:
+    """Where the user's account on this machine remembers how far the ledger of a real site was.
 
     A folder that cannot be written, on some clusters a home, is left alone: then the head beside the store is alone.
     """
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
     with suppress(OSError):
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    name = hashlib.sha256(str(ledger.resolve()).encode()).hexdigest()[:32]
-    return state / f"{name}.head.json"
+    return state / f"{site}.head.json"
 
 
 def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
