@@ -127,7 +127,8 @@ def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
     if not (module.weight.requires_grad and _pays(n_pixels, module.weight.numel() // module.groups)):
         return None
     squares = _patch_squares(module, a, g)
-    bias, each = _trained_bias(module), g.sum((2, 3))
+    bias = _trained_bias(module)
+    each = g.sum((2, 3)) if bias is not None else g
     if bias is not None:
         squares = squares + squared_norms(each)
 
@@ -189,18 +190,11 @@ def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ByParameter:
 
 
 def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
-    """Of the kernels, those of several examples one after the other.
-
-    Where positions are fewer than kernels, one product of matrices takes two thirds of the time on a CPU.
-    """
+    """Of the kernels, those of several examples one after the other."""
     kernels, *kernel = module.weight.shape
     x, padding = a, module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
         x, padding = _padded(module, a), (0, 0)
-    if not g.is_cuda and n_examples * module.groups == 1 and g.numel() <= kernels**2:
-        patches = functional.unfold(x, module.kernel_size, module.dilation, padding, module.stride)
-        rows = g.flatten(2).transpose(0, 1).flatten(1)
-        return (rows @ patches.mT.flatten(0, 1)).view_as(module.weight)
     shape, groups = (n_examples * kernels, *kernel), n_examples * module.groups
     gradient: Tensor = conv2d_weight(x, shape, g, module.stride, padding, module.dilation, groups)  # type: ignore[no-untyped-call]
     return gradient

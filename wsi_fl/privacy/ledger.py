@@ -166,6 +166,8 @@ class PrivacyLedger:
                     "write max_epsilon and delta there"
                 )
             return
+        if self.terms.lifetime and isinstance(mechanism, PrivacyPlan):
+            mechanism.refuse_large_delta()
         self._check_account()
         after = self._epsilon_with(round_, mechanism)
         if after > limit:

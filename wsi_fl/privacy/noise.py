@@ -50,7 +50,7 @@ class Noise:
         return self._views[n]
 
 
-_AT_ONCE_CPU, _AT_ONCE_CUDA = 3 * 2**13, 3 * 2**20
+_AT_ONCE_CPU, _AT_ONCE_CUDA = 3 * 2**14, 3 * 2**20
 """Numbers of noise: as many as a cache holds, or a device likes."""
 
 _ORTHONORMAL = torch.linalg.qr(

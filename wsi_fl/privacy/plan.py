@@ -37,7 +37,7 @@ class PrivacyPlan(Mechanism):
         unit: whose record is protected, "row" or "patient".
         n: number of units, which is public and fixed.
         batch_size: expected number of units in a batch, and the divisor of the noisy sum.
-        delta: δ of the promise, below 1 / n.
+        delta: δ of the promise; of a real hospital below 1 / n.
         mode: "strict" or "paper".
         accountant: how ε is computed.
 
@@ -71,6 +71,13 @@ class PrivacyPlan(Mechanism):
             raise UsageError(f"a privacy plan is priced by {ACCOUNTANT}, not by {self.accountant}")
         if not 0 < self.delta < 1:
             raise UsageError(f"delta must lie between 0 and 1, not {self.delta:g}")
+
+    def refuse_large_delta(self) -> None:
+        """Refuse a δ at which one record of n may be given away whole, as a real hospital must.
+
+        Raises:
+            UsageError: when δ is not below 1 / n.
+        """
         if self.sigma > 0 and self.delta * self.n >= 1:
             raise UsageError(
                 f"delta = {self.delta:g} lets one of {self.n} {self.unit}s be given away whole; "

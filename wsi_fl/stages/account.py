@@ -176,7 +176,10 @@ def planned_round(
         return None
     try:
         if privacy.target_epsilon is None:
-            return _round_of(site, pipeline, n, train.batch_size, privacy.sigma)
+            plan = _round_of(site, pipeline, n, train.batch_size, privacy.sigma)
+            if site.real and spends(pipeline):
+                plan.refuse_large_delta()
+            return plan
         budget = site.max_epsilon or privacy.target_epsilon
         limits = [(min(privacy.target_epsilon, budget), spent)]
         if site.real and site.max_epsilon is not None:
