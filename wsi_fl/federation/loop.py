@@ -116,7 +116,9 @@ def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, in
         last = max(kept, default=0)
         if not stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
-        sent = site.ledger.last_sent() if method.talks else 0  # else what is sent is sent after the last round
+        sent = (
+            site.ledger.last_sent() if method.talks else 0
+        )  # else what is sent is sent after the last round
         if site.ledger.last_round() > last + 1 or sent > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
