@@ -10,7 +10,7 @@ from torch.nn import functional
 from wsi_fl.learning.objectives import mutual
 from wsi_fl.models import Images, build
 from wsi_fl.models.deepset import deepset
-from wsi_fl.privacy import dpsgd
+from wsi_fl.privacy import dpsgd, noise
 from wsi_fl.privacy.choice import MODES
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ghost import gradients_of
@@ -52,19 +52,25 @@ def loss_for(y):
 
 def test_noise_does_not_end_where_float32_numbers_do():
     """One in 10⁸ normal numbers lies beyond 5.77, where PyTorch's float32 ones end; this seed gives one."""
-    noise = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=2)
-    assert 5.8 < float(noise.abs().max()) < 7
+    drawn = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=111)
+    assert 5.8 < float(drawn.abs().max()) < 7
     for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
-        assert float((noise.double() ** power).mean()) == pytest.approx(moment, abs=0.03), power
+        assert float((drawn.double() ** power).mean()) == pytest.approx(moment, abs=0.03), power
 
 
 def test_numbers_of_noise_have_nothing_to_do_with_each_other():
-    noise = gradient(nn.Linear(300, 300, bias=False), torch.zeros(0, 300), torch.sum, sigma=1.0).double()
-    assert len(noise) == 90_000  # several rooms full
-    for lag in (1, 2, 8, 10_416, 2**13, 2 * 2**13, 3 * 2**13):
+    drawn = gradient(nn.Linear(300, 300, bias=False), torch.zeros(0, 300), torch.sum, sigma=1.0).double()
+    assert len(drawn) == 90_000  # more than a room full
+    for lag in (1, 2, 8, 2**14, 2 * 2**14, 3 * 2**14):
         for power in (1, 2):
-            pair = torch.stack([noise[lag:], noise[:-lag]]) ** power
+            pair = torch.stack([drawn[lag:], drawn[:-lag]]) ** power
             assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.02, (lag, power)
+
+
+def test_three_numbers_of_noise_are_orthonormal_sums_of_four_that_count_alike():
+    rows = noise._ORTHONORMAL
+    torch.testing.assert_close(rows @ rows.mT, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(rows.mT @ rows, torch.eye(4).double() - 0.25, rtol=0, atol=1e-15)
 
 
 def test_no_digit_of_a_sum_shows_through_the_noise():
