@@ -111,7 +111,9 @@ def check_layer(module, a):
             with patch.object(ghost, "_pays", lambda *_, pays=pays: pays):
                 way = gradients_of(module, [(a, g)])
             scale = float(squares.max())
-            torch.testing.assert_close(way.squares, squares.double(), rtol=1e-3, atol=1e-5 * scale)
+            # where positions cancel, a norm may come out too long by round-off of what cancels, never too short
+            cancels = 2e-6 * float((a.flatten(1).norm(dim=1) * g.flatten(1).norm(dim=1)).square().max())
+            torch.testing.assert_close(way.squares, squares.double(), rtol=1e-3, atol=1e-5 * scale + cancels)
             sums = way.weighted(c, slice(None))
             for parameter, e in zip((p for p in module.parameters() if p.requires_grad), each, strict=True):
                 wanted = torch.einsum("n,n...->...", c, e)
