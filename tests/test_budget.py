@@ -19,6 +19,7 @@ from wsi_fl.stages import workshop
 from wsi_fl.stages.report import report
 from wsi_fl.stages.stain import stain
 from wsi_fl.stages.train import resume, train
+from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
@@ -412,3 +413,147 @@ def test_a_renamed_run_stays_the_same_run(hospital, monkeypatch, method):
     assert isclose(done["epsilon"], epsilon([Mechanism(4.0, 0.7, 0.2, 15)], 1e-5))
     assert done["epsilon"] == done["lifetime_epsilon"]
     assert report(hospital, renamed.name).exists()
+
+
+# several at once: two jobs on copies of a run, two studies or two sites on one ledger
+
+
+def test_of_two_versions_of_a_round_one_leaves(tmp_path):
+    """Two jobs work on copies of one run; whichever comes later to the ledger is refused."""
+    path = tmp_path / "C1.jsonl"
+
+    def made(ledger, vector):
+        return ledger.release(1, vector, schema="ab" * 32, mechanism=ROUND, content="model")
+
+    first, second = ledger_at(path), ledger_at(path)
+    mine, other = made(first, VECTOR), made(second, VECTOR + 1)
+    with pytest.raises(WsiFlError, match="released others since"):
+        first.sending(1, mine)
+    with pytest.raises(WsiFlError, match="released others since"):
+        first.relay(1, VECTOR * 2, own=mine.digest, schema="ab" * 32, weight=1.0)
+    second.sending(1, other)
+    with pytest.raises(WsiFlError, match="was sent already"):
+        made(first, VECTOR + 2)
+    assert ledger_at(path).mechanisms() == [ROUND]
+
+
+def test_what_was_passed_on_was_sent(tmp_path):
+    """A host gives a share of what it holds to a site that comes back, before its own release has left."""
+    path = tmp_path / "C1.jsonl"
+    ledger = ledger_at(path)
+    mine = ledger.release(1, VECTOR, schema="ab" * 32, mechanism=ROUND, content="model")
+    ledger.relay(1, VECTOR / 2, own=mine.digest, schema="ab" * 32, weight=0.5)
+    with pytest.raises(WsiFlError, match="was sent already"):
+        ledger_at(path).record(1, ROUND)
+    assert (ledger_at(path).last_sent(), ledger_at(path).mechanisms()) == (1, [ROUND])
+
+
+def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
+    where = f'{HOSPITAL}\nallow = ["patches"]\nledger = "{tmp_path}/budget.jsonl"'
+    rows = run(make_study(tmp_path / "study", n_sites=2, site_extra=where))["sites"]
+    both = [Mechanism(4.0, 0.7, 0.2, 10)] * 2
+    assert [isclose(r["lifetime_epsilon"], epsilon(both, 1e-5)) for r in rows] == [True, True]
+    assert [isclose(r["epsilon"], epsilon(both[:1], 1e-5)) for r in rows] == [True, True]
+
+
+def test_two_studies_on_one_ledger_release_no_two_stains_for_one_charge(tmp_path, monkeypatch):
+    where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
+    a, b = (make_study(tmp_path / name, n_sites=1, site_extra=where) for name in "ab")
+    for name in ("sending", "reissue"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            cut(patch, PrivacyLedger, name, 1)  # the numbers are measured and kept
+            stain(a, site="S0")
+    second = stain(b, site="S0")["sites"][0]
+    refused(lambda: stain(a, site="S0"), "others have taken their place", "--again", error=WsiFlError)
+    assert not a.stain("S0").exists()
+    once = Mechanism(8.0, 1.5, 1.0, 1)
+    assert isclose(second["epsilon"], epsilon([once], 1e-5))
+    assert isclose(stain(a, site="S0", again=True)["sites"][0]["epsilon"], epsilon([once] * 2, 1e-5))
+
+
+def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_log_round", 2)
+        run(hospital, "train.rounds=3", method="regular")
+    path = next(hospital.runs.glob("0*"))
+    (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
+    refused(
+        lambda: resume(hospital, path.name, backend="local"), "ledger knows later rounds", error=WsiFlError
+    )
+
+
+# what a run keeps of its promise
+
+
+@pytest.mark.parametrize("file", ["plan.json", "site.toml"])
+def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital, monkeypatch, file):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_log_round", 2)
+        run(hospital, "privacy.target_epsilon=2", "train.rounds=4")
+    path = next(hospital.runs.glob("0*"))
+    kept = path / "sites" / "S0" / file
+    if file == "plan.json":
+        plan = json.loads(kept.read_text())
+        kept.write_text(json.dumps(plan | {"sigma": plan["sigma"] / 2}))
+        words = ("privacy plan of this run was changed", "sigma was")
+    else:
+        kept.write_text(kept.read_text().replace("max_epsilon = 3.0", "max_epsilon = 2.9"))
+        words = ("began with another", "site.toml")
+    refused(lambda: resume(hospital, path.name, backend="local"), *words, error=WsiFlError)
+
+
+def test_a_round_that_a_smaller_budget_forbids_is_not_redone_but_left(hospital, monkeypatch):
+    """It was recorded and killed before its checkpoint, and the hospital has lowered max_epsilon since."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "checkpoint", 2)
+        run(hospital)
+    once = epsilon([Mechanism(4.0, 0.7, 0.2, 5)], 1e-5) + 1e-9
+    rewrite(hospital, "max_epsilon = 3.0", f"max_epsilon = {once}")
+    path = next(hospital.runs.glob("0*"))
+    done = row(resume(hospital, path.name, backend="local"))
+    assert done["rounds"] == 1
+    assert "left the graph" in (path / "sites" / "S0" / "log.txt").read_text()
+
+
+def test_a_ledger_is_found_where_the_run_kept_it_once_the_site_file_is_gone(tmp_path):
+    where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
+    study = make_study(tmp_path / "study", n_sites=1, site_extra=where)
+    path = study.root / run(study)["run"]
+    (study.root / "sites" / "S0.toml").unlink()
+    assert study.as_of(path).ledger("S0") == tmp_path / "budget" / "S0.jsonl"
+
+
+def test_a_hospital_whose_ledger_was_taken_away_does_not_become_a_simulated_one(hospital):
+    run(hospital)
+    hospital.ledger("S0").unlink()
+    rewrite(hospital, "real = true", "real = false")
+    refused(lambda: run(hospital), "is of the ledger of a real hospital", error=WsiFlError)
+
+
+def test_a_copy_of_a_study_from_before_spends_nothing_elsewhere(hospital, tmp_path):
+    shutil.copytree(hospital.root, tmp_path / "elsewhere")
+    run(hospital)
+    refused(lambda: run(Study(tmp_path / "elsewhere")), "was at ", "S0.jsonl", error=WsiFlError)
+
+
+def test_lines_of_an_older_version_among_chained_ones_count_where_a_head_vouches(hospital):
+    once = row(run(hospital))["lifetime_epsilon"]
+    ledger = hospital.ledger("S0")
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    older = [
+        {k: v for k, v in line.items() if k not in ("prev", "promise")} | {"run": "older"} for line in lines
+    ]
+    with ledger.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in older)
+    whole = ledger.read_bytes()
+    assert row(run(hospital, "privacy.sigma=40"))["lifetime_epsilon"] > epsilon(
+        [Mechanism(4.0, 0.7, 0.2, 20)], 1e-5
+    )
+    assert once < epsilon([Mechanism(4.0, 0.7, 0.2, 20)], 1e-5)
+    edited = ledger.read_text().replace('"run": "older"', '"run": "young"')
+    ledger.write_text(edited)
+    refused(lambda: run(hospital), "S0.jsonl", "the site's budget", error=WsiFlError)
+    forget_heads(hospital)
+    ledger.write_bytes(whole)
+    shutil.rmtree(hospital.runs)
+    refused(lambda: run(hospital), "earlier version", "no head file vouches", error=WsiFlError)

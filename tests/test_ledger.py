@@ -8,7 +8,7 @@ import pytest
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
-from wsi_fl.privacy.release import Release
+from wsi_fl.privacy.release import Release, digest
 from wsi_fl.types import WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
@@ -35,7 +35,7 @@ def release(ledger, round_, mechanism=ROUND, vector=VECTOR, content="model"):
 
 def test_only_a_ledger_makes_a_release(open_ledger):
     with pytest.raises(TypeError, match=r"only PrivacyLedger\.release"):
-        Release("C1", 1, SCHEMA, VECTOR, 1.0, seal=object())
+        Release("C1", 1, SCHEMA, VECTOR, 1.0, "0", seal=object())
     assert isinstance(release(open_ledger(), 1), Release)
 
 
@@ -237,8 +237,8 @@ def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_
     mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["stain"])
     assert mine.last_sent() == 0
     assert not mine.affords(3, ROUND)  # the stain's round 3 is not this run's
-    with pytest.raises(WsiFlError, match="released nothing that could be passed on"):
-        mine.relay(3, VECTOR, schema=SCHEMA, weight=1.0)
+    with pytest.raises(WsiFlError, match="did not release these bytes"):
+        mine.relay(3, VECTOR, own=digest(VECTOR), schema=SCHEMA, weight=1.0)
     with pytest.raises(WsiFlError, match="did not release these bytes"):
         mine.reissue(3, VECTOR, schema=SCHEMA)
     release(stain, 4, None)

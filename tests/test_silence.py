@@ -10,12 +10,16 @@ from typing import get_type_hints
 
 import numpy as np
 import pytest
+import torch
 from conftest import REAL, make_study, refused, write_store
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.courier import Size
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Answer, Arrival, Standing
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.local import probabilities
+from wsi_fl.learning.metrics import scores
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages import launch, mpcpa
@@ -31,10 +35,11 @@ PAGE = Path(__file__).parents[1] / "docs" / "PRIVACY.md"
 SITES = ["S0", "S1", "S2", "S3"]
 SECRETS = re.compile(r"accuracy|auroc|loss|seconds|_slide_|_patient_", re.IGNORECASE)
 RECORDER = """
-import json, sys
+import json, sys, warnings
 from wsi_fl.federation.comm import MpiComm
 gather = MpiComm.gather
 def recorded(self, documents, kind, **options):
+    warnings.warn("S_slide_0 under /secret is odd")
     told = gather(self, documents, kind, **options)
     with open("gathered.jsonl", "a") as file:
         file.writelines(json.dumps(document) + "\\n" for document in documents)
@@ -135,6 +140,7 @@ def test_what_a_hospital_notes_at_home_has_the_accuracy(finished):
     folders, _ = finished
     log = (folders[2] / "runs" / "00002-proxyfl-small" / "sites" / "S2" / "log.txt").read_text()
     assert "accuracy" in log and "loss" in log
+    assert "UserWarning: S_slide_0 under /secret is odd" in (folders[2] / "runs" / "S2.log").read_text()
 
 
 def test_a_failure_names_the_hospital_and_its_log_and_no_slide(finished, tmp_path):
@@ -197,7 +203,8 @@ def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path)
 # a private model that diverges
 
 
-def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, monkeypatch):
+@pytest.mark.parametrize("weight", [np.nan, 1e25])
+def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, monkeypatch, weight):
     """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
 
     def proxies(path):
@@ -211,7 +218,7 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
         losses = real(site, method, schedule, round_, report)
         if (site.name, round_) == ("S1", 2):
             learner = site.learners["private"]
-            learner.load_vector(np.full_like(learner.vector(), np.nan))
+            learner.load_vector(np.full_like(learner.vector(), weight))
         return losses
 
     monkeypatch.setattr(loop, "_train_round", diverges)
@@ -227,6 +234,17 @@ def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, mo
     weights = [key for key in last[0] if key.startswith("private/model")]
     assert all(np.array_equal(frozen[0][key], last[0][key]) for key in weights)
     assert evaluate(study, summary["run"])["sites"][1]["own"]["accuracy"] is not None
+
+
+def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_probable():
+    images = np.zeros((4, 1, 1, 2), np.float32)
+    allowed = np.array([[True, True, True], [True, False, True], [True, True, True], [False, True, False]])
+    examples = Examples(images.__getitem__, np.array([0, 2, 1, 1]), np.full(4, ""), np.full(4, ""), allowed)
+    logits = torch.tensor([[np.nan, 0, 0], [np.inf, 0, 1], [-np.inf] * 3, [0, np.nan, 0]])
+    said = probabilities(lambda x: logits[: len(x)], examples, torch.device("cpu"))
+    third = [1 / 3] * 3
+    np.testing.assert_allclose(said, [third, [0.5, 0, 0.5], third, [0, 1, 0]])
+    json.dumps(scores(said, examples.label), allow_nan=False)
 
 
 # one run
@@ -268,7 +286,8 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
     second = _Proposal(number=1, name="proxyfl-small", identity="3" * 32)
     comm = Told(late, _Claimed(claimed=True), second, _Claimed(claimed=True))
     run = _agreed_run(study, study.pipeline("small"), "proxyfl", "small", comm)
-    assert (run.name, run.id) == ("00002-proxyfl-small", "3" * 32)
+    assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
+    assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
     assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]
 
 

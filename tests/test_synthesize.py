@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -16,12 +17,16 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wsi_fl.config import Pipeline
-from wsi_fl.stages.data import open_store
+from wsi_fl.files import read_lines
+from wsi_fl.stages.data import is_synthetic, open_features, open_store
 from wsi_fl.stages.generators import load_generator, trained_folder
 from wsi_fl.stages.partition import partition
+from wsi_fl.stages.stain import stain
 from wsi_fl.stages.synthesize import train_generator
 from wsi_fl.stages.synthesize_check import check
 from wsi_fl.stages.synthesize_sample import sample
+from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
+from wsi_fl.stores.patch_features import write_shard as write_feature_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study import Study
@@ -332,6 +337,29 @@ def test_models_train_on_a_synthetic_store(checked):
     given["overrides"] = ['sites=["both", "S1"]', "train.rounds=1"]
     summary = train(study, method="proxyfl", pipeline_name="gan", **given)
     assert {row["site"]: row["guarantee"] for row in summary["sites"]} == {"both": "none", "S1": "guaranteed"}
+    stain(study, site="both")
+    assert [line["guarantee"] for line in read_lines(study.ledger("both")) if line.get("mechanism")][
+        -1
+    ] == "none"
+    assert stain(study, site="S1")["sites"][0]["spent"]
+    assert read_lines(study.ledger("S1"))[-2]["guarantee"] == "guaranteed"
+
+
+def test_features_of_synthetic_patches_say_so_too(checked, tmp_path):
+    study = copied(checked[0], tmp_path)
+    sample(study, site="S1", n_per_class=8, name="both", as_site=True)
+    with open_store(study, "both") as store:
+        meta, table = store.meta, store.table
+    shard = tmp_path / "shard.h5"
+    write_feature_shard(shard, "0", np.zeros((len(table), 3), np.float32), {})
+    for said in (meta, replace(meta, generator=None)):  # as early versions wrote it
+        write_patch_features(study.features("both"), FeaturesMeta(said, "e", {}), table, [shard])
+        with open_features(study, "both") as store:
+            assert store.meta.generator == said.generator
+            assert is_synthetic(study, "both", store)
+    study.store("both").unlink()
+    with open_features(study, "both") as store:
+        assert not is_synthetic(study, "both", store)
 
 
 def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(checked, tmp_path):

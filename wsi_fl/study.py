@@ -6,6 +6,7 @@ Like `config`, only `stages` and `cli` know it.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -80,7 +81,8 @@ class Study:
     def ledger(self, site: str) -> Path:
         """The privacy account of a site, where its file says."""
         there = (self.root / "sites" / f"{site}.toml").is_file()
-        own = self._site_today(site).ledger if there else None
+        file = self._site_today(site) if there else self.site_of_run(site)
+        own = file.ledger if file else None
         return self.resolve(own) if own else self.root / "ledgers" / f"{site}.jsonl"
 
     def relative(self, path: Path) -> str:
@@ -113,6 +115,11 @@ class Study:
         """The site file that the run keeps; None without one, as in runs of earlier versions."""
         kept = self._run / "sites" / name / SITE_FILE if self._run else None
         return validated(Site, _read_toml(kept), self._label(kept)) if kept and kept.is_file() else None
+
+    def promise(self, name: str) -> str:
+        """SHA-256 of the site file that the run keeps; "" without one."""
+        kept = self._run / "sites" / name / SITE_FILE if self._run else None
+        return hashlib.sha256(kept.read_bytes()).hexdigest() if kept and kept.is_file() else ""
 
     def changed_promises(self, name: str) -> list[str]:
         """What today's site file promises otherwise than the run's, as "max_epsilon = 3 now, 2 in this run"."""

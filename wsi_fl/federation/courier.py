@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import HEADER_BYTES, Message, Outgoing
 from wsi_fl.federation.site import Site
-from wsi_fl.privacy.release import Release
+from wsi_fl.privacy.release import Release, digest
 from wsi_fl.types import WsiFlError
 
 SERVER = "server"
@@ -116,7 +116,10 @@ class Courier:
                 releases = {}
                 if self.hub in mine:
                     ledger = mine[self.hub].ledger
-                    releases[self.hub] = ledger.relay(round_, package, schema=_bundled(schema), weight=1.0)
+                    own = digest(held[self.hub])
+                    releases[self.hub] = ledger.relay(
+                        round_, package, own=own, schema=_bundled(schema), weight=1.0
+                    )
                 messages = self._sent(releases, self.hub, receiver, size * len(others), round_, hop)
                 for message in messages:
                     arrived = self._accepted(message, _bundled(schema), "package")

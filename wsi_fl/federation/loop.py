@@ -64,7 +64,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
     Raises:
         WsiFlError: a peer or a disk failed; what was finished stays and can be resumed.
     """
-    firsts = _first_rounds(sites, method, comm)
+    firsts = _first_rounds(sites, method, schedule, comm)
     for site in sites:
         _begin(site, method, firsts[site.index])
     for round_ in range(min(firsts.values()), schedule.rounds + 1):
@@ -98,7 +98,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             site.folder.remember_choice(choice)
 
 
-def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, int]:
+def _first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: Comm) -> dict[int, int]:
     """1, or the last round for which every site has a checkpoint, for each of `sites`.
 
     A site that comes back does not take the others further back than they stand, and one that nobody waits
@@ -116,9 +116,7 @@ def _first_rounds(sites: list[Site], method: Method, comm: Comm) -> dict[int, in
         last = max(kept, default=0)
         if not stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
-        sent = (
-            site.ledger.last_sent() if method.talks else 0
-        )  # else what is sent is sent after the last round
+        sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
         if site.ledger.last_round() > last + 1 or sent > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
@@ -170,7 +168,8 @@ def _state(site: Site, round_: int, decided: bool) -> State:
         return "away"
     if not (site.active or site.returning):
         return "away"
-    if site.plan is not None and not site.ledger.affords(round_, site.plan):
+    paid = round_ in site.folder.checkpoints()
+    if site.plan is not None and not paid and not site.ledger.affords(round_, site.plan):
         site.returning = False
         return "leaving" if site.active else "away"
     return "returning" if site.returning else "staying"
@@ -274,7 +273,10 @@ def _communicate(
 def _trained(
     site: Site, method: Method, schedule: Schedule, round_: int, report: Report, *, carrying: bool
 ) -> Release | None:
-    """One round of local training, checkpointed; what it releases is on record before it can leave."""
+    """One round of local training, checkpointed; what it releases is on record before it can leave.
+
+    From its checkpoint on a round under differential privacy is final, also where nothing leaves the site.
+    """
     began = time.perf_counter()
     site.losses, site.listened = {}, {}
     if site.active or schedule.train_after_leaving:
@@ -290,8 +292,9 @@ def _trained(
     if carrying := carrying and site.active:
         release_buffer(site, round_)
     checkpoint(site, round_)
-    if released is not None or carrying:
-        site.ledger.sending(round_)
+    leaving = [one for one in (released, site.leaving if carrying else None) if one is not None]
+    if leaving or (site.active and site.plan is not None):
+        site.ledger.sending(round_, *leaving)
     site.seconds = time.perf_counter() - began
     return released
 
@@ -305,13 +308,19 @@ def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], roun
         return
     for role, vector in before.items():
         learner = site.learners[role]
-        if not np.isfinite(learner.vector()).all() and np.isfinite(vector).all():
+        if _diverged(learner.vector()) and not _diverged(vector):
             learner.load_vector(vector)
             learner.optimizer.state.clear()
             site.freeze(role)
             site.folder.log(
                 f"round {round_}: the {role} model was no longer finite and stays as it was before; lower train.lr"
             )
+
+
+def _diverged(vector: NDArray[np.float32]) -> bool:
+    """Return whether a weight is not finite or, which comes before, has no square that is."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return not np.isfinite(np.square(vector)).all()
 
 
 def _train_round(

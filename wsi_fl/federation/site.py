@@ -21,7 +21,7 @@ from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.release import Release
+from wsi_fl.privacy.release import Release, digest
 from wsi_fl.runs import SiteFolder
 
 _CONTENT, _BUFFER = "model", "buffer"
@@ -76,6 +76,7 @@ class Site:
         push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
         buffer: its own synthetic samples, which it shares; None where the method carries none.
         leaving: that buffer as it was released in the round that is on.
+        own: SHA-256 of its newest release, which is part of what `push` holds; "" before the first.
         received: the buffers it holds of other sites, by their index.
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
@@ -100,6 +101,7 @@ class Site:
     push: PushSum | None = None
     buffer: Buffer | None = None
     leaving: Release | None = None
+    own: str = ""
     received: dict[int, Flat] = field(default_factory=dict)
     heard: list[float] = field(default_factory=list)
     rejected: list[str] = field(default_factory=list)
@@ -149,7 +151,7 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
     learner = site.traveller(method)
     assert site.push is not None
     site.push = site.push.trained(learner.vector())
-    return site.ledger.release(
+    made = site.ledger.release(
         round_,
         site.push.x,
         schema=schema(learner.model),
@@ -157,13 +159,15 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
         mechanism=site.plan,
         content=_CONTENT,
     )
+    site.own = made.digest
+    return made
 
 
 def relayed(site: Site, method: Method, round_: int) -> Release:
     """What a site passes on: the mixture it holds by now, computed from releases alone."""
     assert site.push is not None
     agreed = schema(site.traveller(method).model)
-    return site.ledger.relay(round_, site.push.x, schema=agreed, weight=site.push.w)
+    return site.ledger.relay(round_, site.push.x, own=site.own, schema=agreed, weight=site.push.w)
 
 
 def reissued(site: Site, method: Method, round_: int) -> Release | None:
@@ -232,3 +236,4 @@ def restore(site: Site, round_: int) -> None:
     site.settle(document["active"])
     if "push/x" in tensors:
         site.push = PushSum(tensors["push/x"].numpy(), float(document["weight"]))
+        site.own = digest(site.push.x)

@@ -226,6 +226,9 @@ def probabilities(
 ) -> NDArray[np.float64]:
     """Class probabilities float64[n, classes] of all examples, in order; 0 where a class is not allowed.
 
+    A model that has diverged answers with numbers that are not finite; then it says nothing, and all classes that are
+    allowed are equally probable.
+
     Args:
         predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
         alive: called with every batch, so that nobody thinks this long job hangs.
@@ -235,7 +238,11 @@ def probabilities(
         parts.append(torch.softmax(logits, dim=1).double().cpu().numpy())
         if alive is not None:
             alive()
-    return np.concatenate(parts)
+    said = np.concatenate(parts)
+    broken = ~np.isfinite(said).all(1)
+    allowed = np.ones(said.shape) if examples.allowed is None else examples.allowed
+    said[broken] = allowed[broken] / allowed[broken].sum(1, keepdims=True)
+    return said
 
 
 @torch.no_grad()

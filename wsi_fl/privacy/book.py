@@ -3,7 +3,8 @@
 Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
 A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
 files elsewhere that hold the number of lines and the SHA-256 of the file as it was when it was last written. Lines of
-ledgers from before the chain have no `prev`; the first line that has one covers them all.
+versions from before the chain have no `prev`; the next line that has one covers them all. Such lines after chained
+ones, where two versions share a ledger, are accepted as long as a head vouches for what was there before.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ class Applied(_Line):
         return Mechanism(self.sigma, self.clip, self.sample_rate, self.steps)
 
 
+class Planned(_Line):
+    """What else the privacy plan of an entry says."""
+
+    n: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    mode: Literal["strict", "paper"]
+
+
 class Entry(_Line):
     """One line of a ledger.
 
@@ -57,8 +66,10 @@ class Entry(_Line):
         run: the run's id; early lines hold the folder's name before it.
         released: kind and SHA-256 of what may leave by this line; None where nothing does.
         mechanism: what was applied; None where there was no differential privacy.
-        sending: whether the round's release is about to leave, for the first time or `again`.
-        relayed: SHA-256 of a mixture of releases that is passed on.
+        plan: the rest of the privacy plan; None on early lines.
+        sending: whether the round is final: what it released is about to leave, for the first time or `again`.
+        relayed: SHA-256 of a mixture of releases that is passed on, the round's among them.
+        promise: SHA-256 of the site file that the run keeps.
         real: whether the site was a real hospital when it wrote the line.
         prev: SHA-256 of the file before this line; None on lines from before the chain.
     """
@@ -68,6 +79,7 @@ class Entry(_Line):
     round: int = Field(ge=0)
     released: str | None = None
     mechanism: Applied | None = None
+    plan: Planned | None = None
     delta: float | None = Field(None, gt=0, lt=1)
     unit: Literal["row", "patient"] | None = None
     guarantee: Guarantee = "none"
@@ -75,6 +87,7 @@ class Entry(_Line):
     sending: bool = False
     relayed: str | None = None
     real: bool = False
+    promise: str = ""
     prev: str | None = Field(None, pattern="^[0-9a-f]{64}$")
 
     @property
@@ -129,6 +142,9 @@ class Book:
         self._read = 0
         self._so_far = hashlib.sha256()
         self._digests: list[str] = []
+        self._chained = False
+        self._unchained = 0
+        """The first line without `prev` after chained ones; 0 for none."""
         known = {
             head: _read_head(head) for head in self._heads if head.exists()
         }  # before the file, which may grow
@@ -137,20 +153,29 @@ class Book:
             if was.lines and [was.sha256] != self._digests[was.lines - 1 : was.lines]:
                 raise WsiFlError(
                     f"{path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
-                    f"{was.elsewhere(path)}; put the newest backup of the ledger back: it is the site's budget"
+                    f"{was.elsewhere(path)}; put the newest backup of the ledger back: it is the site's budget, "
+                    "whatever became of its studies"
                 )
+        if self._unchained and not any(was.lines for was in known.values()):
+            raise WsiFlError(
+                f"{path}: line {self._unchained} does not follow the lines before it, as an earlier version of wsi-fl "
+                "would have written it, and no head file vouches for them; put the newest backup of the ledger and its "
+                "ledger.head.json back"
+            )
 
     def catch_up(self) -> None:
         """Read what this process and others have written since."""
         for line in self._new_lines():
             number = len(self._digests) + 1
             entry = _parsed(line, f"{self.path}: line {number}")
-            chained = entry.prev is not None or bool(self.entries and self.entries[-1].prev)
-            if chained and entry.prev != self._so_far.hexdigest():
+            if entry.prev is None:
+                self._unchained = self._unchained or number * self._chained
+            elif entry.prev != self._so_far.hexdigest():
                 raise WsiFlError(
                     f"{self.path}: line {number} does not follow the lines before it, which were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"
                 )
+            self._chained = self._chained or entry.prev is not None
             self._so_far.update(line + b"\n")
             self._digests.append(self._so_far.hexdigest())
             self.entries.append(entry)

@@ -20,6 +20,7 @@ from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.privacy.book import Book, Entry, Guarantee, run_id
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import SEAL, Release, Values, digest
+from wsi_fl.privacy.rounds import Round, rounds_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
 from wsi_fl.types import WsiFlError
 
@@ -36,10 +37,12 @@ class PrivacyLedger:
         includes: other entries of the same ledger, by what they call their run ("stain"), whose cost is part of
             this run's; they are no rounds of it.
         heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
+        promise: SHA-256 of the site file that the run keeps; "" where it keeps none.
 
     Raises:
         WsiFlError: when the file is damaged or not the newest, counts another unit towards the same budget, was priced
-            at a smaller δ before, or belongs to a real hospital while this site is said to be simulated.
+            at a smaller δ before, belongs to a real hospital while this site is said to be simulated, or knows this
+            run with another site file.
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class PrivacyLedger:
         terms: Terms,
         includes: Collection[str] = (),
         heads: Sequence[Path] = (),
+        promise: str = "",
     ) -> None:
-        self.path, self.site, self.run, self.terms = path, site, run, terms
+        self.path, self.site, self.run, self.terms, self._promise = path, site, run, terms, promise
         self._counted = {run_id(run), *map(run_id, includes)}
         self._book = Book(path, heads)
         self._check_account()
@@ -63,15 +67,24 @@ class PrivacyLedger:
         return self._book.entries
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
-        """Return what was applied, in this run with what it includes or in all.
-
-        A round that was redone before its release counts once.
-        """
+        """Return what was applied, in this run with what it includes or in all, over the rounds of `rounds_of`."""
         return _applied(self._scope(lifetime))
+
+    def rounds(self) -> list[Round]:
+        """Return the rounds of this run at this site, oldest first."""
+        return rounds_of(self._own())
 
     def n_rounds(self) -> int:
         """Return how many rounds of this run are on the account."""
         return len(_applied(self._own()))
+
+    def recorded_plan(self) -> dict[str, Any] | None:
+        """Return the fields of the privacy plan that this run's newest line knows; None before the first."""
+        for entry in reversed(self._own()):
+            if entry.mechanism is not None:
+                known = {"delta": entry.delta, "unit": entry.unit}
+                return known | entry.mechanism.model_dump() | (entry.plan.model_dump() if entry.plan else {})
+        return None
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
         """Return the ε spent so far at the δ of the terms, or None where it says nothing.
@@ -97,36 +110,56 @@ class PrivacyLedger:
         return min({self.terms.guarantee, *worth}, key=_WEAKEST_FIRST.index)
 
     def released(self) -> list[str]:
-        """Return what this run released, as content and digest, oldest first."""
-        return [e.released for e in self._own() if e.released]
+        """Return what this run may let go, as content and digest, oldest first."""
+        return [said for one in self.rounds() for said in one.released]
 
     def last_round(self) -> int:
         """Return the last round of this run that was recorded; 0 before the first."""
-        return max((e.round for e in self._own()), default=0)
+        return max((one.number for one in self.rounds()), default=0)
 
-    def sending(self, round_: int, *, again: bool = False) -> None:
-        """Note that the release of a round is about to leave: from now on it can only be sent again, never redone."""
+    def sending(self, round_: int, *leaving: Release) -> None:
+        """Note that a round is final: what it released is about to leave, and the round is never trained anew.
+
+        Args:
+            leaving: the releases of the round that are about to leave; none where the round made none.
+
+        Raises:
+            WsiFlError: when another job has released something else in this round meanwhile.
+        """
         with self._book.locked():
-            self._note_sending(round_, again=again)
+            for release in leaving:
+                self._require_newest(round_, release.digest)
+            self._note_sending(round_)
 
-    def _note_sending(self, round_: int, *, again: bool) -> None:
+    def _note_sending(self, round_: int, *, again: bool = False) -> None:
         entry = {"run": self.run, "site": self.site, "round": round_, "sending": True}
         self._append(entry | ({"again": True} if again else {}))
 
+    def _round(self, number: int) -> Round | None:
+        """Return a round of this run as it stands."""
+        return next((one for one in reversed(self.rounds()) if one.number == number), None)
+
+    def _require_newest(self, round_: int, known: str) -> None:
+        """Refuse to let go what is not what the round released last: of two versions one would be charged."""
+        here = self._round(round_)
+        if here is None or known not in here.releases.values():
+            raise WsiFlError(
+                f"{self.path}: round {round_} of run {self.run} did not release these bytes, or released others since "
+                "(does another job work on a copy of this run?); start a new run"
+            )
+
     def last_sent(self) -> int:
-        """Return the last round of this run whose release may have left; 0 before the first."""
-        return max((e.round for e in self._own() if e.sending), default=0)
+        """Return the last round of this run that is final; 0 before the first."""
+        return max((one.number for one in self.rounds() if one.final), default=0)
 
     def affords(self, round_: int, mechanism: Mechanism) -> bool:
         """Return whether `mechanism` in this round, on top of the past, stays within max_epsilon.
 
-        What this run has recorded of the round already costs nothing more.
+        A round that was recorded and never sent is charged once, however often it is redone.
         """
         if self.terms.max_epsilon is None:
             return True
         self._book.catch_up()
-        if any(e.round == round_ and e.mechanism for e in self._own()):
-            return True
         try:
             self._check(round_, mechanism)
         except BudgetSpent:
@@ -141,6 +174,12 @@ class PrivacyLedger:
                 f"{self.path}: this is the ledger of a real hospital, and sites/{self.site}.toml says real = false; "
                 "say real = true, or simulate under another name"
             )
+        known = {e.promise for e in self._own() if e.promise}
+        if self._promise and known - {self._promise}:
+            raise WsiFlError(
+                f"{self.path}: run {self.run} began with another sites/{self.site}/site.toml than it has now; put that "
+                "file back, or start a new run"
+            )
         binding = terms.lifetime and terms.max_epsilon is not None
         if other := _units(self._scope(binding)) - {terms.unit}:
             raise WsiFlError(
@@ -151,7 +190,8 @@ class PrivacyLedger:
         if binding and terms.delta > least:
             raise WsiFlError(
                 f"{self.path}: the account of site {self.site} is priced at delta = {least:g}, this run at "
-                f"{terms.delta:g}; δ is part of the budget, so set delta = {least:g} or less in sites/{self.site}.toml"
+                f"{terms.delta:g}; δ is part of the budget, so set delta = {least:g} or less in sites/{self.site}.toml "
+                "and start a new run"
             )
 
     def _check(self, round_: int, mechanism: Mechanism | None) -> None:
@@ -180,21 +220,30 @@ class PrivacyLedger:
         entry = Entry.model_validate(self._entry(round_, mechanism, ""))
         return epsilon(_applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
 
-    def record(self, round_: int, mechanism: Mechanism | None, content: str = "") -> None:
+    def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
         """Write down one round of training under `mechanism`, and `content` if that leaves the site.
+
+        Args:
+            round_: its number, or None for the first that is not final.
+
+        Returns:
+            The number of the round.
 
         Raises:
             BudgetSpent: when a run beside this one has spent what was left.
-            WsiFlError: when the round was sent already, or a real hospital has no max_epsilon.
+            WsiFlError: when the round is final already, or a real hospital has no max_epsilon.
         """
         with self._book.locked():
-            if any(e.sending and e.round == round_ for e in self._own()):
+            if round_ is None:
+                round_ = self.last_sent() + 1
+            if (here := self._round(round_)) and here.final:
                 raise WsiFlError(
                     f"{self.path}: round {round_} of run {self.run} was sent already and is never redone; "
                     "start a new run"
                 )
             self._check(round_, mechanism)
             self._append(self._entry(round_, mechanism, content))
+        return round_
 
     def _append(self, entry: dict[str, Any]) -> None:
         self._book.append(entry | ({"real": True} if self.terms.lifetime else {}))
@@ -214,23 +263,27 @@ class PrivacyLedger:
             "guarantee": self.terms.guarantee if mechanism else "none",
             "accountant": ACCOUNTANT,
             "insecure": self.terms.insecure,
-        }
+        } | ({"promise": self._promise} if self._promise else {})
 
     def _scope(self, lifetime: bool) -> list[Entry]:
-        """Return what counts towards ε."""
-        return [e for e in self._book.entries if lifetime or e.run_id in self._counted]
+        """Return what counts towards ε; over a lifetime also what others have written since."""
+        if lifetime:
+            self._book.catch_up()
+        return [
+            e for e in self._book.entries if lifetime or (e.site == self.site and e.run_id in self._counted)
+        ]
 
     def _own(self) -> list[Entry]:
         """Return the rounds of this run alone."""
         return self.of_run(self.run)
 
     def of_run(self, run: str) -> list[Entry]:
-        """Return the lines of a run of this account."""
-        return [e for e in self._book.entries if e.run_id == run_id(run)]
+        """Return the lines of this site in a run."""
+        return [e for e in self._book.entries if e.site == self.site and e.run_id == run_id(run)]
 
     def release(
         self,
-        round_: int,
+        round_: int | None,
         vector: Values,
         *,
         schema: str,
@@ -241,6 +294,7 @@ class PrivacyLedger:
         """Records and makes a release of `content` ("proxy", "model", "buffer", …).
 
         Args:
+            round_: its round, or None for the first that is not final.
             vector: float32[d], or uint8[d] of a buffer; copied.
             weight: PushSum weight that travels along.
             mechanism: what protected it, or None: then the site must allow `content` by name. A mechanism
@@ -258,14 +312,16 @@ class PrivacyLedger:
             raise WsiFlError(
                 f"site {self.site}: its {content} is not finite in round {round_}; lower train.lr"
             )
-        self.record(round_, mechanism, f"{content} {digest(vector)}")
-        return self._sealed(round_, vector, schema, weight)
+        known = digest(vector)
+        round_ = self.record(round_, mechanism, f"{content} {known}")
+        return self._sealed(round_, vector, schema, weight, known)
 
-    def _protects(self, round_: int, mechanism: Mechanism | None) -> bool:
+    def _protects(self, round_: int | None, mechanism: Mechanism | None) -> bool:
         """Return whether what leaves under `mechanism` is protected at all, on top of what left before."""
         if mechanism is None or mechanism.sigma <= 0 or self.terms.insecure:
             return False
-        return self._epsilon_with(round_, mechanism) <= PROTECTS_UP_TO
+        number = self.last_sent() + 1 if round_ is None else round_
+        return self._epsilon_with(number, mechanism) <= PROTECTS_UP_TO
 
     def reissue(self, round_: int, vector: Values, *, schema: str, weight: float = 1.0) -> Release:
         """Return the same bytes once more after a restart, at no cost but on record.
@@ -275,33 +331,32 @@ class PrivacyLedger:
         """
         known = digest(vector)
         with self._book.locked():
-            kind = {
-                e.released.split()[0]: e.released for e in self._own() if e.round == round_ and e.released
-            }
-            if not any(released.endswith(known) for released in kind.values()):
-                raise WsiFlError(f"{self.path}: round {round_} of run {self.run} did not release these bytes")
+            self._require_newest(round_, known)
             self._note_sending(round_, again=True)
-        return self._sealed(round_, vector, schema, weight)
+        return self._sealed(round_, vector, schema, weight, known)
 
-    def relay(self, round_: int, vector: NDArray[np.float32], *, schema: str, weight: float) -> Release:
+    def relay(
+        self, round_: int, vector: NDArray[np.float32], *, own: str, schema: str, weight: float
+    ) -> Release:
         """A mixture of this site's release of the round with what others released: noted, at no further cost.
 
-        Whatever is computed from releases alone is as private as they are (post-processing).
+        Whatever is computed from releases alone is as private as they are (post-processing). The round is final then,
+        as if its release itself had left.
+
+        Args:
+            own: SHA-256 of the release of this site that is part of the mixture.
 
         Raises:
-            WsiFlError: when this site released nothing in this round.
+            WsiFlError: when that is not what this site released last in this round.
         """
-        if not any(e.released and e.round == round_ for e in self._own()):
-            raise WsiFlError(
-                f"{self.path}: round {round_} of run {self.run} released nothing that could be passed on"
-            )
-        entry = {"run": self.run, "site": self.site, "round": round_, "relayed": digest(vector)}
+        known = digest(vector)
         with self._book.locked():
-            self._append(entry)
-        return self._sealed(round_, vector, schema, weight)
+            self._require_newest(round_, own)
+            self._append({"run": self.run, "site": self.site, "round": round_, "relayed": known})
+        return self._sealed(round_, vector, schema, weight, known)
 
-    def _sealed(self, round_: int, vector: Values, schema: str, weight: float) -> Release:
-        return Release(self.site, round_, schema, vector, weight, seal=SEAL)
+    def _sealed(self, round_: int, vector: Values, schema: str, weight: float, known: str) -> Release:
+        return Release(self.site, round_, schema, vector, weight, known, seal=SEAL)
 
     def summary(self) -> dict[str, Any]:
         """The state of the account as plain JSON values."""
@@ -327,22 +382,5 @@ def _units(entries: Sequence[Entry]) -> set[str]:
 
 
 def _applied(entries: Sequence[Entry]) -> list[Mechanism]:
-    """Return the mechanisms of all entries.
-
-    A round recorded twice in a row in its run was redone and counts once, unless it was sent in between.
-    """
-    applied: list[Mechanism] = []
-    latest: dict[str, tuple[int, int]] = {}
-    for entry in entries:
-        run = entry.run_id
-        if entry.sending and latest.get(run, (-1, 0))[0] == entry.round:
-            del latest[run]
-        if entry.mechanism is None:
-            continue
-        round_, position = latest.get(run, (-1, 0))
-        if round_ == entry.round:
-            applied[position] = entry.mechanism.mechanism
-        else:
-            latest[run] = entry.round, len(applied)
-            applied.append(entry.mechanism.mechanism)
-    return applied
+    """Return the mechanisms of all rounds that the lines amount to."""
+    return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]

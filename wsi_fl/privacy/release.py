@@ -17,13 +17,22 @@ SEAL = object()
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """What a site lets go: flat numbers with their PushSum weight, or flat bytes, recorded in a ledger."""
+    """What a site lets go: flat numbers with their PushSum weight, or flat bytes, recorded in a ledger.
+
+    Attributes:
+        site, round: whose it is, and in which round it was made.
+        schema: of the model whose parameters they are.
+        vector: float32[d], or uint8[d] of a buffer; read-only.
+        weight: PushSum weight that travels along.
+        digest: SHA-256 of the bytes that travel, as the ledger has it.
+    """
 
     site: str
     round: int
     schema: str
     vector: Values
     weight: float
+    digest: str
     seal: InitVar[object]
 
     def __post_init__(self, seal: object) -> None:

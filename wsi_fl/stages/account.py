@@ -77,7 +77,13 @@ def require_budget(site: config.Site) -> None:
 
 
 def open_ledger(
-    study: Study, site: config.Site, run: str, terms: Terms, includes: Collection[str] = ()
+    study: Study,
+    site: config.Site,
+    run: str,
+    terms: Terms,
+    includes: Collection[str] = (),
+    *,
+    promise: str = "",
 ) -> PrivacyLedger:
     """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
 
@@ -85,14 +91,21 @@ def open_ledger(
         run: the run's id.
         terms: under which the site takes part.
         includes: other entries whose cost is part of the run's.
+        promise: SHA-256 of the site file that the run keeps.
 
     Raises:
         UsageError: when the ledger is missing or lacks rounds of a run, or a stain, that lie in the study.
         WsiFlError: when the file is damaged, changed or older than what its heads remember.
     """
     path = study.ledger(site.name)
+    beside_store = study.store(site.name).parent / "ledger.head.json"
     if not site.real:
-        return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes)
+        if beside_store.exists():
+            raise WsiFlError(
+                f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} is of the ledger of a "
+                "real hospital; say real = true, or simulate under another name"
+            )
+        return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, promise=promise)
     rounds, stains = (
         _rounds_here(study, site.name),
         _stains_here(study, site.name),
@@ -102,13 +115,16 @@ def open_ledger(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
             "site's budget"
         )
-    heads = [study.store(site.name).parent / "ledger.head.json", _head_of_user(site.name)]
-    ledger = PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, heads=heads)
+    heads = [beside_store, _head_of_user(site.name)]
+    ledger = PrivacyLedger(
+        path, site=site.name, run=run, terms=terms, includes=includes, heads=heads, promise=promise
+    )
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
             raise UsageError(
                 f"{study.relative(path)}: lacks rounds of {folder}, which reached round {last}; put the newest backup "
-                "of the ledger back: it is the site's budget"
+                "of the ledger back: it is the site's budget (or take the folder away, if that run is another "
+                "hospital's)"
             )
     known = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
     for file, digest in stains:
@@ -229,9 +245,12 @@ def agreed_plan(
     """Return the plan that the run keeps, or one for what is on the site's account as it begins.
 
     Raises:
-        UsageError: when settings, canaries or the store would now make another plan than the run keeps.
+        UsageError: when settings, canaries or the store would now make another plan than the run keeps, or the
+            ledger knows the run with another one.
     """
     known = _kept_plan(folder, site, pipeline, n)
+    if known is not None and (recorded := ledger.recorded_plan()):
+        _refuse_changed(known, replace(known, **recorded), site.name)
     if known is None:
         return planned_round(
             site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True)
@@ -240,12 +259,16 @@ def agreed_plan(
     batch_size, sigma = (
         (known.batch_size, known.sigma) if own else (pipeline.train.batch_size, pipeline.privacy.sigma)
     )
-    if changed := differences(known, _round_of(site, pipeline, n, batch_size, sigma)):
+    _refuse_changed(_round_of(site, pipeline, n, batch_size, sigma), known, site.name)
+    return known
+
+
+def _refuse_changed(now: PrivacyPlan, began: PrivacyPlan, site: str) -> None:
+    if changed := differences(began, now):
         raise UsageError(
-            f"site {site.name}: the privacy plan of this run was changed since it began ({', '.join(changed)}); "
+            f"site {site}: the privacy plan of this run was changed since it began ({', '.join(changed)}); "
             "put its settings back, or start a new run"
         )
-    return known
 
 
 def _kept_plan(folder: SiteFolder, site: config.Site, pipeline: Pipeline, n: int) -> PrivacyPlan | None:

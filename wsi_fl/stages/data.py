@@ -99,6 +99,19 @@ def require_current(study: Study, site: str, store: Store) -> None:
         )
 
 
+def is_synthetic(study: Study, site: str, store: Store) -> bool:
+    """Return whether what a store holds was drawn by a generator, or computed from patches that were.
+
+    Features of early versions do not say so; then the site's patch store is asked, where it is still there.
+    """
+    if isinstance(store, FeatureStore):  # mosaics are of slides
+        return False
+    if store.meta.generator is None and isinstance(store, PatchFeatures) and study.store(site).exists():
+        with open_store(study, site) as patches:
+            return patches.meta.generator is not None
+    return store.meta.generator is not None
+
+
 def _there(study: Study, site: str, path: Path, command: str) -> Path:
     if not path.exists():
         raise WsiFlError(

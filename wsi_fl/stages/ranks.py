@@ -7,8 +7,10 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +148,11 @@ def _guarded(
     """
     run, real = None, study.site(me).real
     try:
-        run = run_of()
-        return work(run)
+        with warnings.catch_warnings():
+            if real:  # they name files of this machine, and others see standard error
+                warnings.showwarning = partial(_note_warning, study.runs / f"{me}.log")
+            run = run_of()
+            return work(run)
     except BaseException as error:
         kind = UsageError if isinstance(error, UsageError) else WsiFlError
         text = _in_a_line(error, study)
@@ -163,6 +168,10 @@ def _guarded(
             sys.stderr.flush()
         comm.abort(2 if kind is UsageError else 1)
         raise kind(text) from None
+
+
+def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    note(log, f"{category.__name__}: {message}")
 
 
 def _in_a_line(error: BaseException, study: Study) -> str:

@@ -2,7 +2,8 @@
 
 The order: ledger line, a copy of the released numbers beside the store, a second line that they may leave, then
 `stains/<site>.json`. After a crash before the copy nothing has left, and the next release takes the place of the
-lost one; after it the same numbers are written again. So no crash makes a site release two noisy versions.
+lost one; after it the same numbers are written again. So no crash makes a site release two noisy versions. Nor do two
+studies on one ledger: numbers whose place was taken by another study's do not leave.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import read_json, write_bytes, write_json
 from wsi_fl.learning.units import require_patients
+from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.means import noisy_mean
 from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.release import Release
 from wsi_fl.slides.stain_picture import draw_stains
 from wsi_fl.slides.stains import STAIN_METHODS
 from wsi_fl.stages.account import require_budget
 from wsi_fl.stages.console import Silent, Watcher, say
-from wsi_fl.stages.data import open_store
+from wsi_fl.stages.data import is_synthetic, open_store
 from wsi_fl.stages.stains import check_own, read_stain, stain_ledger
 from wsi_fl.stages.tile_job import Job
 from wsi_fl.stages.tile_shards import locked
@@ -36,6 +38,7 @@ from wsi_fl.study import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 _READ = 32
+_SCHEMA = "stain"
 _CANDIDATES, _SHOWN = 60, 5
 _MUCH_NOISE = 0.05
 """Standard deviation of the noise in each scaled moment beyond which colours are visibly off."""
@@ -98,29 +101,32 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
     path = study.stain(name)
     copy = study.store(name).parent / "stain.json"
     require_budget(one.site)
-    ledger = stain_ledger(study, one.site, one.pipeline)
     with locked(copy.parent, name):
+        with one.open() as store:
+            worth: Guarantee = "none" if is_synthetic(study, name, store) else "guaranteed"
+        ledger = stain_ledger(study, one.site, one.pipeline, worth)
         kept = None if again else next((file for file in (copy, path) if file.exists()), None)
         if kept is None:
-            document = _measured(one, ledger, watcher)
+            release, document = _measured(one, ledger, watcher)
             write_json(copy, document)
+            ledger.sending(release.round, release)
         else:
             document = read_json(kept)
-            check_own(ledger, read_stain(document, study.relative(kept)), study.relative(kept))
+            released = read_stain(document, study.relative(kept))
+            round_ = check_own(ledger, released, study.relative(kept))
             if document["method"] != one.pipeline.stain.method:
                 raise UsageError(
                     f"site {name} has released its stain by {document['method']}; --again releases one by "
                     f"{one.pipeline.stain.method} too, which costs as much once more"
                 )
-        newest = document["digest"] in ledger.released()[-1]
-        if newest and ledger.last_round() > ledger.last_sent():
-            ledger.sending(ledger.last_round())
+            if not round_.final:
+                ledger.reissue(round_.number, released.moments, schema=_SCHEMA)
         if not path.exists() or read_json(path) != document:
             write_json(path, document)
     return document | {"spent": kept is None, "file": study.relative(path)}
 
 
-def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, Any]:
+def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> tuple[Release, dict[str, Any]]:
     """The file of a new release, which is on the ledger by now; one that was never sent is taken back by it."""
     settings, unit = one.pipeline.stain, one.pipeline.privacy.unit
     method = STAIN_METHODS[settings.method]
@@ -142,7 +148,6 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
         units=units,
     )
     vector = mean.astype(np.float32)
-    round_ = ledger.last_sent() + 1
     once = plan_of_round(
         n=n,
         batch_size=n,
@@ -152,8 +157,8 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
         delta=ledger.terms.delta,
         unit=unit,
     )
-    ledger.release(round_, vector, schema="stain", mechanism=once, content="stain")
-    return {
+    release = ledger.release(None, vector, schema=_SCHEMA, mechanism=once, content="stain")
+    return release, {
         "site": one.site.name,
         "method": settings.method,
         "space": method.space,
@@ -165,7 +170,7 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> dict[str, 
         "unit": unit,
         "epsilon": ledger.epsilon(),
         "delta": ledger.terms.delta,
-        "digest": digest(vector),
+        "digest": release.digest,
     }
 
 

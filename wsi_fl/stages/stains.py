@@ -14,8 +14,10 @@ from wsi_fl import config
 from wsi_fl.config import Pipeline
 from wsi_fl.files import read_json
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stains
+from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.rounds import Round
 from wsi_fl.privacy.terms import Terms
 from wsi_fl.slides.stains import STAIN_METHODS, AnyStain, restained
 from wsi_fl.stages.account import open_ledger, terms_of
@@ -88,27 +90,35 @@ def stains_of(study: Study, pipeline: Pipeline, *more: str) -> dict[str, Release
     return found
 
 
-def stain_terms(site: config.Site, pipeline: Pipeline) -> Terms:
+def stain_terms(site: config.Site, pipeline: Pipeline, guarantee: Guarantee) -> Terms:
     """The noise of a stain never comes from a fixed seed."""
     plain = pipeline.privacy.model_copy(update={"insecure_seed": None})
-    terms = terms_of(site, pipeline.model_copy(update={"privacy": plain}), "guaranteed")
+    terms = terms_of(site, pipeline.model_copy(update={"privacy": plain}), guarantee)
     return terms if site.real else replace(terms, allow=(*terms.allow, RUN))
 
 
-def stain_ledger(study: Study, site: config.Site, pipeline: Pipeline) -> PrivacyLedger:
-    """The site's account of its stains."""
-    terms = stain_terms(site, pipeline)
+def stain_ledger(
+    study: Study, site: config.Site, pipeline: Pipeline, guarantee: Guarantee = "guaranteed"
+) -> PrivacyLedger:
+    """The site's account of its stains, the next of which is worth `guarantee`."""
+    terms = stain_terms(site, pipeline, guarantee)
     return open_ledger(study, site, RUN, terms)
 
 
-def check_own(ledger: PrivacyLedger, released: Released, label: str) -> None:
-    """Refuses a stain of this site that did not leave through its ledger: strict mode rests on its noise."""
-    if not any(released.digest in said for said in ledger.released()):
-        # a real hospital's account has refused before, whatever is asked
-        raise WsiFlError(
-            f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}; restore both from the same "
-            "backup, or measure anew with --again, which counts as a second release"
-        )
+def check_own(ledger: PrivacyLedger, released: Released, label: str) -> Round:
+    """Return the round of the ledger in which this site released a stain: strict mode rests on its noise.
+
+    Raises:
+        WsiFlError: when it released none such, or has put another measurement in the place of this one before it left.
+    """
+    for round_ in ledger.rounds():
+        if released.digest in round_.releases.values():
+            return round_
+    # a real hospital's account has refused before, whatever is asked
+    raise WsiFlError(
+        f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}, or others have taken their "
+        "place there; restore both from the same backup, or measure anew with --again, which costs as much as a release"
+    )
 
 
 def exchanged(

@@ -211,7 +211,7 @@ def _start(
 
 
 class _Proposal(TypedDict):
-    """The number that a new run could have on a site's disk, and the name and id that the site would give it."""
+    """The number that a new run could have on a site's disk, the site's name for it, and its part of the id."""
 
     number: Annotated[int, Field(ge=1, lt=10**9)]
     name: Words
@@ -225,9 +225,10 @@ class _Claimed(TypedDict):
 
 
 def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
-    """The folder of a new run: its number is free on every disk, its name and id are those of the first site.
+    """The folder of a new run: its number is free on every disk, its name is that of the first site.
 
-    Every rank reads its own store alone, and describes the run on its own disk.
+    Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
+    own store alone, and describes the run on its own disk.
     """
     for _ in range(_TRIES):
         mine = _Proposal(
@@ -236,12 +237,14 @@ def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: 
             identity=uuid4().hex,
         )
         told = comm.gather([mine], _Proposal)
-        number, agreed = max(one["number"] for one in told), told[0]
+        number = max(one["number"] for one in told)
+        proposed = "".join(one["identity"] for one in told)
+        identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
 
-        def describe(run: RunFolder, identity: str = agreed["identity"]) -> None:
+        def describe(run: RunFolder, identity: str = identity) -> None:
             _describe(study, run, pipeline, method, name, identity)
 
-        run = RunFolder.claim(study.runs, number, agreed["name"], agreed["identity"], describe)
+        run = RunFolder.claim(study.runs, number, told[0]["name"], identity, describe)
         if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
             assert run is not None
             return run

@@ -38,6 +38,7 @@ from wsi_fl.stages.data import (
     Store,
     example_word,
     held_out,
+    is_synthetic,
     may_merge,
     of_images,
     open_data,
@@ -180,12 +181,13 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
     tests = {"own": held_out(study, site.name, pipeline)}
     if len(sites) > 1 and may_merge(sites):
         tests["merged"] = joined([held_out(study, other.name, pipeline) for other in sites])
-    synthetic = isinstance(store, PatchStore) and store.meta.generator is not None
     # every synthetic patch rests on all real ones: what protects one of them protects nobody
-    terms = terms_of(site, pipeline, "none" if synthetic else guarantee_of(method, pipeline))
+    worth = "none" if is_synthetic(study, site.name, store) else guarantee_of(method, pipeline)
+    terms = terms_of(site, pipeline, worth)
     if spends(pipeline):
         require_budget(site)
-    ledger = open_ledger(study, site, _identity(run), terms, _included(study, site, pipeline))
+    included = _included(study, site, pipeline)
+    ledger = open_ledger(study, site, _identity(run), terms, included, promise=study.promise(site.name))
     canaries = agreed_canaries(folder, pipeline, store, train.n_stains)
     units = units_of(pipeline, train, site.name)
     if canaries is not None:

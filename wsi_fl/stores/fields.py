@@ -53,9 +53,14 @@ def write_root(file: h5py.File, meta: StoreMeta, version: int) -> None:
             "site": meta.site,
             "classes": json.dumps(meta.classes),
         }
-        | ({} if meta.generator is None else {"synthetic": True, "generator": meta.generator})
-        | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})
+        | origin_attrs(meta)
     )
+
+
+def origin_attrs(meta: StoreMeta) -> dict[str, Any]:
+    """The optional root attributes that say where patches come from."""
+    synthetic = {} if meta.generator is None else {"synthetic": True, "generator": meta.generator}
+    return synthetic | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})
 
 
 def encoded_text(texts: Iterable[str]) -> NDArray[Any]:

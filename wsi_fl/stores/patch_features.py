@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created, table_bytes, write_table
-from wsi_fl.stores.fields import StoreMeta, read_meta, read_table, spec_attrs
+from wsi_fl.stores.fields import StoreMeta, origin_attrs, read_meta, read_table, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.types import PatchTable, WsiFlError
 
@@ -83,8 +83,7 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
                 "stains": json.dumps(dict(meta.stains), sort_keys=True),
             }
         )
-        if meta.store.min_tissue is not None:
-            file.attrs["min_tissue"] = meta.store.min_tissue
+        file.attrs.update(origin_attrs(meta.store))
         write_table(file, table)
         whole = file.create_dataset("features", (n, d), np.float32)
         variants = {one: file.create_dataset(f"variants/{one}", (n_train, d), np.float32) for one in others}
