@@ -1,4 +1,4 @@
-"""Compiles wsi_fl/slides/_scatter.c where there is a C compiler; where there is none, numpy copies, slower."""
+"""Compiles wsi_fl/slides/reading/_scatter.c where there is a C compiler; where there is none, numpy copies, slower."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from setuptools import Distribution, Extension
 from setuptools.errors import BaseError, CompileError, LinkError
 
-_NAME = "wsi_fl.slides._scatter"
+_NAME = "wsi_fl.slides.reading._scatter"
 
 
 class Compiled(BuildHookInterface):

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from wsi_fl.stages.denoisers import trained_denoiser
-from wsi_fl.stages.devices import device_of_rank
-from wsi_fl.stages.generators import HELD_OUT, open_site, pictures_of
-from wsi_fl.stages.quality import quality_of
-from wsi_fl.study import Study
+from wsi_fl.stages.synthesis.ddpm import trained_denoiser
+from wsi_fl.stages.synthesis.gan import HELD_OUT, open_site, pictures_of
+from wsi_fl.stages.synthesis.quality import quality_of
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import Sampling, drawn
 from wsi_fl.synthesis.sampling import balanced_labels
 

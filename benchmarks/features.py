@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
+from wsi_fl.demo.phantom import paint_slide, plan_slides, write_big_slide
 from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.slides.grid import grid_positions
-from wsi_fl.slides.phantom import paint_slide, plan_slides, write_big_slide
-from wsi_fl.slides.planning import read_patches
-from wsi_fl.slides.reader import Reader, Slide
+from wsi_fl.slides.choosing.grid import grid_positions
+from wsi_fl.slides.choosing.patches import read_patches
+from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP, ROUNDS = 0.5, 3

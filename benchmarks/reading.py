@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from wsi_fl.demo.phantom import paint_slide, plan_slides, write_big_slide
 from wsi_fl.learning.examples import batches
-from wsi_fl.slides.phantom import paint_slide, plan_slides, write_big_slide
-from wsi_fl.stages.data import examples_of, open_store
-from wsi_fl.stages.init import init
-from wsi_fl.stages.tile import tile
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.data import examples_of, open_store
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 
 MPP = 0.5
 

@@ -77,8 +77,8 @@ def _run(study: str, trial: Trial, seed: int, rounds: int) -> dict[str, Any]:
     """One run; what its last round says of every site."""
     import torch
 
-    from wsi_fl.stages.train import train
-    from wsi_fl.study import Study
+    from wsi_fl.stages.training.train import train
+    from wsi_fl.study.folder import Study
 
     torch.set_num_threads(1)
     overrides = [

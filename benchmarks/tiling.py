@@ -29,12 +29,12 @@ import numpy as np
 import openslide
 from numpy.typing import NDArray
 
-from wsi_fl import jpeg
-from wsi_fl.slides.phantom import paint_slide, plan_slides, write_big_slide
-from wsi_fl.slides.planning import plan_slide, read_patches
-from wsi_fl.slides.splits import sample_rows
-from wsi_fl.slides.tiff import tiled_images
-from wsi_fl.stages.init import init
+from wsi_fl.demo.phantom import paint_slide, plan_slides, write_big_slide
+from wsi_fl.slides.choosing.patches import plan_slide, read_patches
+from wsi_fl.slides.choosing.splits import sample_rows
+from wsi_fl.slides.reading.tiff import tiled_images
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord
 
 MPP = 0.25

@@ -65,7 +65,7 @@ def main() -> None:
     if arguments.folder is not None:
         _measure(arguments.megabytes, arguments.repeats, arguments.folder)
         return
-    from wsi_fl.stages.launch import find_mpiexec, rank_environment
+    from wsi_fl.stages.training.launch import find_mpiexec, rank_environment
 
     with tempfile.TemporaryDirectory() as folder:
         command = [find_mpiexec(), "-n", str(arguments.ranks), "--oversubscribe", "--bind-to", "none"]

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.significance import clustered_interval
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.train import train
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.train import train
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 
 OFF, SHARED, OWN = "privacy.enabled=false", "stain.exchange=true", "stain.exchange=false"
 TUNED = "train.weight_decay=0.03"

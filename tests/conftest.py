@@ -14,7 +14,7 @@ import pytest
 
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
 
 SHARED = Path(__file__).parents[1].parent / "shared"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely import affinity
 
-from wsi_fl.slides.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
+from wsi_fl.slides.choosing.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "annotations"

@@ -32,12 +32,12 @@ from wsi_fl.privacy.audit import (
 )
 from wsi_fl.privacy.release import digest
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages import audit as stage
-from wsi_fl.stages.audit import _attacked, audit, print_audit
-from wsi_fl.stages.data import open_data
-from wsi_fl.stages.material import agreed_canaries
-from wsi_fl.stages.report import report
-from wsi_fl.stages.train import train
+from wsi_fl.stages.answers import audit as stage
+from wsi_fl.stages.answers.audit import _attacked, audit, print_audit
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.training.material import agreed_canaries
+from wsi_fl.stages.training.train import train
 from wsi_fl.types import UsageError, WsiFlError
 
 # attacks on arrays

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 from torch.nn import functional
 
-from wsi_fl.config import dump_toml
+from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.bags import allowed_classes, bag_examples, packed, unlabelled_bags
 from wsi_fl.learning.examples import joined
@@ -24,17 +24,17 @@ from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.choice import MODES
 from wsi_fl.privacy.dpsgd import check_trainable
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.slides import phantom
-from wsi_fl.stages.audit import audit
-from wsi_fl.stages.compare import compare
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.plan import dry_run, print_plan
-from wsi_fl.stages.predict import predict
-from wsi_fl.stages.report import report
-from wsi_fl.stages.series import train_series
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.audit import audit
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.training.plan import dry_run, print_plan
+from wsi_fl.stages.training.series import train_series
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
-from wsi_fl.study import Study, load_pipeline
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import dump_toml
 from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
 
 CPU = torch.device("cpu")

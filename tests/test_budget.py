@@ -15,11 +15,11 @@ from wsi_fl.federation import loop
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
-from wsi_fl.stages import workshop
-from wsi_fl.stages.report import report
-from wsi_fl.stages.stain import stain
-from wsi_fl.stages.train import resume, train
-from wsi_fl.study import Study
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.training import workshop
+from wsi_fl.stages.training.train import resume, train
+from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)

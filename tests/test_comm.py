@@ -31,7 +31,7 @@ from wsi_fl.federation.message import (
 from wsi_fl.federation.receiving import Buffers
 from wsi_fl.federation.topology import exponential, receivers, senders
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.stages import launch
+from wsi_fl.stages.training import launch
 from wsi_fl.types import WsiFlError
 
 SCHEMA = "ab" * 32

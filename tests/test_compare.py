@@ -24,11 +24,11 @@ from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 from wsi_fl.learning.significance import clustered_interval, holm, paired
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison_figures import Series, charts, palette, png
-from wsi_fl.stages import compare_runs
-from wsi_fl.stages.compare import compare
-from wsi_fl.stages.compare_runs import settings
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.train import train
+from wsi_fl.stages.answers import compare_runs
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.compare_runs import settings
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
 
 QUICK = ["train.rounds=2", "train.lr=0.002", "evaluate.bootstrap=0"]
@@ -355,7 +355,7 @@ def test_differing_settings_make_rows_and_labels(tmp_path):
 
 
 def test_only_settings_that_matter_to_a_method_count():
-    from wsi_fl.config import Pipeline, Privacy
+    from wsi_fl.study.pipeline import Pipeline, Privacy
 
     strict = Pipeline()
     off = Pipeline(privacy=Privacy(enabled=False))

@@ -10,8 +10,8 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.config import Pipeline, Site, dump_toml, toml_value
-from wsi_fl.study import Study, load_pipeline, shipped
+from wsi_fl.study.folder import Study, load_pipeline, shipped
+from wsi_fl.study.pipeline import Pipeline, SiteFile, dump_toml, toml_value
 
 
 @pytest.fixture
@@ -249,8 +249,8 @@ def test_dumped_pipeline_loads_back(tmp_path_factory, pipeline):
 
 @given(slides=TEXT | st.lists(TEXT), labels=st.none() | TEXT, epsilon=st.none() | st.floats(0.01, 99))
 def test_dumped_site_loads_back(slides, labels, epsilon):
-    site = Site(name="C1", slides=slides, labels=labels, max_epsilon=epsilon, allow=["model"])
-    assert Site.model_validate(tomllib.loads(dump_toml(site))) == site
+    site = SiteFile(name="C1", slides=slides, labels=labels, max_epsilon=epsilon, allow=["model"])
+    assert SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
 def test_files_from_windows_load(study):
@@ -294,12 +294,15 @@ def test_run_is_found_by_path_name_and_number(study, monkeypatch):
 
 def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
     everything = ("model", "buffer", "generator", "patches")
-    simulated, real = Site(name="a", slides="x", real=False), Site(name="a", slides="x", allow=["model"])
+    simulated, real = (
+        SiteFile(name="a", slides="x", real=False),
+        SiteFile(name="a", slides="x", allow=["model"]),
+    )
     assert [simulated.allows(what) for what in everything] == [True] * 4
     assert [real.allows(what) for what in everything] == [True, False, False, False]
     assert simulated.allowed == everything and real.allowed == ("model",)
-    assert Site(name="a", slides="x").real, "a site is real unless its file says otherwise"
-    assert Site(name="a", slides="x").allowed == ()
+    assert SiteFile(name="a", slides="x").real, "a site is real unless its file says otherwise"
+    assert SiteFile(name="a", slides="x").allowed == ()
 
 
 @pytest.mark.parametrize("answer", ["auto", "private", "proxy", "mean"])

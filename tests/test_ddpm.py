@@ -14,12 +14,12 @@ from conftest import refused
 from safetensors.torch import load_file
 from test_mpcpa import make_study
 
-from wsi_fl.stages.denoisers import denoiser_folder
-from wsi_fl.stages.synthesize import train_generator
-from wsi_fl.stages.synthesize_check import check
-from wsi_fl.stages.synthesize_sample import sample
+from wsi_fl.stages.synthesis.check import check
+from wsi_fl.stages.synthesis.ddpm import denoiser_folder
+from wsi_fl.stages.synthesis.sample import sample
+from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
     DdpmState,

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from wsi_fl.slides import scatter
+from wsi_fl.slides.reading import scatter
 from wsi_fl.stages import doctor as stage
 from wsi_fl.types import WsiFlError
 

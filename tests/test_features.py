@@ -18,27 +18,27 @@ from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
 
+from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, Bags, Images, Vectors, build
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.slides import phantom
-from wsi_fl.slides.stain import restained
-from wsi_fl.stages import launch
-from wsi_fl.stages.audit import audit
-from wsi_fl.stages.compare import compare
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.features import features
-from wsi_fl.stages.init import init
-from wsi_fl.stages.predict import predict
-from wsi_fl.stages.report import report
-from wsi_fl.stages.stain import stain
-from wsi_fl.stages.stains import stains_of
-from wsi_fl.stages.tile import tile
-from wsi_fl.stages.train import resume, train
+from wsi_fl.slides.stains.reinhard import restained
+from wsi_fl.stages.answers.audit import audit
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.features import features
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.stains import stains_of
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
 FIXTURE = Path(__file__).parent / "fixtures" / "patch-features-v1.h5"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.files import (
+from wsi_fl.system.files import (
     append_line,
     atomic,
     read_json,
@@ -67,7 +67,7 @@ def test_block_that_wrote_nothing_fails(tmp_path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from wsi_fl.files import atomic
+from wsi_fl.system.files import atomic
 with atomic(Path(sys.argv[1])) as temporary:
     temporary.write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -11,13 +11,13 @@ from conftest import make_study, refused
 from safetensors.torch import save_file
 
 from wsi_fl import __main__ as program
-from wsi_fl.files import append_line, read_json, read_lines, read_lines_from
 from wsi_fl.runs import RunFolder
-from wsi_fl.slides.annotations import read_annotations
+from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.system.files import append_line, read_json, read_lines, read_lines_from
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 DEEP = 100_000

@@ -10,9 +10,9 @@ from conftest import refused
 from test_layouts import HEADER, camelyon17, generic, touch
 
 from wsi_fl.slides.layouts import read_site
-from wsi_fl.stages.init import init
-from wsi_fl.stages.tile import sources_of
-from wsi_fl.study import Study, shipped
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import sources_of
+from wsi_fl.study.folder import Study, shipped
 
 
 @pytest.mark.parametrize("style", ["images", "center", "centre"])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from wsi_fl import jpeg
+from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 
 _Y, _X = np.mgrid[:96, :128]

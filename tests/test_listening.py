@@ -16,12 +16,12 @@ from wsi_fl.learning.competence import fitting_answer, measured
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.validation import answered, best_answer, with_validation
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages import workshop
-from wsi_fl.stages.compare import compare
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.train import resume, train
-from wsi_fl.stages.trained import answers_with, settings_of
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.trained import answers_with, settings_of
+from wsi_fl.stages.training import workshop
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
 
 SEEDED = "privacy.insecure_seed=1"
 HELD = ("train.val_fraction=0.34", "train.seed=2")  # of three training patients: one at each site

@@ -17,9 +17,9 @@ from wsi_fl.learning.examples import normalised
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import Images, build
 from wsi_fl.privacy.accounting import epsilon, plan
-from wsi_fl.stages import workshop
-from wsi_fl.stages.data import open_store
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.training import workshop
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError, WsiFlError
 
 OPEN = "privacy.enabled=false"

@@ -11,8 +11,8 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.mixing import PushSum, mix
 from wsi_fl.federation.topology import receivers, ring, star
 from wsi_fl.privacy.accounting import epsilon, plan
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"

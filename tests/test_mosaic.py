@@ -19,23 +19,23 @@ from conftest import SHARED, refused
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from wsi_fl.demo import phantom
 from wsi_fl.models.encoder import Encoder, encode, made_ahead
-from wsi_fl.slides import phantom
+from wsi_fl.slides.choosing.mosaic import MosaicParams, candidates, choose, mean_colour, plan_mosaic
 from wsi_fl.slides.layouts import read_site
-from wsi_fl.slides.mosaic import MosaicParams, candidates, choose, mean_colour, plan_mosaic
-from wsi_fl.slides.reader import Slide
-from wsi_fl.stages import launch
-from wsi_fl.stages import mosaic as stage
-from wsi_fl.stages.export import export
-from wsi_fl.stages.init import init
-from wsi_fl.stages.mosaic import mosaic
-from wsi_fl.stages.mosaic_labels import labelled
-from wsi_fl.stages.predict import predict
-from wsi_fl.stages.tile_shards import locked
-from wsi_fl.stages.train import train
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.prepare import mosaic as stage
+from wsi_fl.stages.prepare.export import export
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.mosaic import mosaic
+from wsi_fl.stages.prepare.mosaic_labels import labelled
+from wsi_fl.stages.prepare.tile_shards import locked
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.mosaics import MosaicShard, read_mosaic
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, BagTable, GridSpec, SlideRecord, UsageError, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -12,21 +12,21 @@ from conftest import SHARED, patches_of, refused
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.courier import federated_transfers, mpcpa_transfers
-from wsi_fl.files import read_json, read_lines
-from wsi_fl.stages.check_ddpm import check_denoiser
-from wsi_fl.stages.console import Silent
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.mpcpa import _ready
-from wsi_fl.stages.mpcpa_table import mpcpa_table
-from wsi_fl.stages.partition import partition
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.report import report
-from wsi_fl.stages.synthesize_check import check
-from wsi_fl.stages.synthesize_ddpm import train_denoiser
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.partition import partition
+from wsi_fl.stages.synthesis.check import check
+from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser
+from wsi_fl.stages.synthesis.train_ddpm import train_denoiser
+from wsi_fl.stages.training.mpcpa import _ready
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_json, read_lines
 from wsi_fl.types import WsiFlError
 
 PIPELINE = """
@@ -198,7 +198,7 @@ def test_the_ledger_itself_refuses_a_generator(trained, tmp_path, monkeypatch):
     """Were the plan's check forgotten, nothing would leave all the same."""
     study = Study(copytree(trained[0].root, tmp_path / "study"))
     (study.root / "sites" / "S2.toml").write_text('name = "S2"\nreal = true\nallow = ["patches", "model"]\n')
-    monkeypatch.setattr("wsi_fl.stages.plan._check_generated", lambda *_: None)
+    monkeypatch.setattr("wsi_fl.stages.training.plan._check_generated", lambda *_: None)
     refused(
         lambda: train(study, method="mpcpa", backend="local"),
         "sites/S2.toml",
@@ -225,7 +225,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
         noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
         yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
 
-    monkeypatch.setattr("wsi_fl.stages.generated.drawn", planted)
+    monkeypatch.setattr("wsi_fl.stages.synthesis.generated.drawn", planted)
     document = check(study, site="S1", overrides=["ddpm.seed=0", "ddpm.samples_per_class=6"])
     assert not document["passed"]
     assert document["memorization"]["copies"] == 12

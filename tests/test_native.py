@@ -14,13 +14,15 @@ import tifffile
 from conftest import SHARED
 from PIL import Image
 
-from wsi_fl import jpeg
-from wsi_fl.slides import native, phantom, planning, scatter, sweep
-from wsi_fl.slides.phantom import tiff as writer
-from wsi_fl.slides.planning import read_patches
-from wsi_fl.slides.reader import Slide
-from wsi_fl.slides.sweep import Sweep
-from wsi_fl.slides.tiff import tiled_images
+from wsi_fl.demo import phantom
+from wsi_fl.demo.phantom import tiff as writer
+from wsi_fl.slides.choosing import patches as planning
+from wsi_fl.slides.choosing.patches import read_patches
+from wsi_fl.slides.reading import native, scatter, sweep
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.slides.reading.sweep import Sweep
+from wsi_fl.slides.reading.tiff import tiled_images
+from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, SlideRecord, UsageError, WsiFlError
 
 MPP = 0.5

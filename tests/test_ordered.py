@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from wsi_fl.ordered import in_order
+from wsi_fl.system.ordered import in_order
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

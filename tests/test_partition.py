@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wsi_fl.stages.partition import partition
+from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.skew import parse_skew
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 

@@ -24,11 +24,11 @@ from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
 from wsi_fl.privacy.groups import by_mixture, by_textbook, group_epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.privacy.patients import summed_by_patient
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.privacy import privacy
-from wsi_fl.stages.report import report
-from wsi_fl.stages.stain import stain
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.privacy import privacy
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import WsiFlError
 
 PATIENT = "privacy.unit=patient"

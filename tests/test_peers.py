@@ -17,9 +17,9 @@ from wsi_fl.federation.exchange import _problem
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Standing
-from wsi_fl.stages import launch
-from wsi_fl.stages.plan import check_budgets
-from wsi_fl.stages.ranks import Row
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.plan import check_budgets
+from wsi_fl.stages.training.ranks import Row
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 BROUGHT = fuzz_peers.example_of(Brought) | fuzz_peers.SAMPLES["Brought"]

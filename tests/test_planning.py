@@ -13,14 +13,14 @@ import pytest
 import tifffile
 from PIL import Image
 
-from wsi_fl import jpeg
-from wsi_fl.slides import planning
-from wsi_fl.slides.overview import draw_overview
-from wsi_fl.slides.planning import PlanParams, plan_slide, read_patches
-from wsi_fl.slides.reader import Slide
-from wsi_fl.slides.sweep import Sweep
-from wsi_fl.slides.tissue import NoTissueError
-from wsi_fl.stages.tile_rows import new_streams
+from wsi_fl.slides.choosing import patches as planning
+from wsi_fl.slides.choosing.patches import PlanParams, plan_slide, read_patches
+from wsi_fl.slides.choosing.tissue import NoTissueError
+from wsi_fl.slides.pictures.overview import draw_overview
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.slides.reading.sweep import Sweep
+from wsi_fl.stages.prepare.tile_rows import new_streams
+from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"

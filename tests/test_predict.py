@@ -17,24 +17,24 @@ import torch
 from conftest import make_study, refused
 from PIL import Image
 
-from wsi_fl import config
-from wsi_fl.report.heatmap import Caption, draw_heatmap
+from wsi_fl.demo import phantom
 from wsi_fl.runs import RunFolder
-from wsi_fl.slides import phantom
-from wsi_fl.slides.annotations import read_annotations
-from wsi_fl.slides.geojson import features, write_geojson
-from wsi_fl.slides.grid import grid_positions
-from wsi_fl.slides.heat import Heat, leading, patch_boxes, score
-from wsi_fl.slides.planning import plan_slide
-from wsi_fl.stages import launch
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.init import init
-from wsi_fl.stages.predict import predict
-from wsi_fl.stages.predict_patches import Predictor, colors_of, heat_of
-from wsi_fl.stages.tile import tile
-from wsi_fl.stages.train import train
-from wsi_fl.stages.trained import Answering, Inputs
-from wsi_fl.study import Study
+from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.choosing.grid import grid_positions
+from wsi_fl.slides.choosing.patches import plan_slide
+from wsi_fl.slides.pictures.geojson import features, write_geojson
+from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.predict_patches import Predictor, colors_of, heat_of
+from wsi_fl.stages.answers.trained import Answering, Inputs
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import SiteFile
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
@@ -200,11 +200,11 @@ class Purpleness(torch.nn.Module):
 
 
 def known_predictor(study, spec, model=None, input_px=32):
-    site = config.Site(name="C1", layout="camelyon17")
+    site = SiteFile(name="C1", layout="camelyon17")
     inputs = Inputs(CLASSES, spec, input_px, 0.2)
     run = RunFolder(study.root / "runs" / "none")
     models = Answering({"private": model or Purpleness()}, "private", torch.device("cpu"))
-    return Predictor(run, site, config.Pipeline(), inputs, models)
+    return Predictor(run, site, Pipeline(), inputs, models)
 
 
 class Quiet:

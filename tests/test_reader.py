@@ -13,8 +13,8 @@ import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.slides import reader
-from wsi_fl.slides.reader import Slide
+from wsi_fl.slides.reading import reader
+from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"

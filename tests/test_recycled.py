@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import torch
 
-from wsi_fl.bulk import ALIGNMENT
-from wsi_fl.recycled import Recycled
+from wsi_fl.system.bulk import ALIGNMENT
+from wsi_fl.system.memory import Recycled
 
 MB = 1 << 20
 

@@ -26,14 +26,14 @@ from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import Images, build
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.compare import compare
-from wsi_fl.stages.compare_runs import settings as compared
-from wsi_fl.stages.data import open_store, store_digest
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.train import resume, train
-from wsi_fl.stages.workshop import assemble
-from wsi_fl.study import Study, shipped
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.compare_runs import settings as compared
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.training.workshop import assemble
+from wsi_fl.study.folder import Study, shipped
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator

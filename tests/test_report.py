@@ -21,10 +21,10 @@ from PIL import Image, ImageDraw
 
 from wsi_fl.report import Page, figures, pictures, render, words
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.report import report
-from wsi_fl.stages.train import train
-from wsi_fl.study import Study
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
 CONFIG = """# wsi-fl train --pipeline camelyon17_small

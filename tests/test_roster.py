@@ -23,12 +23,12 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages import launch
-from wsi_fl.stages import train as stage
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.report import report
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training import train as stage
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError, WsiFlError
 
 SEEDED = "privacy.insecure_seed=1"

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from wsi_fl.slides import scatter as scatter_module
-from wsi_fl.slides.scatter import is_compiled, scatter
+from wsi_fl.slides.reading import scatter as scatter_module
+from wsi_fl.slides.reading.scatter import is_compiled, scatter
 
 WITH_C = pytest.mark.skipif(not is_compiled(), reason="wsi-fl was installed without a C compiler")
 

@@ -6,10 +6,10 @@ import pytest
 from conftest import make_study, refused
 
 from wsi_fl.federation import loop
-from wsi_fl.stages import launch
-from wsi_fl.stages.series import resume_series, train_series
-from wsi_fl.stages.train import train
-from wsi_fl.study import load_pipeline
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.series import resume_series, train_series
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import load_pipeline
 
 
 @pytest.fixture

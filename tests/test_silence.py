@@ -22,13 +22,13 @@ from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import scores
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages import launch, mpcpa
-from wsi_fl.stages.console import Discreet, Quiet
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.kept import as_begun
-from wsi_fl.stages.ranks import Row
-from wsi_fl.stages.train import _agreed_run, _Claimed, _Proposal, resume, train
-from wsi_fl.study import Study
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.training import launch, mpcpa
+from wsi_fl.stages.training.ranks import Row
+from wsi_fl.stages.training.train import _agreed_run, _Claimed, _Proposal, resume, train
+from wsi_fl.stages.work.console import Discreet, Quiet
+from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 PAGE = Path(__file__).parents[1] / "docs" / "PRIVACY.md"

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.means import noisy_mean
-from wsi_fl.slides import macenko
-from wsi_fl.slides.lab import lab_of, rgb_of
-from wsi_fl.slides.macenko import Dyes, dyes_of, patch_dyes, redyed
-from wsi_fl.slides.phantom import paint_slide, plan_slides
-from wsi_fl.slides.stain import N_MOMENTS, Stain, stain_of, tissue_moments
-from wsi_fl.slides.stains import restained
+from wsi_fl.slides.stains import macenko
+from wsi_fl.slides.stains.lab import lab_of, rgb_of
+from wsi_fl.slides.stains.macenko import Dyes, dyes_of, patch_dyes, redyed
+from wsi_fl.slides.stains.methods import restained
+from wsi_fl.slides.stains.reinhard import N_MOMENTS, Stain, stain_of, tissue_moments
 from wsi_fl.types import WsiFlError
 
 

@@ -13,20 +13,20 @@ from conftest import make_study, refused
 from PIL import Image
 
 from wsi_fl.federation.preflight import compare
-from wsi_fl.files import read_json, read_lines, write_json
 from wsi_fl.learning.examples import Examples, batches, in_stains, joined, subset
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.slides.stain import restained, stain_of, tissue_moments
-from wsi_fl.stages import launch
-from wsi_fl.stages import stain as stage
-from wsi_fl.stages.data import open_store
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.stain import stain
-from wsi_fl.stages.stains import read_stain, stains_of
-from wsi_fl.stages.train import train
-from wsi_fl.study import Study
+from wsi_fl.slides.stains.reinhard import restained, stain_of, tissue_moments
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.prepare import stain as stage
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.stains import read_stain, stains_of
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_json, read_lines, write_json
 from wsi_fl.types import WsiFlError
 
 ONCE = Mechanism(8.0, 1.5, 1.0, 1)
@@ -239,8 +239,8 @@ def test_stains_survive_subsets_and_pools():
 
 
 def test_training_patches_are_moved_between_released_stains(study):
-    from wsi_fl.stages.data import split_of
-    from wsi_fl.stages.stains import exchanged
+    from wsi_fl.stages.site.data import split_of
+    from wsi_fl.stages.site.stains import exchanged
 
     stain(study, site=None)
     pipeline = study.pipeline("small", EXCHANGE)

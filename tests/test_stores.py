@@ -21,8 +21,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl import bulk, jpeg
-from wsi_fl.bulk import ALIGNMENT, BulkFile, Pile, aligned_empty
 from wsi_fl.stores.contents import SlideSource
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
@@ -37,6 +35,8 @@ from wsi_fl.stores.shards import (
     write_shard,
     write_streams,
 )
+from wsi_fl.system import bulk, jpeg
+from wsi_fl.system.bulk import ALIGNMENT, BulkFile, Pile, aligned_empty
 from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"

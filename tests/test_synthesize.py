@@ -16,23 +16,23 @@ from conftest import patches_of, refused
 from PIL import Image
 from safetensors.torch import load_file
 
-from wsi_fl.config import Pipeline
-from wsi_fl.files import read_lines
-from wsi_fl.stages.data import is_synthetic, open_features, open_store
-from wsi_fl.stages.generators import load_generator, trained_folder
-from wsi_fl.stages.partition import partition
-from wsi_fl.stages.stain import stain
-from wsi_fl.stages.synthesize import train_generator
-from wsi_fl.stages.synthesize_check import check
-from wsi_fl.stages.synthesize_sample import sample
+from wsi_fl.stages.prepare.partition import partition
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.site.data import is_synthetic, open_features, open_store
+from wsi_fl.stages.synthesis.check import check
+from wsi_fl.stages.synthesis.gan import load_generator, trained_folder
+from wsi_fl.stages.synthesis.sample import sample
+from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
 from wsi_fl.stores.patch_features import write_shard as write_feature_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.layers import upsampled
 from wsi_fl.synthesis.sampling import to_pixels
+from wsi_fl.system.files import read_lines
 from wsi_fl.types import UsageError, WsiFlError
 
 SMALL = """
@@ -327,7 +327,7 @@ def test_the_same_seed_gives_the_same_patches(checked):
 
 
 def test_models_train_on_a_synthetic_store(checked):
-    from wsi_fl.stages.train import train
+    from wsi_fl.stages.training.train import train
 
     study, _ = checked
     sample(study, site="S1", n_per_class=8, name="both", as_site=True)

@@ -7,12 +7,12 @@ from conftest import make_study, refused, write_store
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages import account
-from wsi_fl.stages.account import planned_round, terms_of
-from wsi_fl.stages.compare_runs import opened
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.report import report
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.compare_runs import opened
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site import account
+from wsi_fl.stages.site.account import planned_round, terms_of
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
 
 TARGET = "privacy.target_epsilon=3"
 ROUNDS = "train.rounds=4"
@@ -68,7 +68,7 @@ def _page(study, summary):
 
 def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
     made = {}
-    from wsi_fl.stages import workshop
+    from wsi_fl.stages.training import workshop
 
     learner = workshop.Learner
 

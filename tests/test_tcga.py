@@ -16,15 +16,14 @@ import openslide
 import pytest
 from test_layouts import generic
 
-from wsi_fl.config import Pipeline, Site, dump_toml, validated
-from wsi_fl.slides import checksums
-from wsi_fl.slides.layouts import Sources, describe, detect, list_site, read_site
+from wsi_fl.demo.phantom import write_pyramid
+from wsi_fl.slides.layouts import Sources, checksums, describe, detect, list_site, read_site
 from wsi_fl.slides.layouts.tcga import parse_barcode
 from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
-from wsi_fl.slides.phantom import write_pyramid
-from wsi_fl.stages.init import Tables, init
-from wsi_fl.stages.tile import sources_of, tile
-from wsi_fl.study import Study, load_pipeline, shipped
+from wsi_fl.stages.prepare.init import Tables, init
+from wsi_fl.stages.prepare.tile import sources_of, tile
+from wsi_fl.study.folder import Study, load_pipeline, shipped
+from wsi_fl.study.pipeline import Pipeline, SiteFile, dump_toml, validated
 from wsi_fl.types import UsageError, WsiFlError
 
 refused = partial(conftest.refused, error=WsiFlError)
@@ -190,9 +189,11 @@ def test_an_archive_is_recognised_and_grouped(tmp_path):
 def test_a_table_of_source_sites_names_the_others(tmp_path):
     archive = tcga(tmp_path / "t")
     codes = tmp_path / "codes.csv"
-    codes.write_text('"TSS Code","Source Site","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n')
+    codes.write_text(
+        '"TSS Code","Source SiteFile","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n'
+    )
     assert "tcga-duke" in [site.name for site in describe(archive, "tcga", codes=codes)]
-    (archive / "tissueSourceSite.tsv").write_text("TSS Code\tSource Site\nNA\tDuke University\n")
+    (archive / "tissueSourceSite.tsv").write_text("TSS Code\tSource SiteFile\nNA\tDuke University\n")
     assert "tcga-duke" in [site.name for site in describe(archive, "tcga")]
 
 
@@ -465,7 +466,7 @@ def test_keys_of_a_table_are_quoted_where_they_must_be(tmp_path):
     pipeline = validated(Pipeline, {"subtypes": {'Head & "Neck"': ["a\nb"], "": ["c"], "Lung": ["d"]}}, "p")
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_pipeline(tmp_path / "config.toml") == pipeline
-    site = validated(Site, {"name": "a", "columns": {"patient": "the patient"}, "verify": False}, "a")
+    site = validated(SiteFile, {"name": "a", "columns": {"patient": "the patient"}, "verify": False}, "a")
     assert '\n[columns]\npatient = "the patient"\n' in dump_toml(site)
 
 
@@ -549,7 +550,7 @@ def test_mistake_in_a_site_file_of_tcga_is_one_line(tmp_path):
         ({"manifest": 5}, ("manifest = 5", "string")),
     ):
         with pytest.raises(UsageError) as caught:
-            validated(Site, {"name": "a", **values}, "sites/a.toml")
+            validated(SiteFile, {"name": "a", **values}, "sites/a.toml")
         for word in words:
             assert word in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
 

@@ -16,16 +16,16 @@ import pytest
 import tifffile
 from conftest import SHARED, refused
 
-from wsi_fl.slides import phantom
-from wsi_fl.slides.reader import Slide
-from wsi_fl.stages import launch
-from wsi_fl.stages.data import open_store
-from wsi_fl.stages.init import init
-from wsi_fl.stages.tile import tile
-from wsi_fl.stages.tile_job import share_of_cores
+from wsi_fl.demo import phantom
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.work.job import share_of_cores
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
-from wsi_fl.study import Study
+from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
@@ -202,7 +202,7 @@ def test_bad_input_ends_in_one_line(study, wsi_fl, change, arguments, code, word
 
 def test_a_patient_in_two_splits_is_an_error(study):
     with pytest.raises(UsageError, match="two splits"):
-        from wsi_fl.slides.splits import assign_splits
+        from wsi_fl.slides.choosing.splits import assign_splits
         from wsi_fl.types import SlideRecord
 
         records = [
@@ -513,8 +513,8 @@ def test_ranks_of_a_machine_share_its_cores(ranks, share):
 MEMORY = """
 from pathlib import Path
 import numpy as np
-from wsi_fl.slides.planning import SlidePlan
-from wsi_fl.stages.tile_plans import Plans, choose, plan_each
+from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
 from wsi_fl.stores.columns import link_shards
 from wsi_fl.stores.contents import SlideSource
 from wsi_fl.stores.fields import StoreMeta

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
-from wsi_fl.slides import tissue
-from wsi_fl.slides.reader import Slide
-from wsi_fl.slides.tissue import NoTissueError, TissueParams, tissue_fraction, tissue_mask
+from wsi_fl.slides.choosing import tissue
+from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, tissue_fraction, tissue_mask
+from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data"

@@ -18,11 +18,11 @@ from conftest import REAL, make_study, write_store
 from safetensors.torch import load_file
 
 from wsi_fl.privacy.accounting import epsilon, plan
-from wsi_fl.stages import launch, workshop
-from wsi_fl.stages.evaluate import evaluate
-from wsi_fl.stages.plan import dry_run
-from wsi_fl.stages.report import report
-from wsi_fl.stages.train import resume, train
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.training import launch, workshop
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError, WsiFlError
 
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]

@@ -24,13 +24,13 @@ from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
 from wsi_fl.runs import RunFolder, SiteFolder
-from wsi_fl.stages import launch
-from wsi_fl.stages import stain as stain_stage
-from wsi_fl.stages.console import Silent
-from wsi_fl.stages.ranks import work_as_rank
-from wsi_fl.stages.stain import stain
-from wsi_fl.stages.train import resume, train
-from wsi_fl.study import Study
+from wsi_fl.stages.prepare import stain as stain_stage
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.ranks import work_as_rank
+from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.console import Silent
+from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
 dp_accounting = pytest.importorskip("dp_accounting")

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from wsi_fl.cli import app
+from wsi_fl.cli.main import app
 from wsi_fl.types import UsageError, WsiFlError
 
 _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]

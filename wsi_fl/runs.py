@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wsi_fl.files import append_line, atomic, read_json, read_lines, write_json, write_text
+from wsi_fl.system.files import append_line, atomic, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _BUFFER = "buffer.safetensors"

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.files import read_json
+from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 
 _ROUND_OFF = 1e-9

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wsi_fl.files import append_line, read_json, write_json
 from wsi_fl.privacy.accounting import Mechanism
+from wsi_fl.system.files import append_line, read_json, write_json
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "nominal", "none"]

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.stages import launch
-from wsi_fl.stages.console import say
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.work.console import say
 from wsi_fl.types import WsiFlError
 
 _MIN_FREE = 5 << 30
@@ -51,8 +51,8 @@ def _openslide() -> str:
     """Writes a small slide and reads it back, so that the library is tried, not merely found."""
     import numpy as np
 
-    from wsi_fl.slides.phantom import write_pyramid
-    from wsi_fl.slides.reader import Slide
+    from wsi_fl.demo.phantom import write_pyramid
+    from wsi_fl.slides.reading.reader import Slide
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slide.tif"
@@ -67,7 +67,7 @@ def _openslide() -> str:
 
 
 def _compiled() -> str:
-    from wsi_fl.slides.scatter import is_compiled
+    from wsi_fl.slides.reading.scatter import is_compiled
 
     if is_compiled():
         return "there; slides are read at full speed"

@@ -6,9 +6,9 @@ import csv
 import io
 from pathlib import Path
 
-from wsi_fl.files import atomic, write_text
 from wsi_fl.stores.columns import created
 from wsi_fl.stores.features import Bag, FeatureStore
+from wsi_fl.system.files import atomic, write_text
 from wsi_fl.types import WsiFlError
 
 

@@ -10,8 +10,6 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.bulk import ALIGNMENT
-from wsi_fl.files import atomic, reserve
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     StoreMeta,
@@ -20,6 +18,8 @@ from wsi_fl.stores.fields import (
     spec_attrs,
     write_root,
 )
+from wsi_fl.system.bulk import ALIGNMENT
+from wsi_fl.system.files import atomic, reserve
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
 SLIDE_BYTES = 1 << 14

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl import jpeg
+from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
 QUALITIES = range(1, 101)

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created
 from wsi_fl.stores.fields import encoded_text, spec_attrs
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.system.files import atomic
 from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
 
 FEATURE_FORMAT = "wsi-fl feature store"

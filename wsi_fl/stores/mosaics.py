@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created
 from wsi_fl.stores.features import Bag
 from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs, too_large
+from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, WsiFlError
 
 SHARD_FORMAT = "wsi-fl mosaic shard"

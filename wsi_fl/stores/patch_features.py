@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.files import atomic
 from wsi_fl.stores.columns import created, table_bytes, write_table
 from wsi_fl.stores.fields import StoreMeta, origin_attrs, read_meta, read_table, spec_attrs
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.system.files import atomic
 from wsi_fl.types import PatchTable, WsiFlError
 
 FORMAT, SHARD_FORMAT = "wsi-fl patch features", "wsi-fl patch feature shard"

@@ -18,7 +18,6 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.recycled import Recycled
 from wsi_fl.stores.contents import ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
@@ -32,6 +31,7 @@ from wsi_fl.stores.fields import (
     too_large,
 )
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.system.memory import Recycled
 from wsi_fl.types import WsiFlError
 
 _OPEN_SHARDS = 128

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.bulk import BulkFile, Pile
-from wsi_fl.files import atomic
 from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
 from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, spec_attrs, write_root
 from wsi_fl.stores.patches import PatchStore
+from wsi_fl.system.bulk import BulkFile, Pile
+from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from wsi_fl.slides.checksums import digests
+from wsi_fl.slides.layouts.checksums import digests
 from wsi_fl.slides.layouts.common import Sources, rows_of
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 

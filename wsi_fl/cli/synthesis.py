@@ -1,0 +1,141 @@
+"""`wsi-fl synthesize train | sample | check`: thin, like `cli`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from wsi_fl.study.folder import Study
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Generators of synthetic patches, what they can share, and whether they copy.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
+Pipeline = Annotated[
+    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."
+    ),
+]
+Generator = Annotated[
+    str | None, typer.Option(help="gan or ddpm. Default: synthesis.generator of the pipeline.")
+]
+
+
+def _with_generator(overrides: list[str] | None, generator: str | None) -> list[str]:
+    return [*(overrides or []), *([f"synthesis.generator={generator}"] if generator else [])]
+
+
+def _study() -> Study:
+    from wsi_fl.study.folder import Study
+
+    return Study.find()
+
+
+def _out(document: dict[str, Any]) -> None:
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+@app.command()
+def train(
+    site: SiteName,
+    again: Annotated[
+        bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
+    ] = False,
+    generator: Generator = None,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
+    study = _study()
+    from wsi_fl.stages.synthesis.train import print_trained, train_generator
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("synthesize train") as bars:
+        document = train_generator(
+            study,
+            site=site,
+            pipeline_name=pipeline,
+            overrides=_with_generator(overrides, generator),
+            again=again,
+            watcher=bars,
+        )
+    _out(document) if as_json else print_trained(document)
+
+
+@app.command()
+def sample(
+    site: SiteName,
+    n_per_class: Annotated[int, typer.Option(help="Synthetic patches of each class.")],
+    name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the latents.")] = 0,
+    generator: Annotated[
+        str | None, typer.Option(help="gan or ddpm. Default: the one that the site has.")
+    ] = None,
+    as_site: Annotated[
+        bool,
+        typer.Option(
+            "--as-site", help="Write a site file too, so that every command takes the store by name."
+        ),
+    ] = False,
+    despite_failed_check: Annotated[
+        bool,
+        typer.Option(
+            "--despite-failed-check",
+            help="Write the set although the check failed or was not run; the store says so.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a synthetic patch store, once the check of this generator was passed."""
+    study = _study()
+    from wsi_fl.stages.synthesis.sample import print_sampled, sample
+
+    document = sample(
+        study,
+        site=site,
+        n_per_class=n_per_class,
+        name=name,
+        seed=seed,
+        generator=generator,
+        as_site=as_site,
+        despite_failed_check=despite_failed_check,
+    )
+    _out(document) if as_json else print_sampled(document)
+
+
+@app.command()
+def check(
+    site: SiteName,
+    generator: Generator = None,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
+    study = _study()
+    from wsi_fl.stages.synthesis.check import check, print_check
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("synthesize check") as bars:
+        document = check(
+            study,
+            site=site,
+            pipeline_name=pipeline,
+            overrides=_with_generator(overrides, generator),
+            watcher=bars,
+        )
+    _out(document) if as_json else print_check(document)
+    if not document["passed"]:
+        raise typer.Exit(1)

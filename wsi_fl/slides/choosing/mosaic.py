@@ -1,0 +1,202 @@
+"""Yottixel's mosaic: a few patches that stand for a slide (Kalra et al., Medical Image Analysis 2020).
+
+Patches full of tissue are grouped by their mean colour, each group is spread over the slide, and the patch nearest each
+place is kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.cluster import KMeans
+from threadpoolctl import threadpool_limits
+
+from wsi_fl.slides.choosing.areas import area_mean
+from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
+from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction, tissue_mask
+from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+
+_STARTS = 4
+"""Times k-means begins anew; the best is taken."""
+_UPSAMPLING_TOLERANCE = 0.1
+_PATCH_IN_THUMBNAIL_PX = 16
+_PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
+_LEAST_OF_BEST = 0.5
+_ONE_AT_A_TIME = threading.Lock()
+"""The limit on threads is the process's."""
+
+
+@dataclass(frozen=True)
+class MosaicParams:
+    """What a mosaic is made of."""
+
+    min_tissue: float = 0.7
+    clusters: int = 9
+    """Groups of patches alike in colour."""
+    fraction: float = 0.05
+    """Share of each group that is kept."""
+    seed: int = 0
+    tissue: TissueParams = field(default_factory=TissueParams)
+
+
+@dataclass(frozen=True)
+class Mosaic:
+    """The m patches that stand for n candidates.
+
+    Attributes:
+        rows: int64[m] of the candidates, ascending.
+        cluster: int64[n] colour group of every candidate, from 0, dark to light.
+        weight: float32[m] share of all candidates that a kept patch stands for; they add up to 1.
+    """
+
+    rows: NDArray[np.int64]
+    cluster: NDArray[np.int64]
+    weight: NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class MosaicPlan:
+    """The mosaic of one slide, before any of its pixels but a thumbnail's were read.
+
+    Attributes:
+        mpp: µm per level-0 pixel.
+        xy_l0: int64[n, 2] corners (x, y) of the candidates, row by row.
+        mosaic: which of them are kept.
+        note: what people should know of it, or "".
+        thumbnail: uint8[h, w, 3].
+        downsample: level-0 pixels per thumbnail pixel.
+    """
+
+    record: SlideRecord
+    spec: GridSpec
+    mpp: float
+    xy_l0: NDArray[np.int64]
+    mosaic: Mosaic
+    note: str
+    thumbnail: NDArray[np.uint8]
+    downsample: float
+
+    @property
+    def kept_l0(self) -> NDArray[np.int64]:
+        """int64[m, 2]"""
+        return self.xy_l0[self.mosaic.rows]
+
+    @property
+    def kept_cluster(self) -> NDArray[np.int64]:
+        """int64[m]"""
+        return self.mosaic.cluster[self.mosaic.rows]
+
+
+def plan_mosaic(
+    record: SlideRecord, spec: GridSpec, params: MosaicParams | None = None, *, reader: Reader = "auto"
+) -> MosaicPlan:
+    """The mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
+
+    The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
+
+    Raises:
+        WsiFlError: when the slide cannot be used: unreadable, without mpp, too coarse, without tissue.
+    """
+    params = params or MosaicParams()
+    with Slide(record.path, record.mpp_override, reader) as slide:
+        mpp, size_l0 = slide.mpp, slide.size_l0
+        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):
+            raise WsiFlError(
+                f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has "
+                f"{mpp:g}; set mosaic.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
+            )
+        side_l0 = size_in_l0(spec, mpp)
+        wanted_px = ceil(max(size_l0) / side_l0 * _PATCH_IN_THUMBNAIL_PX)
+        thumbnail, downsample = slide.thumbnail(min(max(wanted_px, _PICTURE_PX), _MOST_THUMBNAIL_PX))
+    try:
+        mask = tissue_mask(thumbnail, downsample * mpp, params.tissue)
+    except WsiFlError as error:
+        raise type(error)(f"{record.path.name}: {error}") from None
+    grid = grid_positions(size_l0, spec, mpp)
+    rows, note = candidates(
+        tissue_fraction(mask, grid, side_l0, downsample), params.min_tissue, params.clusters
+    )
+    xy_l0 = grid[rows]
+    colour = mean_colour(thumbnail, xy_l0, side_l0, downsample)
+    mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
+    return MosaicPlan(record, spec, mpp, xy_l0, mosaic, note, thumbnail, downsample)
+
+
+def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:
+    """Which of the patches with these shares of tissue float32[n] may stand for the slide: (rows, note).
+
+    Where none has enough, the best few (one at least, each with half the best one's tissue or more) and a note.
+    """
+    rows = np.flatnonzero(tissue >= max(min_tissue, 1e-6))
+    if len(rows):
+        return rows, ""
+    best = float(tissue.max(initial=0))
+    if best == 0:
+        raise WsiFlError("no patch of the grid touches the tissue")
+    order = np.argsort(-tissue, kind="stable")[:few]
+    rows = np.sort(order[tissue[order] >= _LEAST_OF_BEST * best])
+    shares = f"{tissue[rows].min():.0%} to {best:.0%}" if len(rows) > 1 else f"{best:.0%}"
+    stand = f"the best {len(rows)} stand" if len(rows) > 1 else "the best one stands"
+    return rows, f"no patch holds {min_tissue:.0%} tissue; {stand} for the slide ({shares})"
+
+
+def mean_colour(
+    thumbnail: NDArray[np.uint8], xy_l0: NDArray[np.int64], side_l0: float, downsample: float
+) -> NDArray[np.float64]:
+    """Mean red, green and blue float64[n, 3] (0 to 255) of squares, as far as they lie on the slide.
+
+    Args:
+        xy_l0, side_l0: top-left corners [n, 2] and side of the squares in level-0 pixels.
+        downsample: level-0 pixels per thumbnail pixel.
+    """
+    inside = tissue_fraction(np.ones(thumbnail.shape[:2], bool), xy_l0, side_l0, downsample)
+    found = np.empty((len(xy_l0), 3))
+    for k in range(3):
+        found[:, k] = area_mean(thumbnail[..., k], xy_l0 / downsample, side_l0 / downsample)
+    return found / np.maximum(inside, 1e-6)[:, None]
+
+
+def choose(
+    colour: NDArray[np.float64], xy: NDArray[np.int64], clusters: int, fraction: float, seed: int
+) -> Mosaic:
+    """The mosaic of n ≥ 1 candidates with these mean colours [n, 3] and places [n, 2], whatever the threads."""
+    with _ONE_AT_A_TIME, threadpool_limits(1):  # sums over threads depend on their order
+        cluster = colour_clusters(colour, clusters, seed)
+        rows: list[int] = []
+        weight: list[float] = []
+        for group in range(int(cluster.max()) + 1):
+            members = np.flatnonzero(cluster == group)
+            n_kept = max(1, round(fraction * len(members)))
+            kept, shares = spread(xy[members], n_kept, seed)
+            rows += members[kept].tolist()
+            weight += (shares / len(colour)).tolist()
+    order = np.argsort(rows)
+    return Mosaic(np.array(rows, np.int64)[order], cluster, np.array(weight, np.float32)[order])
+
+
+def colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
+    """Group int64[n] of each colour [n, 3], numbered from dark to light; no more groups than there are colours."""
+    n_clusters = min(clusters, len(np.unique(colour, axis=0)))
+    means = KMeans(n_clusters, n_init=_STARTS, random_state=seed).fit(colour)
+    order = np.argsort(means.cluster_centers_.sum(axis=1), kind="stable")
+    cluster: NDArray[np.int64] = np.argsort(order)[means.labels_].astype(np.int64)
+    return cluster
+
+
+def spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(rows of n_kept places spread over all [n, 2], how many places each stands for)."""
+    means = KMeans(n_kept, n_init=_STARTS, random_state=seed).fit(xy.astype(np.float64))
+    kept, shares = [], []
+    for k in range(n_kept):
+        own = np.flatnonzero(means.labels_ == k)
+        if not len(own):
+            continue
+        distance = ((xy[own] - means.cluster_centers_[k]) ** 2).sum(axis=1)
+        kept.append(int(own[np.argmin(distance)]))
+        shares.append(len(own))
+    return np.array(kept, np.int64), np.array(shares, np.int64)

@@ -1,0 +1,286 @@
+"""What to take from a slide, decided without reading its pixels; and then the pixels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+from PIL import Image
+
+from wsi_fl.slides.choosing.annotations import (
+    HOLE_GROUPS,
+    TUMOR_GROUPS,
+    Annotations,
+    read_annotations,
+    tumor_fraction,
+    unsure_fraction,
+)
+from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
+from wsi_fl.slides.choosing.labels import label_patches
+from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction, tissue_mask
+from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.slides.reading.sweep import Sweep
+from wsi_fl.system.ordered import in_order
+from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
+
+_UPSAMPLING_TOLERANCE = 0.1
+_PATCH_IN_THUMBNAIL_PX = 8
+_PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
+_BATCH, _BATCH_BYTES = 32, 20 << 20
+_AHEAD, _AHEAD_BYTES = 1, 1 << 28
+"""Batches beyond those that threads are filling, and the most memory for all of them."""
+_AT_ONCE = 1 << 14
+"""Patches whose reading is planned at once: plans of millions would not be small."""
+
+
+@dataclass(frozen=True)
+class PlanParams:
+    """What makes a patch worth keeping; shares of its area."""
+
+    min_tissue: float = 0.2
+    min_tumor: float = 0.5
+    tissue: TissueParams = field(default_factory=TissueParams)
+    tumor_groups: Collection[str] = TUMOR_GROUPS
+    hole_groups: Collection[str] = HOLE_GROUPS
+    ignored_groups: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class SlidePlan:
+    """The n patches of one slide and the picture they were found in."""
+
+    record: SlideRecord
+    spec: GridSpec
+    mpp: float
+    """µm per level-0 pixel."""
+    size_l0: tuple[int, int]
+    quickhash: str
+    xy_l0: NDArray[np.int64]
+    """[n, 2] top-left corners (x, y), row by row."""
+    label: NDArray[np.int64]
+    tumor_fraction: NDArray[np.float32]
+    """[n], NaN on weakly labelled slides."""
+    picture: bytes
+    """The thumbnail as JPEG: plans of a whole site are held at once."""
+    tissue_bits: NDArray[np.uint8]
+    tissue_shape: tuple[int, int]
+    downsample: float
+    """Level-0 pixels per thumbnail pixel."""
+    outlines_l0: list[NDArray[np.float64]]
+    """Rings [m, 2] of the tumour's polygons."""
+
+    @property
+    def thumbnail(self) -> NDArray[np.uint8]:
+        """uint8[h, w, 3]"""
+        return np.asarray(Image.open(io.BytesIO(self.picture)))
+
+    @property
+    def tissue(self) -> NDArray[np.bool_]:
+        """bool[h, w] over the thumbnail."""
+        height, width = self.tissue_shape
+        return np.unpackbits(self.tissue_bits, count=height * width).reshape(height, width).astype(bool)
+
+
+def plan_slide(
+    record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
+) -> SlidePlan:
+    """Finds tissue, lays the grid and labels it; reads a thumbnail and the annotation, no more.
+
+    Raises:
+        WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
+            without tissue, contradicting its annotation, or without a patch to keep.
+    """
+    params = params or PlanParams()
+    with Slide(record.path, record.mpp_override, reader) as slide:
+        mpp, size_l0, quickhash = slide.mpp, slide.size_l0, slide.quickhash
+        _check_resolution(record, spec, mpp)
+        patch_l0 = size_in_l0(spec, mpp)
+        wanted_px = ceil(max(size_l0) / patch_l0 * _PATCH_IN_THUMBNAIL_PX)
+        thumbnail, downsample = slide.thumbnail(min(max(wanted_px, _PICTURE_PX), _MOST_THUMBNAIL_PX))
+    try:
+        mask = tissue_mask(thumbnail, downsample * mpp, params.tissue)
+    except WsiFlError as error:
+        raise type(error)(f"{record.path.name}: {error}") from None
+    annotations = _annotations_of(record, size_l0, params)
+    xy_l0 = grid_positions(size_l0, spec, mpp)
+    tissue = tissue_fraction(mask, xy_l0, patch_l0, downsample)
+    tumor, unsure = _shares(annotations, xy_l0, patch_l0, tissue >= params.min_tissue)
+    if record.supervision == "weak":
+        tumor = np.full_like(tumor, np.nan)
+    keep, label = label_patches(
+        tissue,
+        tumor,
+        record.supervision,
+        record.positive,
+        min_tissue=params.min_tissue,
+        min_tumor=params.min_tumor,
+    )
+    keep &= (unsure == 0) | (label == CLASSES.index("tumor"))
+    if not keep.any():
+        raise WsiFlError(
+            f"{record.path.name}: no patch to keep: {_why_none(record, params, tissue, tumor, unsure)}"
+        )
+    picture, picture_mask, factor = _reduced(thumbnail, mask)
+    return SlidePlan(
+        record,
+        spec,
+        mpp,
+        size_l0,
+        quickhash,
+        xy_l0[keep],
+        label[keep],
+        tumor[keep],
+        _jpeg(picture),
+        np.packbits(picture_mask),
+        picture_mask.shape,
+        downsample * factor,
+        _rings(annotations),
+    )
+
+
+def read_patches(
+    record: SlideRecord,
+    xy_l0: NDArray[np.int64],
+    spec: GridSpec,
+    *,
+    threads: int,
+    reader: Reader = "auto",
+    aside: dict[int, str] | None = None,
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """(row of the first patch, pixels uint8[b, size_px, size_px, 3]) batch by batch, in order.
+
+    Threads share one slide (the decoders release the interpreter's lock) and run only so far ahead that memory stays
+    bounded. A native tile under several patches is decoded once; see `sweep`.
+
+    Args:
+        record, xy_l0, spec: which slide, the patches' corners [n, 2], their size and resolution.
+        threads: how many decode.
+        reader: see `Slide`.
+        aside: row → one-line reason of the patches that cannot be decoded. They are left out of their batch, which
+            may become empty; a batch's entries are there when it is yielded.
+
+    Raises:
+        WsiFlError: when a patch cannot be decoded and `aside` is None.
+    """
+    threads = max(1, threads)
+    ahead = max(1, min(threads + _AHEAD, _AHEAD_BYTES // (spec.size_px**2 * 3)))
+    with Slide(record.path, record.mpp_override, reader) as slide:
+        step = _strip_size(xy_l0, spec, ahead)
+        for first in range(0, len(xy_l0), _AT_ONCE):
+            sweep = Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
+            with closing(in_order(sweep.fill, len(sweep), threads=threads, ahead=ahead)) as filled:
+                for number in filled:
+                    yield sweep.take(number, aside)
+
+
+def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
+    """Patches in each of so many batches; together they span about two rows of the grid, whose tiles are kept where
+    patches are resampled from them."""
+    in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
+    in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
+    return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))
+
+
+def _check_resolution(record: SlideRecord, spec: GridSpec, mpp: float) -> None:
+    """Refuses to invent detail that the slide does not have."""
+    if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):
+        raise WsiFlError(
+            f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
+            f"set tile.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
+        )
+
+
+def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:
+    """The slide's outlines, checked against its label; None where labels are weak or nothing is outlined."""
+    outlined = record.supervision in {"annotated", "partial"}
+    if record.supervision == "weak" or (record.annotation is None and not outlined):
+        return None
+    if record.annotation is None:
+        raise WsiFlError(
+            f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
+        )
+    annotations = read_annotations(
+        record.annotation,
+        tumor_groups=params.tumor_groups,
+        hole_groups=params.hole_groups,
+        ignored_groups=params.ignored_groups,
+    )
+    inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *size_l0))
+    if record.positive and not inside:
+        found = (
+            "none of its tumour outlines is on the slide"
+            if annotations.tumor.area
+            else "no tumour is outlined"
+        )
+        raise WsiFlError(f"{record.annotation}: {found} {record.slide}, which is labelled tumour")
+    if record.supervision == "negative" and inside:
+        raise WsiFlError(
+            f"{record.annotation}: outlines tumour on {record.slide}, which is labelled negative"
+        )
+    return annotations
+
+
+def _shares(
+    annotations: Annotations | None, xy_l0: NDArray[np.int64], patch_l0: float, rows: NDArray[np.bool_]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Tumour and unsure share [n] of the chosen rows; zero elsewhere."""
+    tumor, unsure = np.zeros((2, len(xy_l0)), np.float32)
+    if annotations is not None:
+        tumor[rows] = tumor_fraction(annotations, xy_l0[rows], patch_l0)
+        unsure[rows] = unsure_fraction(annotations, xy_l0[rows], patch_l0)
+    return tumor, unsure
+
+
+def _why_none(
+    record: SlideRecord,
+    params: PlanParams,
+    tissue: NDArray[np.float32],
+    tumor: NDArray[np.float32],
+    unsure: NDArray[np.float32],
+) -> str:
+    """The numbers behind an empty plan."""
+    rows = tissue >= params.min_tissue
+    if not rows.any():
+        return (
+            f"of {len(tissue)} grid positions none holds {params.min_tissue:.0%} tissue (most {tissue.max():.0%}); "
+            f"lower tile.min_tissue or tile.size_px"
+        )
+    touching = rows & (tumor > 0)
+    return (
+        f"{rows.sum()} of {len(tissue)} grid positions hold {params.min_tissue:.0%} tissue, of these "
+        f"{touching.sum()} are less than {params.min_tumor:.0%} tumour, {(rows & (unsure > 0)).sum()} touch outlines "
+        f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
+        f"{record.supervision}; lower tile.min_tumor or tile.size_px"
+    )
+
+
+def _reduced(
+    thumbnail: NDArray[np.uint8], mask: NDArray[np.bool_]
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_], int]:
+    """Thumbnail and mask by a whole factor smaller: plans of a whole site are held at once."""
+    factor = ceil(max(mask.shape) / _PICTURE_PX)
+    if factor == 1:
+        return thumbnail, mask, 1
+    small = Image.fromarray(thumbnail).reduce(factor)
+    share = Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)
+    return np.array(small), np.asarray(share) > 127, factor
+
+
+def _jpeg(thumbnail: NDArray[np.uint8]) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(thumbnail).save(buffer, "JPEG", quality=90)
+    return buffer.getvalue()
+
+
+def _rings(annotations: Annotations | None) -> list[NDArray[np.float64]]:
+    """Every exterior and hole of the tumour as an array [m, 2]."""
+    if annotations is None:
+        return []
+    rings = shapely.get_rings(shapely.get_parts(annotations.tumor))
+    return [shapely.get_coordinates(ring) for ring in rings]

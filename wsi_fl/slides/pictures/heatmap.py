@@ -1,0 +1,163 @@
+"""The picture of a prediction: where on the slide the model sees tumour, and how sure it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+
+from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, fitted, font, png
+from wsi_fl.slides.pictures.heat import Heat
+
+_LONG_SIDE_PX = 1200
+_LEAST_WIDTH_PX = 860
+_TITLE_PX, _LEGEND_PX, _MARGIN_PX = 74, 84, 16
+_MUTED = (95, 95, 95)
+_BAR_PX = (300, 18)
+_TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_BENEATH = 222
+"""The grey of faded tissue, under the colour bar as under the patches."""
+
+
+@dataclass(frozen=True)
+class Caption:
+    """What the picture says in words: each is one line; `legend` says what colour means, if not a probability."""
+
+    slide: str
+    origin: str
+    score: str
+    detail: str
+    legend: str = ""
+
+
+def draw_heatmap(
+    thumbnail: NDArray[np.uint8],
+    downsample: float,
+    mpp: float,
+    heat: Heat,
+    colors: list[tuple[int, int, int]],
+    caption: Caption,
+) -> bytes:
+    """PNG of the thumbnail under the probabilities, with outlines, colour bar and scale bar.
+
+    Args:
+        thumbnail: uint8[h, w, 3] of the whole slide.
+        downsample: level-0 pixels per thumbnail pixel.
+        mpp: µm per level-0 pixel.
+        colors: of each class, for outlines where there are more than two.
+    """
+    height, width = thumbnail.shape[:2]
+    zoom = _LONG_SIDE_PX / max(width, height)
+    size = (max(1, round(width * zoom)), max(1, round(height * zoom)))
+    to_picture = zoom / downsample
+    picture = _tinted(_faded(thumbnail, size), heat, to_picture)
+    _draw_regions(picture, heat, colors, to_picture)
+    page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + _TITLE_PX + _LEGEND_PX), PAPER)
+    page.paste(picture, ((page.width - size[0]) // 2, _TITLE_PX))
+    _draw_caption(page, caption)
+    _draw_legend(page, heat, colors, caption.legend, um_per_px=mpp / to_picture)
+    return png(page)
+
+
+def _faded(thumbnail: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
+    """Grey and light, so that colour means probability and nothing else."""
+    grey = Image.fromarray(thumbnail).convert("L").resize(size, Image.Resampling.BICUBIC)
+    return Image.blend(grey, Image.new("L", size, 255), 0.25).convert("RGB")
+
+
+def _colours(p: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(colour [..., 3] of 0 to 255, opacity [...]): dark and dense is probable, in every kind of colour vision."""
+    rgb = mpl.colormaps["inferno_r"](0.06 + 0.72 * p)[..., :3] * 255
+    return rgb, 0.35 + 0.4 * p
+
+
+def _tinted(picture: Image.Image, heat: Heat, to_picture: float) -> Image.Image:
+    """The picture under the patches' colours; where patches overlap, under that of their mean."""
+    pixels = np.asarray(picture, np.float64)
+    total, count = np.zeros((2, *pixels.shape[:2]), np.float32)
+    boxes = np.round(heat.boxes_l0 * to_picture).astype(np.int64)
+    boxes[:, 2:] = np.maximum(boxes[:, 2:], boxes[:, :2] + 1)
+    for (left, top, right, bottom), p in zip(boxes.tolist(), heat.probability.tolist(), strict=True):
+        total[top:bottom, left:right] += p
+        count[top:bottom, left:right] += 1
+    covered = count > 0
+    rgb, opacity = _colours(total[covered].astype(np.float64) / count[covered])
+    out = pixels.copy()
+    out[covered] += (rgb - out[covered]) * opacity[:, None]
+    return Image.fromarray(out.round().astype(np.uint8))
+
+
+def _line_colour(heat: Heat, kind: int, colors: list[tuple[int, int, int]]) -> tuple[int, int, int]:
+    return INK if len(heat.classes) == 2 else colors[kind]
+
+
+def _draw_regions(
+    picture: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], to_picture: float
+) -> None:
+    """Every edge of a region, dark on a light rim so that it shows on any ground."""
+    draw = ImageDraw.Draw(picture)
+    rings = [
+        (region.kind, shapely.get_coordinates(ring) * to_picture)
+        for region in heat.regions
+        for ring in shapely.get_rings(region.polygon)
+    ]
+    for width in (7, 3):
+        for kind, ring in rings:
+            fill = PAPER if width == 7 else _line_colour(heat, kind, colors)
+            draw.line([(float(x), float(y)) for x, y in ring], fill=fill, width=width, joint="curve")
+
+
+def _draw_caption(page: Image.Image, caption: Caption) -> None:
+    draw = ImageDraw.Draw(page)
+    right = page.width - _MARGIN_PX
+    rows = (
+        (26, caption.slide, caption.score, font(20, bold=True), INK),
+        (53, caption.origin, caption.detail, font(15), _MUTED),
+    )
+    for y, left_text, right_text, face, ink in rows:
+        draw.text((right, y), right_text, ink, face, anchor="rm")
+        room = right - draw.textlength(right_text, face) - 2 * _MARGIN_PX
+        draw.text((_MARGIN_PX, y), fitted(draw, left_text, room, face), ink, face, anchor="lm")
+
+
+def _draw_legend(
+    page: Image.Image, heat: Heat, colors: list[tuple[int, int, int]], said: str, *, um_per_px: float
+) -> None:
+    """Colour bar with numbers, what the outlines are, and a scale bar."""
+    draw = ImageDraw.Draw(page)
+    top = page.height - _LEGEND_PX
+    of_two = len(heat.classes) == 2
+    what = f"{heat.classes[1]} probability" if of_two else "probability of the likeliest class"
+    left, bar_top = _MARGIN_PX + 6, top + 34
+    draw.text((left, top + 16), said or what, INK, font(), anchor="lm")
+    _draw_bar(page, draw, (left, bar_top), heat.threshold)
+    x = float(left + _BAR_PX[0] + 36)
+    middle = bar_top + _BAR_PX[1] // 2
+    for kind in heat.shown:
+        name = f"{heat.classes[kind]}: {heat.threshold:g} or more"
+        draw.line((x, middle, x + 28, middle), fill=_line_colour(heat, kind, colors), width=3)
+        draw.text((x + 36, middle), name, INK, font(), anchor="lm")
+        x += 36 + draw.textlength(name, font()) + 20
+    draw_scale_bar(draw, (page.width - _MARGIN_PX, middle + 7), um_per_px, page.width / 6)
+
+
+def _draw_bar(
+    page: Image.Image, draw: ImageDraw.ImageDraw, corner: tuple[int, int], threshold: float
+) -> None:
+    """The colours from 0 to 1 as they look on tissue, with numbers and a mark at the threshold."""
+    width, height = _BAR_PX
+    left, top = corner
+    rgb, opacity = _colours(np.linspace(0, 1, width))
+    row = _BENEATH + (rgb - _BENEATH) * opacity[:, None]
+    page.paste(Image.fromarray(np.broadcast_to(row, (height, width, 3)).round().astype(np.uint8)), corner)
+    for tick in _TICKS:
+        x = left + tick * (width - 1)
+        draw.line((x, top + height, x, top + height + 4), fill=INK, width=1)
+        draw.text((x, top + height + 7), f"{tick:g}", INK, font(13), anchor="mt")
+    x = left + threshold * (width - 1)
+    draw.line((x, top - 4, x, top + height), fill=PAPER, width=5)
+    draw.line((x, top - 4, x, top + height), fill=INK, width=3)

@@ -1,0 +1,147 @@
+"""Which levels of a slide may be read natively: those whose tiles give OpenSlide's pixels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.reading.native import Box, NativeLevel
+from wsi_fl.slides.reading.tiff import TiledImage, levels_of
+from wsi_fl.types import WsiFlError
+
+_VENDORS = {"aperio", "generic-tiff", "philips"}
+"""Whose tiles lie side by side; others' overlap or belong to several scans."""
+_WINDOW_PX = 128
+_MOST_DIFFERENT, _MOST_DIFFERENT_ON_AVERAGE = 2, 0.1
+"""Grey levels; what decoders may differ by in rounding."""
+
+Reference = Callable[[int, Box], NDArray[np.uint8] | None]
+"""OpenSlide's pixels of a box of a level; None where it has none exactly there."""
+
+
+class TrustedLevels:
+    """The levels of one slide; each is compared with OpenSlide when it is first wanted.
+
+    Args:
+        path: the slide's file.
+        level_sizes_px: (width, height) of every level that OpenSlide lists.
+        vendor, properties: as OpenSlide says them.
+        background: RGB of what lies beyond the edge.
+        reference: where OpenSlide's pixels come from.
+        required: whether a level that cannot be trusted is an error.
+
+    Raises:
+        WsiFlError: when level 0 cannot be trusted and `required`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        level_sizes_px: tuple[tuple[int, int], ...],
+        vendor: str,
+        properties: Mapping[str, str],
+        background: tuple[int, int, int],
+        reference: Reference,
+        *,
+        required: bool,
+    ) -> None:
+        self._path = path
+        self._background = background
+        self._reference = reference
+        self._required = required
+        suits = vendor in _VENDORS
+        self._images = levels_of(path, level_sizes_px, properties) if suits else [None] * len(level_sizes_px)
+        self._levels: dict[int, NativeLevel | None] = {}
+        self._lock = threading.Lock()
+        self._file = path.open("rb", buffering=0)
+        try:
+            self.level(0)
+        except WsiFlError:
+            self.close()
+            raise
+
+    def level(self, number: int) -> NativeLevel | None:
+        """The level, or None where OpenSlide has to read it."""
+        if number not in self._levels:
+            with self._lock:
+                if number not in self._levels:
+                    self._levels[number] = self._judged(number)
+        return self._levels[number]
+
+    def close(self) -> None:
+        """Also lets go of decoded tiles: whoever still knows the slide must not keep them alive."""
+        self._file.close()
+        for level in self._levels.values():
+            if level is not None:
+                level.forget()
+
+    def _judged(self, number: int) -> NativeLevel | None:
+        image = self._images[number]
+        if image is None:
+            reason: str | None = "it is not made of one layer of colour JPEG tiles"
+        else:
+            level = NativeLevel(self._file.fileno(), image, self._background)
+            reason = _difference(level, lambda box: self._reference(number, box))
+            if reason is None:
+                return level
+        if self._required:
+            raise WsiFlError(
+                f"{self._path.name}: slides.reader = native cannot read level {number}: {reason}; "
+                "use auto or openslide"
+            )
+        return None
+
+
+def _difference(level: NativeLevel, reference: Callable[[Box], NDArray[np.uint8] | None]) -> str | None:
+    """Why the level must not be read natively, or None.
+
+    Compares windows at the first, the middle and the last tile, the latter beyond the edge. A window that one side
+    cannot decode says nothing (the tile may be damaged), so another is taken.
+
+    Args:
+        level: what to judge.
+        reference: the authority's pixels of a box, None where it has none exactly there.
+    """
+    n_compared = 0
+    for boxes in _windows(level.image):
+        for box in boxes:
+            if not level.holds(box):
+                continue
+            window = np.empty((box[3], box[2], 3), np.uint8)
+            try:
+                expected = reference(box)
+                level.read(box, window, overlapping=False)
+            except WsiFlError:
+                continue
+            if expected is None:
+                continue
+            apart = np.abs(window.astype(np.int16) - expected)
+            if apart.max() > _MOST_DIFFERENT or apart.mean() >= _MOST_DIFFERENT_ON_AVERAGE:
+                return (
+                    f"its tiles decode to other pixels than OpenSlide's (by up to {apart.max()} grey levels)"
+                )
+            n_compared += 1
+            break
+    return None if n_compared else "no tile could be compared with OpenSlide's"
+
+
+def _windows(image: TiledImage) -> Iterator[list[Box]]:
+    """Three places to compare, each with a few to stand in."""
+    (width, height), (tile_width, tile_height) = image.size_px, image.tile_px
+    side = min(_WINDOW_PX, tile_width, tile_height)
+    last = image.n_columns * image.n_rows - 1
+    middle = image.n_rows // 2 * image.n_columns + image.n_columns // 2
+    numbers = [
+        range(min(3, last + 1)),
+        range(middle, min(middle + 3, last + 1)),
+        range(last, max(-1, last - 3), -1),
+    ]
+    over_the_edge = (max(0, width - side // 2), max(0, height - side // 2))
+    for k, some in enumerate(numbers):
+        tiles = [divmod(number, image.n_columns) for number in some]
+        corners = [(column * tile_width, row * tile_height) for row, column in tiles]
+        yield [(*corner, side, side) for corner in ([over_the_edge, *corners] if k == 2 else corners)]

@@ -1,0 +1,303 @@
+"""`audit`: attacks on the models of a run, by those who know the most, and what they show of its ε.
+
+What comes out are rates and bounds; no example, no loss of one, and no coin of a canary is written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from wsi_fl.federation.methods import Method
+from wsi_fl.learning.canaries import Canaries
+from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.local import cross_entropies
+from wsi_fl.privacy.audit import (
+    ADJACENCY,
+    alarming,
+    auroc,
+    auroc_interval,
+    canary_bound,
+    level_of_each,
+    roc,
+    said_of_tests,
+    tpr_at,
+)
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.trained import method_of
+from wsi_fl.stages.site.data import Store, example_word, held_out, may_merge, open_data, remember, store_path
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.training.material import agreed_canaries, learned_from
+from wsi_fl.stages.training.workshop import build_model, method_for
+from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.system.files import read_json, write_json
+from wsi_fl.types import WsiFlError
+
+CONFIDENCE = 0.95
+"""Of a bound alone, and of all that is called broken in a run together."""
+_RATES = (0.01, 0.001)
+
+
+def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Audits a finished run, writes audit/audit.json, returns the document.
+
+    A hospital that keeps its patches to itself is audited where its store is, on its own examples alone.
+
+    Raises:
+        WsiFlError: when the run has not finished, or no store of its sites is here.
+    """
+    watcher = watcher or Silent()
+    run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
+    pipeline = load_pipeline(run.path / "config.toml")
+    if run.summary() is None:
+        raise WsiFlError(
+            f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
+        )
+    sites, tests = study.sites(pipeline), _n_tests(run, pipeline)
+    merged, level = may_merge(sites) and len(sites) > 1, level_of_each(CONFIDENCE, tests)
+    here = _sites_here(study, run, pipeline, merged)
+    rows = []
+    for done, (index, site) in enumerate(here):
+        watcher.update("audit", done, len(here), site.name)
+        rows.append(_audit_site(study, run, pipeline, site, index, merged=merged, level=level))
+        watcher.update("audit", done + 1, len(here), site.name)
+    document = {
+        "run": study.relative(run.path),
+        "method": method_of(run),
+        "examples": example_word(pipeline),
+        "confidence": CONFIDENCE,
+        "tests": tests,
+        "level": level,
+        "tested": said_of_tests(tests, CONFIDENCE) if tests else None,
+        "adjacency": ADJACENCY,
+        "sites": rows,
+    }
+    write_json(run.path / "audit" / "audit.json", document)
+    return document
+
+
+def _sites_here(study: Study, run: RunFolder, pipeline: Pipeline, merged: bool) -> list[tuple[int, SiteFile]]:
+    """(place in the run, site) of those that finished and whose stores are here."""
+    lost = _lost(run)
+    here = [
+        (index, site)
+        for index, site in enumerate(study.sites(pipeline))
+        if site.name not in lost and (merged or store_path(study, site.name, pipeline).exists())
+    ]
+    if not here:
+        raise WsiFlError(f"{study.root}/stores: no store of a site of this run; an audit needs one")
+    return here
+
+
+def _lost(run: RunFolder) -> set[str]:
+    return {loss["site"] for loss in run.losses()}
+
+
+def _n_tests(run: RunFolder, pipeline: Pipeline) -> int:
+    """How many models of the run have an ε that canaries test: all sites', wherever they are audited."""
+    if not pipeline.audit.canaries:
+        return 0
+    sites, lost = (run.summary() or {}).get("sites", ()), _lost(run)
+    tested = [site for site in sites if site["guarantee"] != "none" and site["site"] not in lost]
+    method = method_for(method_of(run), pipeline)
+    return len(tested) * sum(_with_dp(method, pipeline, role) for _, role in _models_of(method))
+
+
+def _models_of(method: Method) -> list[tuple[str, str]]:
+    """(name, role) of what each site is left with and of what it sent."""
+    kept = "central" if method.pooled or method.travels == "private" else "private"
+    if method.travels is None:
+        return [(kept, "private")]
+    return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
+
+
+def _with_dp(method: Method, pipeline: Pipeline, role: str) -> bool:
+    return pipeline.privacy.enabled and (role == "proxy" or method.travels != "proxy")
+
+
+@dataclass(frozen=True)
+class _Attacked:
+    """A trained model of a site.
+
+    Attributes:
+        name: "private"; "proxy" or "released", as it left the site in its last round; "central", all sites'.
+        dp: whether it was trained with differential privacy.
+    """
+
+    name: str
+    dp: bool
+    network: nn.Module
+
+
+def _audit_site(
+    study: Study,
+    run: RunFolder,
+    pipeline: Pipeline,
+    site: SiteFile,
+    index: int,
+    *,
+    merged: bool,
+    level: float,
+) -> dict[str, Any]:
+    method, device = method_for(method_of(run), pipeline), device_of_rank()
+    store = open_data(study, site.name, pipeline)
+    folder = run.site(site.name)
+    remember(folder, store)
+    members, _ = learned_from(study, pipeline, method, site.name)
+    others = {"own": held_out(study, site.name, pipeline)}
+    if merged:
+        others["merged"] = joined([held_out(study, one.name, pipeline) for one in study.sites(pipeline)])
+    account = read_json(folder.path / "ledger.json")
+    if pipeline.audit.canaries and folder.canaries() is None:
+        raise WsiFlError(
+            f"{folder.path}/canaries.json is missing: nobody else knows what was planted; restore it"
+        )
+    planted = agreed_canaries(folder, pipeline, store)
+    rows = []
+    for model in _attacked(run, pipeline, site, store, index):
+        found: dict[str, Any] = {"model": model.name, "dp": model.dp}
+        found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap, device)
+        upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
+        found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
+        rows.append(found)
+    kept = ("epsilon", "delta", "guarantee", "unit")
+    return {"site": site.name, **{key: account[key] for key in kept}, "models": rows}
+
+
+def _attacked(
+    run: RunFolder, pipeline: Pipeline, site: SiteFile, store: Store, index: int
+) -> list[_Attacked]:
+    """What a site has trained: the model it keeps, and what it sent, from the checkpoint before the last exchange."""
+    method, folder = method_for(method_of(run), pipeline), run.site(site.name)
+    rounds = folder.checkpoints()
+    if not rounds:
+        raise WsiFlError(
+            f"{folder.path}/state: no checkpoint, so what {site.name} released cannot be audited"
+        )
+    state, _ = folder.load_checkpoint(rounds[-1])
+
+    def of_role(name: str, role: str, tensors: Mapping[str, torch.Tensor]) -> _Attacked:
+        common = method.travels == "private"
+        network = build_model(site, pipeline, store, role, index, common=common)
+        network.load_state_dict(tensors)  # all of its initial weights
+        return _Attacked(name, _with_dp(method, pipeline, role), network.to(device_of_rank()).eval())
+
+    def sent(role: str) -> dict[str, torch.Tensor]:
+        prefix = f"{role}/model/"
+        return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+    (kept, role), *released = _models_of(method)
+    found = [of_role(kept, role, folder.load_model(role))]
+    return found + [of_role(name, role, sent(role)) for name, role in released]
+
+
+def _membership(
+    model: _Attacked, members: Examples, others: Mapping[str, Examples], repeats: int, device: torch.device
+) -> dict[str, Any]:
+    """Membership by a threshold on the loss (Yeom et al., 2018), against each set of examples never trained on."""
+    scores = -cross_entropies(model.network, members, device)
+    found = {}
+    for name, examples in others.items():
+        against = -cross_entropies(model.network, examples, device)
+        interval = auroc_interval(scores, against, members.patient, examples.patient, repeats=repeats)
+        found[name] = {
+            "members": len(scores),
+            "non_members": len(against),
+            "auroc": auroc(scores, against),
+            "interval": interval,
+            "alarm": alarming(interval),
+            "tpr_at_fpr": {f"{rate:g}": tpr_at(scores, against, rate) for rate in _RATES},
+            "roc": [list(point) for point in roc(scores, against)],
+        }
+    return found
+
+
+def _canaries(
+    model: _Attacked,
+    planted: Canaries | None,
+    upper: float | None,
+    delta: float,
+    level: float,
+    device: torch.device,
+) -> dict[str, Any] | None:
+    """What the loss of each canary tells, and the least ε that explains it; None without canaries.
+
+    The loss after training alone: minus that before, which varies from one to the next, it tells less.
+
+    Args:
+        upper: ε that is promised; None where nothing is.
+        level: confidence at which the bound must be above it to call it broken.
+    """
+    if planted is None:
+        return None
+    scores = -cross_entropies(model.network, planted.examples, device)
+    bound, among_all = (
+        canary_bound(scores, planted.included, delta, confidence=confidence)
+        for confidence in (CONFIDENCE, level)
+    )
+    return {
+        "n": bound.n,
+        "accuracy": bound.accuracy,
+        "guesses": bound.guesses,
+        "right": bound.right,
+        "epsilon_lower": bound.epsilon,
+        "epsilon_lower_corrected": among_all.epsilon,
+        "epsilon_upper": upper,
+        "delta": delta,
+        "broken": None if upper is None else among_all.epsilon > upper,
+    }
+
+
+def print_audit(document: dict[str, Any]) -> None:
+    """A row per model; then what is alarming."""
+    from rich.table import Table
+
+    def number(value: float | None, digits: int = 3) -> str:
+        return "–" if value is None else f"{value:.{digits}f}"
+
+    title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("site", "model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"):
+        table.add_column(heading, justify="left" if heading in ("site", "model") else "right", no_wrap=True)
+    for site in document["sites"]:
+        for model in site["models"]:
+            own, planted = model["membership"]["own"], model["canaries"] or {}
+            interval = own["interval"]
+            table.add_row(
+                site["site"],
+                model["model"],
+                number(own["auroc"]),
+                "–" if interval is None else f"{interval[0]:.3f}–{interval[1]:.3f}",
+                *(number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES),
+                number(planted.get("epsilon_lower"), 2),
+                number(planted.get("epsilon_upper"), 2),
+            )
+    stderr.print(table)
+    for sentence, style in _said(document):
+        say(f"  {sentence}", style)
+    say(f"{document['run']} audited; next: wsi-fl report {document['run']}")
+
+
+def _said(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Sentences and their colours."""
+    found = []
+    for site in document["sites"]:
+        for model in site["models"]:
+            who = f"{site['site']}, {model['model']} model"
+            if model["membership"]["own"]["alarm"]:
+                found.append((f"{who}: its losses tell who was in the training data", "yellow"))
+            if (model["canaries"] or {}).get("broken"):
+                found.append((f"{who}: its {site['guarantee']} ε is refuted by its canaries", "red"))
+    if document["tests"]:
+        found += [(document["tested"], ""), (document["adjacency"], "")]
+    if not any(model["canaries"] for site in document["sites"] for model in site["models"]):
+        found.append(("no canaries: train with --set audit.canaries=400 to bound ε from below", ""))
+    return found

@@ -1,0 +1,177 @@
+"""`compare`: methods side by side, mean ± sd over sites and seeds, paired tests, and the baseline that matters."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from wsi_fl.learning.metrics import SCORES
+from wsi_fl.report import comparison, words
+from wsi_fl.report import worth as worth_figure
+from wsi_fl.report.comparison_figures import png
+from wsi_fl.stages.answers.compare_rows import (
+    MEASURED,
+    Row,
+    comparisons,
+    described,
+    grouped,
+    is_alone,
+    series_of,
+    spread_of,
+)
+from wsi_fl.stages.answers.compare_runs import Run, named, with_baseline
+from wsi_fl.stages.answers.compare_worth import worth
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.data import example_word
+from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_json, write_bytes, write_text
+
+
+def compare(
+    study: Study, runs: Sequence[str], *, baseline: bool = True, watcher: Watcher | None = None
+) -> dict[str, Any]:
+    """Compares finished runs on the same stores; returns the document and writes page, figure and table.
+
+    A row is a method, whether it had DP, and the settings in which the runs differ; runs that differ in their
+    seed alone are repetitions of one row. The baseline row, every hospital alone without DP, is always there.
+
+    Args:
+        runs: folders, names, numbers, ranges (3-8) or patterns; the first one's row is the reference.
+        baseline: whether runs of the baseline that are missing are trained.
+
+    Raises:
+        WsiFlError: when a run has not finished, or learned from other patches than the first.
+    """
+    watcher = watcher or Silent()
+    given = named(study, runs)
+    everything, notes = with_baseline(study, given, train_missing=baseline, watcher=watcher)
+    evaluations = [_evaluation(study, run, watcher) for run in everything]
+    on = "merged" if all(e["merged"] is not None for e in evaluations) else "own"
+    if on == "own":
+        notes.append(
+            "Not every run has a merged test set: each model is measured on its own site's test part."
+        )
+    if lost := sorted({site for run in everything for site in run.summary["lost"]}):
+        notes.append(f"Lost during training in some run: {', '.join(lost)}.")
+    rows = grouped(everything, evaluations, on, given[0])
+    document = _document(rows, given[0], on, notes)
+    document["worth"] = worth(rows, given[0], on)
+    document["runs"] = [study.relative(run.folder.path) for run in everything]
+    folder = study.root / "comparisons" / _slug(given)
+    for kind, name in (("page", "index.html"), ("figure", "figure.png"), ("table", "table.csv")):
+        document[kind] = study.relative(folder / name)
+    if document["worth"]:
+        document["worth"]["figure"] = study.relative(folder / "worth.png")
+        write_bytes(folder / "worth.png", worth_figure.png(document["worth"]))
+    series = [series_of(row, on, baseline=row.label == document["baseline"]) for row in rows]
+    made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
+    sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
+    write_text(folder / "index.html", comparison.render(document, series, created=made, sites=sites))
+    write_bytes(folder / "figure.png", png(series, "Accuracy"))
+    write_text(folder / "table.csv", _csv(document["rows"]))
+    return document
+
+
+def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[str, Any]:
+    """What is known of all rows, which it puts in order: best accuracy first, rows without a number last."""
+    reference = next(row.label for row in rows if first in row.runs)
+    alone = next(row.label for row in rows if is_alone(row, first))
+    rows.sort(key=lambda row: -(spread_of(row, "accuracy")["mean"] or 0.0) if row.runs else 1.0)
+    table = [described(row) for row in rows]
+    tests = comparisons(rows, reference, alone, MEASURED if on == "merged" else SCORES)
+    word = example_word(first.pipeline)
+    return {
+        "runs": [],
+        "worth": None,
+        "on": on,
+        "examples": word,
+        "rows": table,
+        "paired": tests,
+        "baseline": alone,
+        "reference": reference,
+        "findings": [asdict(found) for found in comparison.findings(table, tests, alone, word)],
+        "notes": [*notes, *comparison.cautions(table, tests)],
+    }
+
+
+def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
+    """The run's evaluation, made now where there is none of what it is by now: a lost site may have come back, or
+    another answer was asked for than the run's own.
+    """
+    path, finished = run.folder.path / "evaluation.json", run.folder.path / "summary.json"
+    if path.exists() and path.stat().st_mtime_ns >= finished.stat().st_mtime_ns:
+        document, wanted = dict(read_json(path)), run.pipeline.predict.with_
+        if document.get("with", wanted) == wanted:
+            return document
+    watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
+    return evaluate(study, str(run.folder.path), watcher=watcher)
+
+
+def _slug(given: Sequence[Run]) -> str:
+    """The same runs make the same folder."""
+    methods = "-".join(dict.fromkeys(run.method for run in given))
+    names = " ".join(sorted(run.folder.name for run in given))
+    return f"{methods}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+
+
+def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """table.csv: a row per method; what is unknown is empty."""
+    text = io.StringIO()
+    plain = ("label", "method", "dp", "guarantee", "epsilon", "n_sites")
+    spreads = [(metric, part) for metric in MEASURED for part in ("mean", "sd", "n")]
+    sent = ("messages", "bytes", "busiest_bytes", "seconds")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        [
+            *plain,
+            "seeds",
+            *("_".join(s) for s in spreads),
+            *(f"{k}_per_round" for k in sent),
+            "seconds_per_round_in_all",
+        ]
+    )
+    for row in rows:
+        cells = [row[key] for key in plain] + [" ".join(map(str, row["seeds"]))]
+        cells += [row[metric][part] for metric, part in spreads] + [row["communication"][key] for key in sent]
+        writer.writerow(["" if cell is None else cell for cell in [*cells, row["seconds_per_round"]]])
+    return text.getvalue()
+
+
+def print_compare(document: dict[str, Any]) -> None:
+    """A row per method, then what it means."""
+    from rich import box
+    from rich.table import Table
+
+    where = comparison.WHERE[document["on"]]
+    table = Table(
+        title=f"models {where}, mean ± sd over sites and seeds",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    for heading in ("method", "seeds", "accuracy", "macro-acc.", "AUROC", "ε", "sent"):
+        words_within = heading in ("method", "ε")
+        table.add_column(
+            heading, justify="left" if heading == "method" else "right", no_wrap=not words_within
+        )
+    for row in document["rows"]:
+        spent = "–" if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
+        numbers = (words.spread(row[metric], 2) for metric in SCORES)
+        sent = words.size(row["communication"]["bytes"])
+        table.add_row(row["label"], str(len(row["seeds"])), *numbers, spent, sent)
+    stderr.print(table)
+    if document["worth"]:
+        for name, row in worth_figure.rows_of(document["worth"]):
+            say(f"  {name}: {worth_figure.gain_words(row)} by joining")
+    for finding in document["findings"]:
+        say(finding["text"])
+    for note in document["notes"]:
+        say(note, style="dim")
+    say(document["page"])

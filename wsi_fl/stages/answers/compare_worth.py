@@ -1,0 +1,131 @@
+"""What joining brings each hospital: alone, joined and pooled on the same test examples, with intervals."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.significance import clustered_interval
+from wsi_fl.report import words
+from wsi_fl.stages.answers.compare_rows import Row, is_alone
+from wsi_fl.stages.answers.compare_runs import Run
+
+Right = dict[tuple[str, ...], float]
+"""Test example (site, patient, and what else names it) → whether the model was right."""
+
+
+def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
+    """Every site's own accuracy with each of three models; None where no federated method is compared.
+
+    *Alone* is the baseline without DP, *joined* the first federated row given, *pooled* a model of all data, without DP
+    where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
+    that of drawing seeds and patients anew.
+    """
+    chosen = _chosen(rows, first)
+    if chosen is None:
+        return None
+    names = [site["site"] for site in chosen["joined"].runs[0].summary["sites"]]
+    answers = {kind: _by_site(row, names, on) for kind, row in chosen.items()}
+    sites = [
+        {
+            "site": name,
+            **_compared({kind: found[name] for kind, found in answers.items()}),
+            **_spent(chosen["joined"], name),
+        }
+        for name in names
+    ]
+    return {
+        **{kind: row.label for kind, row in chosen.items()},
+        "pooled": chosen["pooled"].label if "pooled" in chosen else None,
+        "on": on,
+        "sites": sites,
+        "all": _compared({kind: _over_sites(found.values()) for kind, found in answers.items()}),
+    }
+
+
+def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
+    alone = [row for row in rows if row.runs and is_alone(row, first)]
+    federated = [row for row in rows if row.runs and row.method not in words.NOT_FEDERATED]
+    joined = sorted(federated, key=lambda row: first not in row.runs)
+    pooled = sorted((row for row in rows if row.runs and row.method == "joint"), key=lambda row: row.dp)
+    if not alone or not joined:
+        return None
+    return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})
+
+
+def _by_site(row: Row, names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
+    """Site → seed → its predictions."""
+    return {
+        name: {
+            run.seed: _right(run, name, on)
+            for run in row.runs
+            if (run.folder.site(name).path / "predictions.csv").exists()
+        }
+        for name in names
+    }
+
+
+def _right(run: Run, site: str, on: str) -> Right:
+    """From predictions.csv of a site's own model, of its own part alone where nothing was merged."""
+    with (run.folder.site(site).path / "predictions.csv").open(newline="", encoding="utf-8") as file:
+        table = csv.reader(file)
+        header = next(table)
+        label, first = (
+            header.index("label"),
+            next(k for k, name in enumerate(header) if name.startswith("p_")),
+        )
+        classes = [name.removeprefix("p_") for name in header[first:]]
+        found: Right = {}
+        for line in table:
+            if on == "merged" or line[0] == site:
+                best = int(np.argmax([float(p) for p in line[first:]]))
+                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
+                found[key] = float(classes[best] == line[label])
+    return found
+
+
+def _over_sites(parts: Iterable[Mapping[int, Right]]) -> dict[int, Right]:
+    """All sites' models as one: the examples of each apart, patients not."""
+    seen: dict[int, Right] = {}
+    for k, runs in enumerate(parts):
+        for seed, right in runs.items():
+            seen.setdefault(seed, {}).update({(*key, str(k)): value for key, value in right.items()})
+    return seen
+
+
+def _compared(answers: Mapping[str, Mapping[int, Right]]) -> dict[str, Any]:
+    """{"alone": value, "joined": value, "pooled": value or None, "gain": value}, each {"mean", "low", "high"}."""
+    found: dict[str, Any] = {"pooled": None}
+    found |= {kind: _value(runs, list(runs)) for kind, runs in answers.items()}
+    alone, joined = answers["alone"], answers["joined"]
+    common = sorted(alone.keys() & joined.keys())
+    gains = {seed: _difference(joined[seed], alone[seed]) for seed in common}
+    return found | {"gain": _value(gains, common)}
+
+
+def _difference(a: Right, b: Right) -> Right:
+    return {key: a[key] - b[key] for key in a if key in b}
+
+
+def _value(runs: Mapping[int, Right], seeds: Sequence[int]) -> dict[str, float | None] | None:
+    """Mean and interval over runs on the same examples; None without any."""
+    shared = set.intersection(*(set(runs[seed]) for seed in seeds)) if seeds else set()
+    if not shared:
+        return None
+    keys = sorted(shared)
+    values: NDArray[np.float64] = np.array([[runs[seed][key] for key in keys] for seed in seeds])
+    patients = np.array(["\n".join(key[:2]) for key in keys])
+    interval = clustered_interval(values, patients)
+    low, high = interval if interval is not None else (None, None)
+    return {"mean": float(values.mean()), "low": low, "high": high}
+
+
+def _spent(row: Row, name: str) -> dict[str, Any]:
+    """The largest ε of a site over the runs, and what it is worth."""
+    mine = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
+    spent = [site["epsilon"] for site in mine if site["epsilon"] is not None]
+    return {"epsilon": max(spent, default=None), "guarantee": mine[0]["guarantee"] if mine else "none"}

@@ -1,0 +1,202 @@
+"""`train --method mpcpa --baselines`: the paper's tables in one command.
+
+A1…An learn from their own images, B1…Bn from the others' generated ones too; both are aggregated; all original and all
+generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) beside the run of mpcpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from wsi_fl.federation.courier import federated_transfers
+from wsi_fl.learning.metrics import SCORES
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.compare_runs import opened, settings
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.data import may_merge, open_data, store_digest
+from wsi_fl.stages.training.train import begin
+from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import read_json, write_json
+from wsi_fl.types import UsageError, WsiFlError
+
+_OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
+
+
+def mpcpa_table(
+    study: Study,
+    *,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Trains and evaluates mpcpa and its baselines, where that was not done; writes `mpcpa.json` into the run.
+
+    Raises:
+        UsageError: when nobody may read all sites' test patches.
+    """
+    watcher = watcher or Silent()
+    name = study.pipeline_name(pipeline_name)
+    pipeline = study.pipeline(name, overrides)
+    sites = study.sites(pipeline)
+    if not may_merge(sites) or len(sites) < 2:
+        raise UsageError(
+            "--baselines measures every model on all sites' test patches, which needs two sites or more that "
+            'all allow = ["patches"]'
+        )
+    too_many = [n for n in pipeline.mpcpa.curve if n > pipeline.ddpm.samples_per_class]
+    if too_many:
+        raise UsageError(
+            f"mpcpa.curve: {max(too_many)} images of each class, but ddpm.samples_per_class = "
+            f"{pipeline.ddpm.samples_per_class} are drawn"
+        )
+
+    def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, dict[str, Any]]:
+        run = _finished(study, pipeline, method)
+        if run is None:
+            watcher.say(f"  training {method}")
+            summary = begin(study, pipeline, method, name, backend=backend, watcher=watcher)
+            run = RunFolder(study.run(summary["run"]))
+        return run, _evaluated(study, run, pipeline)
+
+    runs, evaluations = {}, {}
+    for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
+        runs[method], evaluations[method] = done(method, pipeline)
+    drawn = pipeline.ddpm.samples_per_class
+    curve = {0: evaluations[_OWN], min(pipeline.mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
+    for n in pipeline.mpcpa.curve:
+        fewer = pipeline.model_copy(update={"mpcpa": pipeline.mpcpa.model_copy(update={"per_class": n})})
+        curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
+    document = _document(study, pipeline, runs, evaluations)
+    document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
+    write_json(runs[_BOTH].path / "mpcpa.json", document)
+    return document
+
+
+def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the paper's Figure 5: accuracies with so many generated images of each class from each denoiser."""
+    together = evaluation["aggregated"]["rules"][pipeline.mpcpa.aggregate]
+    return {
+        "per_class": n,
+        "sites": {one["site"]: one["accuracy"] for one in evaluation["sites"]},
+        "mean": evaluation["merged"]["accuracy"]["mean"],
+        "aggregated": together["accuracy"],
+    }
+
+
+def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None:
+    """The last finished run that is the same in all that matters."""
+    inputs = {}
+    for site in study.sites(pipeline):
+        with open_data(study, site.name, pipeline) as store:
+            inputs[site.name] = store_digest(store)
+    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
+        with suppress(WsiFlError):  # unfinished, or written by another version
+            run = opened(study, path)
+            same = run.settings == settings(method, pipeline) and run.inputs == inputs
+            if same and run.seed == pipeline.train.seed and not run.pipeline.privacy.enabled:
+                return run.folder
+    return None
+
+
+def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, Any]:
+    path = run.path / "evaluation.json"
+    if path.exists() and (known := dict(read_json(path))).get("aggregated"):
+        known["aggregated"]["rule"] = pipeline.mpcpa.aggregate
+        return known
+    return evaluate(study, str(run.path))
+
+
+def _document(
+    study: Study,
+    pipeline: Pipeline,
+    runs: Mapping[str, RunFolder],
+    evaluations: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    summaries = {method: read_json(run.path / "summary.json") for method, run in runs.items()}
+    n_sites, rounds = len(study.sites(pipeline)), pipeline.train.rounds
+    together = {name: evaluations[m]["aggregated"] for name, m in (("A", _OWN), ("B", _BOTH))}
+    return {
+        "run": study.relative(runs[_BOTH].path),
+        "runs": {method: study.relative(run.path) for method, run in runs.items()},
+        "seed": pipeline.train.seed,
+        "n_test": evaluations[_BOTH]["sites"][0]["n"],
+        "aggregate": pipeline.mpcpa.aggregate,
+        "rows": list(_rows(pipeline, evaluations)),
+        "aggregated": {name: one["rules"] for name, one in together.items()},
+        "transfers": {
+            "mpcpa": summaries[_BOTH]["communication"]["messages"],
+            "fedavg": federated_transfers(n_sites, rounds),
+        },
+        "memorization": [_memorization(study, site.name) for site in study.sites(pipeline)],
+    }
+
+
+def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for letter, method in (("A", _OWN), ("B", _BOTH)):
+        for number, one in enumerate(evaluations[method]["sites"], 1):
+            rows.append({"row": f"{letter}{number}", "site": one["site"], **_scores(one)})
+    for letter, method in (("A", _OWN), ("B", _BOTH)):
+        rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
+    for letter, method in (("A", _OWN), ("B", _BOTH)):
+        one = evaluations[method]["aggregated"]["rules"][pipeline.mpcpa.aggregate]
+        rows.append({"row": f"aggregated {letter}", **_scores(one)})
+    for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
+        rows.append({"row": label, **_means(evaluations[method])})
+    return rows
+
+
+def _scores(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one[name] for name in SCORES}
+
+
+def _means(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Over the sites' models: of one kind of training set, each from its own start."""
+    return {name: evaluation["merged"][name]["mean"] for name in SCORES}
+
+
+def _memorization(study: Study, site: str) -> dict[str, Any]:
+    """A site's row of Table 4, and what it is worth."""
+    check = read_json(study.denoiser(site) / "check.json")
+    kept = ("least", "median", "held_out_least", "held_out_median", "n_generated", "below_paper", "copies")
+    return {
+        "site": site,
+        "passed": check["passed"],
+        **{key: check["memorization"][key] for key in (*kept, "duplicates")},
+        "page": check["files"]["page"],
+    }
+
+
+def print_mpcpa(document: dict[str, Any]) -> None:
+    """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
+    from rich.table import Table
+
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3f}"
+
+    table = Table(title=f"on {document['n_test']} test images of all sites", title_justify="left")
+    for heading in ("model", "accuracy", "macro-acc.", "AUROC"):
+        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
+    for row in document["rows"]:
+        table.add_row(row["row"], *(number(row[name]) for name in SCORES))
+    stderr.print(table)
+    if len(document["curve"]) > 2:
+        for point in document["curve"]:
+            say(
+                f"  {point['per_class']} generated images of each class: mean {number(point['mean'])}, aggregated "
+                f"{number(point['aggregated'])}"
+            )
+    say(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
+    for row in document["memorization"]:
+        say(
+            f"  {row['site']}: nearest training image {row['least']:.4f} (paper's Table 4), held-out real images "
+            f"{number(row['held_out_least'])}; {row['copies']} copies in {row['n_generated']}; check "
+            f"{'passed' if row['passed'] else 'NOT passed'}"
+        )
+    say(f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing")
+    say(f"next: wsi-fl report {document['run']}")

@@ -1,0 +1,154 @@
+"""`predict`: what a site's models say of new slides: pictures, tables, scores.
+
+Only the run, the slides given and, where it is there, the site's own store are opened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
+from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
+from wsi_fl.stages.answers.trained import answers_with, trained_site
+from wsi_fl.stages.prepare.tile_plans import one_line
+from wsi_fl.stages.site.data import of_slides
+from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.job import Job
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.types import DiskFull, SlideRecord, UsageError, WsiFlError
+
+
+def predict(
+    study: Study,
+    run_name: str,
+    *,
+    site: str,
+    slides: Sequence[Path],
+    out: Path | None = None,
+    tumor_type: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Predicts slides one by one; returns the `--json` document, whose `failed` names those that could not be.
+
+    Started under mpiexec or srun, the ranks share the slides, and all but the first return {}.
+
+    Args:
+        out: folder for one folder per slide; default RUN/predictions/SITE.
+        tumor_type: what is known of the slides, for runs on mosaics; default: what the site's store says.
+        overrides: `predict.KEY=VALUE` over the run's configuration.
+    """
+    began = time.perf_counter()
+    job = Job()
+    watcher = watcher if watcher and job.first else Silent()
+    names = _names(slides)
+    ready: list[tuple[RunFolder, Pipeline, SiteFile, One]] = []
+
+    def prepare() -> None:
+        run, pipeline, where = trained_site(study, run_name, site, overrides)
+        ready.append((run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type, watcher)))
+
+    job.together(prepare)
+    run, pipeline, where, one = ready[0]
+    folder = out.resolve() if out is not None else run.path / "predictions" / site
+
+    def work() -> list[dict[str, Any]]:
+        found = []
+        for number in job.mine(range(len(slides))):
+            record = SlideRecord(
+                slides[number], names[number], "", site, "negative", False, mpp_override=where.mpp_override
+            )
+            found.append({"number": number} | _outcome(one, record, folder, watcher))
+        return found
+
+    parts = [one for part in job.together(work) for one in part]
+    ordered = sorted(parts, key=lambda one: int(one["number"]))
+    if not job.first:
+        return {}
+    return {
+        "run": study.relative(run.path),
+        "site": site,
+        "with": answers_with(run, pipeline, site),
+        "slides": [one["row"] for one in ordered if "row" in one],
+        "failed": [one["failed"] for one in ordered if "failed" in one],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _outcome(one: One, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+    """A slide's row, or why there is none."""
+    try:
+        return {"row": one(record, folder / record.slide, watcher)}
+    except (DiskFull, UsageError):
+        raise
+    except WsiFlError as error:
+        reason = str(error)
+    except Exception as error:  # one slide that a library chokes on must not end the others
+        reason = one_line(error)
+    watcher.say(f"  {record.slide} failed: {reason}")
+    return {"failed": {"slide": record.slide, "reason": reason}}
+
+
+One = Callable[[SlideRecord, Path, Watcher], dict[str, Any]]
+"""(slide, folder for its files, watcher) → its row of the document."""
+
+
+def _predictor(
+    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None, watcher: Watcher
+) -> One:
+    """Predicts a slide as the run learned: as a bag, or patch by patch."""
+    if of_slides(pipeline):
+        return partial(predict_bag, study, load_bag_predictor(study, run, pipeline, site, tumor_type))
+    if tumor_type is not None:
+        raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
+    return partial(predict_patches, study, load_predictor(study, run, pipeline, site, watcher))
+
+
+def _names(slides: Sequence[Path]) -> list[str]:
+    """The slides' names: file names without suffix, as in a store."""
+    names = [path.name if path.is_dir() else path.stem for path in slides]
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise UsageError(f"two slides are called {twice[0]}; predict them one after the other with --out")
+    return names
+
+
+def print_predictions(document: dict[str, Any]) -> None:
+    """A row per slide, then the pictures' paths on stdout."""
+    from rich.table import Table
+
+    from wsi_fl.stages.work.console import stderr
+
+    if document["slides"]:
+        of_bags = "class" in document["slides"][0]
+        headings = (
+            ("patches", "class", "probability") if of_bags else ("patches", "max", "top k", "over threshold")
+        )
+        whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
+        table = Table(title=f"{whose} of {document['site']}", title_justify="left")
+        for heading in ("slide", *headings):
+            table.add_column(heading, justify="left" if heading == "slide" else "right", no_wrap=True)
+        for row in document["slides"]:
+            table.add_row(
+                row["slide"], str(row["patches"]), *(_of_slide(row) if of_bags else _of_patches(row))
+            )
+        stderr.print(table)
+    else:
+        say("no slide could be predicted", style="bold yellow")
+    for row in document["slides"]:
+        print(row["heatmap"] or row["csv"])
+
+
+def _of_patches(row: dict[str, Any]) -> tuple[str, ...]:
+    found = row["score"]
+    return f"{found['max']:.3f}", f"{found['top_k_mean']:.3f}", percent(found["fraction"])
+
+
+def _of_slide(row: dict[str, Any]) -> tuple[str, ...]:
+    return row["class"], f"{row['probability']:.3f}"

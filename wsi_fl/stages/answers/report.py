@@ -1,0 +1,228 @@
+"""`report`: gathers what a run left behind and renders it as one page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.metrics import SCORES
+from wsi_fl.report.page import Page, render
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.site.data import Store, example_word, open_data, store_path
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.work.console import say
+from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.system.files import read_json, write_text
+from wsi_fl.types import WsiFlError
+
+_SAMPLES_PER_CLASS = 6
+
+Patches = list[tuple[str, NDArray[np.uint8]]]
+"""(class, pixels) each."""
+
+
+def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
+    """Write `report/index.html` of a run and return its path.
+
+    Args:
+        pictures: whether patches, overviews and generated images of real sites are shown too. The page then opens with
+            a banner; without them it says in their places that they were left out.
+
+    Raises:
+        WsiFlError: when the run has not finished, or no store of its sites is here.
+    """
+    run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
+    path = run.path / "report" / "index.html"
+    page = _page(study, run, pictures=pictures)
+    write_text(path, render(page))
+    if page.left_out:
+        names = ", ".join(_without_repeats(page.left_out))
+        say(
+            f"  pictures of patients of {names} were left out; `wsi-fl report {run.name} --pictures` shows them, on a "
+            "page that must not leave the hospital",
+            "yellow",
+        )
+    return path
+
+
+def _page(study: Study, run: RunFolder, *, pictures: bool) -> Page:
+    manifest = run.manifest
+    pipeline = load_pipeline(run.path / "config.toml")
+    sites = study.sites(pipeline)
+    here = [site for site in sites if store_path(study, site.name, pipeline).exists()]
+    if not here:
+        raise WsiFlError(f"{study.root}/stores: no store of a site of this run; a report needs one")
+    shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
+    stores = {site.name: open_data(study, site.name, pipeline) for site in (shown or here[:1])}
+    with_pixels = {site.name: s for site in shown if isinstance(s := stores[site.name], PatchStore)}
+    inputs = inputs_of(run)
+    return Page(
+        run=run.name,
+        method=manifest["method"],
+        pipeline=manifest["pipeline"],
+        classes=next(iter(stores.values())).meta.classes,
+        config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
+        manifest=manifest | {"inputs": inputs},
+        summary=_required(run.path / "summary.json"),
+        evaluation=_optional(run.path / "evaluation.json"),
+        metrics={site.name: run.site(site.name).metrics() for site in sites},
+        baselines=list(_baselines(study, run, manifest, inputs)),
+        stores=[_store_row(name, store) for name, store in stores.items()],
+        groups=_groups(run),
+        audit=_optional(run.path / "audit" / "audit.json"),
+        mpcpa=_optional(run.path / "mpcpa.json"),
+        examples=example_word(pipeline),
+        **_pictures(study, run, sites, with_pixels, of_patients=pictures),
+    )
+
+
+def _pictures(
+    study: Study,
+    run: RunFolder,
+    sites: Sequence[SiteFile],
+    stores: dict[str, PatchStore],
+    *,
+    of_patients: bool,
+) -> dict[str, Any]:
+    """What the page shows of pixels; images of a denoiser that learned from patients count as pictures of them."""
+    simulated = {site.name for site in sites if not site.real}
+    generated = _generated(study, run, [site.name for site in sites])
+    overviews = {name: png for name, store in stores.items() if (png := _overviews(study, name, store))}
+    found = {"patches": list(stores), "overviews": list(overviews), "generated": list(generated)}
+    real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
+    hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
+    shown = {kind: [n for n in names if n not in hidden.get(kind, ())] for kind, names in found.items()}
+    return {
+        "patches": {name: _samples(stores[name]) for name in shown["patches"]},
+        "overviews": {
+            name: [(slide, path.read_bytes()) for slide, path in overviews[name]]
+            for name in shown["overviews"]
+        },
+        "generated": {name: _generated_samples(generated[name]) for name in shown["generated"]},
+        "left_out": hidden,
+        "patients_of": _without_repeats(real) if of_patients else [],
+    }
+
+
+def _without_repeats(sites: Mapping[str, Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in sites.values() for name in names))
+
+
+def _generated(study: Study, run: RunFolder, sites: Sequence[str]) -> dict[str, Path]:
+    """The images of each denoiser that a site of this run learned from; of each denoiser once."""
+    keys: dict[str, str] = {}
+    for site in sites:
+        keys = (run.site(site).package() or {}) | keys
+    paths = {name: study.generated(keys[name]) for name in sorted(keys)}
+    return {name: path for name, path in paths.items() if path.exists()}
+
+
+def _generated_samples(path: Path) -> Patches:
+    with PatchStore(path) as store:
+        return _samples(store)
+
+
+def _groups(run: RunFolder) -> dict[str, Any]:
+    """Of the sites whose part of the run lies here."""
+    ledgers = {path.parent.name: read_json(path) for path in sorted(run.path.glob("sites/*/ledger.json"))}
+    return {site: found["group"] for site, found in ledgers.items() if found.get("group")}
+
+
+def inputs_of(run: RunFolder) -> dict[str, str]:
+    """The digest of every site's store that lies here."""
+    folders = sorted((run.path / "sites").glob("*"))
+    return {path.name: digest for path in folders if (digest := run.site(path.name).store_digest())}
+
+
+def _required(path: Path) -> Any:
+    if not path.exists():
+        raise WsiFlError(f"{path}: the run has not finished; continue it with `wsi-fl train --resume`")
+    return read_json(path)
+
+
+def _optional(path: Path) -> Any:
+    return read_json(path) if path.exists() else None
+
+
+def _baselines(
+    study: Study, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, str]
+) -> Iterable[dict[str, Any]]:
+    """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
+    latest: dict[tuple[str, bool], dict[str, Any]] = {}
+    per_class = load_pipeline(run.path / "config.toml").mpcpa.per_class
+    for path in sorted(study.runs.glob("[0-9]*-*")):
+        evaluation, summary = _optional(path / "evaluation.json"), _optional(path / "summary.json")
+        if path.name == run.name or not evaluation or not summary or evaluation["merged"] is None:
+            continue
+        other = read_json(path / "manifest.json")
+        if inputs_of(RunFolder(path)) != inputs or other["pipeline"] != manifest["pipeline"]:
+            continue
+        if other["method"] == "mpcpa" and load_pipeline(path / "config.toml").mpcpa.per_class != per_class:
+            continue  # a point of the curve over generated images
+        epsilons = [row["epsilon"] for row in summary["sites"]]
+        dp = summary["sites"][0]["guarantee"] != "none"
+        latest[other["method"], dp] = {
+            "run": path.name,
+            "method": other["method"],
+            "dp": dp,
+            "epsilon": max(epsilons) if dp and None not in epsilons else None,
+            "guarantee": summary["sites"][0]["guarantee"],
+            **{name: evaluation["merged"][name] for name in SCORES},
+        }
+    return latest.values()
+
+
+def _store_row(name: str, store: Store) -> dict[str, Any]:
+    table, classes = store.table, store.meta.classes
+    counts = {
+        split: {c: int(((table.label == k) & (table.split == split)).sum()) for k, c in enumerate(classes)}
+        for split in ("train", "val", "test")
+    }
+    return {
+        "site": name,
+        **{c: sum(counts[split][c] for split in counts) for c in classes},
+        "train": sum(counts["train"].values()),
+        "test": sum(counts["test"].values()),
+        "patients": len(np.unique(table.patient)),
+        "slides": len(np.unique(table.slide)),
+        **(_mosaics(store) if isinstance(store, FeatureStore) else {}),
+        "size_px": store.meta.spec.size_px,
+        "mpp": store.meta.spec.mpp,
+        "table": {split: values for split, values in counts.items() if sum(values.values())},
+    }
+
+
+def _mosaics(store: FeatureStore) -> dict[str, Any]:
+    """What the bags of a site are like."""
+    sizes = store.sizes
+    return {
+        "n_features": store.n_features,
+        "encoder": store.meta.encoder,
+        "bag": {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())},
+    }
+
+
+def _samples(store: PatchStore) -> Patches:
+    """A few patches of each class, the same ones at every call."""
+    rng = np.random.default_rng(0)
+    out = []
+    for k, name in enumerate(store.meta.classes):
+        rows = np.flatnonzero(store.table.label == k)
+        chosen = np.sort(rng.permutation(rows)[:_SAMPLES_PER_CLASS])
+        out += [(name, pixels) for pixels in store.read(chosen)]
+    return out
+
+
+def _overviews(study: Study, site: str, store: PatchStore) -> list[tuple[str, Path]]:
+    """(slide, picture) of the slides that have one."""
+    folder = study.store(site).parent / "overview"
+    found = [(slide, folder / f"{slide}.png") for slide in store.slides]
+    return [(slide, path) for slide, path in found if path.exists()]

@@ -1,0 +1,172 @@
+"""A trained site of a run: its settings, the models that answer for it, and what these expect to see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.local import probabilities
+from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.validation import answered, roles
+from wsi_fl.models import Images, Shape, Vectors, build
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.training.workshop import architecture, method_for, method_named
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.types import GridSpec, UsageError, WsiFlError
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What models of patches see: those of `spec` reduced to input_px, and the classes they tell apart.
+
+    Attributes:
+        min_tissue: the least share of tissue in a patch that they are asked about.
+        n_features: d where they see a patch's features and not the patch; None elsewhere.
+    """
+
+    classes: tuple[str, ...]
+    spec: GridSpec
+    input_px: int
+    min_tissue: float
+    n_features: int | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return Images(3, self.input_px) if self.n_features is None else Vectors(self.n_features)
+
+
+def method_of(run: RunFolder) -> str:
+    """The name of the method a run was trained with."""
+    return str(run.manifest["method"])
+
+
+def settings_of(study: Study, run: RunFolder, overrides: Sequence[str]) -> Pipeline:
+    """The configuration of a run under `predict.KEY=VALUE`."""
+    if strange := [one for one in overrides if not one.strip().startswith("predict.")]:
+        raise UsageError(f"--set {strange[0]}: a run keeps its configuration; only predict.* can be changed")
+    return study.pipeline(str(run.path / "config.toml"), overrides)
+
+
+def trained_site(
+    study: Study, run_name: str, site_name: str, overrides: Sequence[str]
+) -> tuple[RunFolder, Pipeline, SiteFile]:
+    """A run, its configuration under `predict.KEY=VALUE`, and one of its sites.
+
+    Raises:
+        UsageError, WsiFlError: when the run or the site is not there, or the site was lost.
+    """
+    run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
+    pipeline = settings_of(study, run, overrides)
+    site = study.site(site_name)
+    if not run.site(site_name).path.is_dir():
+        took_part = ", ".join(sorted(p.name for p in run.path.glob("sites/*"))) or "none"
+        raise UsageError(f"{run.name}: site {site_name} took no part in this run; these did: {took_part}")
+    for loss in run.losses():
+        if loss["site"] == site_name:
+            raise WsiFlError(
+                f"{run.name}: site {site_name} was lost in round {loss['round']} and has no model; "
+                f"take it back in with `wsi-fl train --resume {run.name}`"
+            )
+    return run, pipeline, site
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A site's models, on `device`, ready to predict.
+
+    Attributes:
+        models: by role, those that are needed.
+        answer: "private", "proxy", or "mean" of both.
+    """
+
+    models: Mapping[str, torch.nn.Module]
+    answer: str
+    device: torch.device
+
+    @property
+    def asked(self) -> list[torch.nn.Module]:
+        """The models that the answer rests on."""
+        return [self.models[role] for role in roles(self.answer)]
+
+    def probabilities(self, examples: Examples, batch_size: int = 256) -> Probabilities:
+        """float64[n, classes]: the answer for every example, in order."""
+        said = {
+            role: probabilities(self.models[role], examples, self.device, batch_size)
+            for role in roles(self.answer)
+        }
+        return answered(said, self.answer)
+
+
+def has_proxy(run: RunFolder) -> bool:
+    """Whether the sites of a run have a proxy beside their private model."""
+    return method_named(method_of(run)).travels == "proxy"
+
+
+def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
+    """What answers for a site: as `predict.with` says, `auto` and `competence` being what the run itself found.
+
+    Raises:
+        UsageError: when it did not look for what is asked.
+    """
+    if not has_proxy(run):
+        return "private"
+    wanted = pipeline.predict.with_
+    if wanted == "auto":
+        return run.site(site).choice() or "private"
+    if wanted != "competence":
+        return wanted
+    found = run.site(site).choice("competence")
+    if found is None:
+        raise UsageError(
+            f"{run.name}: trained without predict.with = 'competence', so it was not found out what should answer; "
+            "train with it, or ask for private, proxy or mean"
+        )
+    return found
+
+
+def answering(
+    run: RunFolder,
+    pipeline: Pipeline,
+    site: SiteFile,
+    classes: Sequence[str],
+    shape: Shape,
+    device: torch.device,
+    *,
+    every: bool = False,
+) -> Answering:
+    """The models that answer for a site.
+
+    Args:
+        every: whether the others are loaded too.
+
+    Raises:
+        WsiFlError: when the run has no such model, or it does not fit what the site's file says.
+    """
+    answer = answers_with(run, pipeline, site.name)
+    wanted = ("private", "proxy") if every and has_proxy(run) else roles(answer)
+    models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
+    return Answering({role: model.to(device).eval() for role, model in models.items()}, answer, device)
+
+
+def _model(
+    run: RunFolder, pipeline: Pipeline, site: SiteFile, role: str, classes: Sequence[str], shape: Shape
+) -> torch.nn.Module:
+    """A site's model with its trained weights."""
+    common = method_for(method_of(run), pipeline).travels == "private"
+    name = architecture(site, pipeline, role, common=common)
+    # its initial weights are all overwritten
+    model = build(name, n_classes=len(classes), shape=shape, seed=0)
+    try:
+        model.load_state_dict(run.site(site.name).load_model(role))
+    except RuntimeError:
+        raise WsiFlError(
+            f"{run.name}: the {role} model of {site.name} is no {name} for {shape} and {len(classes)} classes; "
+            f"was private_model in sites/{site.name}.toml changed since the run?"
+        ) from None
+    return model

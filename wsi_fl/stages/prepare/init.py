@@ -1,0 +1,235 @@
+"""`init`: a study folder, empty or written from an archive."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
+from wsi_fl.stages.work.console import say
+from wsi_fl.study.folder import Study, shipped
+from wsi_fl.study.pipeline import SiteFile, dump_toml, toml_key, toml_value, validated
+from wsi_fl.system.files import write_text
+from wsi_fl.types import SlideRecord, UsageError
+
+_PIPELINES = {"tcga": "tcga_subtypes"}
+_BUDGET, _DELTA = 3.0, 1e-5
+"""What a new site file of a real hospital lets it spend; it may change both before its first run."""
+"""What a study of an archive is given unless it asks for another pipeline; camelyon17 elsewhere."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Of an archive of TCGA: what sites are, and tables that it does not hold itself.
+
+    Attributes:
+        group_by: "institution" or "tss".
+        clinical: the table of diagnoses.
+        codes: the table of source sites.
+        columns: how the clinical table's columns are called, as KEY=NAME.
+    """
+
+    group_by: str | None = None
+    clinical: Path | None = None
+    codes: Path | None = None
+    columns: Sequence[str] = field(default=())
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found in an archive."""
+
+    layout: str
+    sites: list[ArchiveSite]
+    columns: Mapping[str, str]
+    subtypes: Mapping[str, Sequence[str]]
+    notes: list[str]
+
+
+def init(
+    folder: Path,
+    *,
+    archive: Path | None = None,
+    layout: str | None = None,
+    real: bool = False,
+    pipeline: str | None = None,
+    tables: Tables | None = None,
+) -> dict[str, Any]:
+    """Writes `pipelines/` and, from an archive, `sites/*.toml`. Nothing that exists is overwritten.
+
+    Args:
+        archive: folder of slides; its layout is recognised unless `layout` names it.
+        real: whether the sites are real hospitals, whose patches no other site may read.
+        pipeline: the shipped pipeline that a study of an archive gets (default: the one for its layout); a study made
+            without an archive gets all.
+        tables: what an archive of TCGA may need.
+    """
+    if layout is not None and layout not in LAYOUTS:
+        raise UsageError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    if archive is None and (
+        layout is not None or real or pipeline is not None or tables not in (None, Tables())
+    ):
+        raise UsageError("--layout, --real and options of archives go with --from ARCHIVE")
+    written = [name for name in ("sites", "pipelines") if any((folder / name).glob("*"))]
+    if "sites" in written or (archive is None and written):
+        raise UsageError(f"{folder}: is a study already ({written[0]}/ exists); choose another folder")
+    sites: dict[str, str] = {}
+    pipelines = {path.stem: path.read_text(encoding="utf-8") for path in shipped("pipelines").glob("*.toml")}
+    found = None
+    if archive is not None:
+        layout = layout or detect(archive)
+        pipeline = pipeline or _PIPELINES.get(layout, "camelyon17")
+        if pipeline not in pipelines:
+            raise UsageError(f"unknown pipeline {pipeline!r}; shipped: {', '.join(sorted(pipelines))}")
+        mosaics = Study(folder).pipeline(pipeline).train.data == "mosaics"
+        found = _find(archive, layout, tables or Tables(), labelled=mosaics)
+        sites = {site.name: _site_file(site, found, real) for site in found.sites}
+        pipelines = {pipeline: pipelines[pipeline] + _subtypes_text(found.subtypes)}
+    _write(folder, pipelines, sites)
+    return _document(folder, layout, found)
+
+
+def _write(folder: Path, pipelines: Mapping[str, str], sites: Mapping[str, str]) -> None:
+    unfinished = folder / "sites.unfinished"
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for name, text in sorted(pipelines.items()):
+        target = folder / "pipelines" / f"{name}.toml"
+        if not target.exists():
+            write_text(target, text)
+    for name, text in sites.items():
+        write_text(unfinished / f"{name}.toml", text)
+    unfinished.rename(folder / "sites")  # a folder with sites/ is a whole study
+
+
+def _document(folder: Path, layout: str | None, found: _Found | None) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "study": str(folder),
+        "layout": layout,
+        "pipelines": sorted(p.stem for p in (folder / "pipelines").glob("*.toml")),
+        "sites": [{"site": site.name, "slides": site.n_slides} for site in (found.sites if found else [])],
+    }
+    if found is not None and (found.subtypes or found.notes):
+        document |= {"subtypes": found.subtypes, "notes": found.notes}
+    return document
+
+
+def _find(archive: Path, layout: str, tables: Tables, *, labelled: bool) -> _Found:
+    """The sites of an archive; where slides are `labelled` as a whole, their diagnoses and the sites that have some."""
+    found = describe(archive, layout, group_by=tables.group_by, clinical=tables.clinical, codes=tables.codes)
+    unknown = sorted(code for site in found for code in site.unknown_codes)
+    notes = [_unknown_note(unknown)] if unknown else []
+    columns = _columns(tables.columns)
+    if not labelled:
+        return _Found(layout, found, columns, {}, notes)
+    kept: list[ArchiveSite] = []
+    records: list[SlideRecord] = []
+    for site in found:
+        usable, aside = list_site(layout, _sources(site, columns))
+        usable = [record for record in usable if record.diagnosis]
+        records += usable
+        if usable:
+            kept.append(site)
+        else:
+            why = f"; the first: {aside[0].slide}: {aside[0].reason}" if aside else ""
+            notes.append(f"{site.name} is left out: none of its slides has a diagnosis{why}")
+    if not kept:
+        raise UsageError(f"{archive}: {notes[-1]}")
+    return _Found(layout, kept, columns, _subtypes(records), notes)
+
+
+def _unknown_note(codes: Sequence[str]) -> str:
+    return (
+        f"not in the built-in table of source sites: {', '.join(codes)}; each is a site of its own, named by its code; "
+        "the GDC's tissueSourceSite.tsv in the archive, or as --codes FILE, merges them by institution"
+    )
+
+
+def _sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
+    """As the site file will say, without verifying anything, which reads every slide."""
+    return Sources(
+        site=site.name,
+        label=site.name,
+        slides=site.slides,
+        annotations=Path(site.annotations) if site.annotations else None,
+        labels=Path(site.labels) if site.labels else None,
+        manifests=site.manifests,
+        verify=False,
+        columns=columns,
+    )
+
+
+def _columns(pairs: Sequence[str]) -> dict[str, str]:
+    columns: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, name = (part.strip() for part in pair.partition("="))
+        if not (key and equals and name):
+            raise UsageError(
+                f"--column {pair!r}: write it as KEY=NAME, for example diagnosis=primary_diagnosis"
+            )
+        columns[key] = name
+    checked = validated(SiteFile, {"name": "site", "columns": columns}, "--column").columns
+    return {str(key): name for key, name in checked.items()}
+
+
+def _subtypes(records: Sequence[SlideRecord]) -> dict[str, list[str]]:
+    """Each tumour type with its diagnoses, in order, so that all sites agree on the classes."""
+    pairs = sorted({(record.tumor_type, record.diagnosis) for record in records})
+    return {kind: [diagnosis for other, diagnosis in pairs if other == kind] for kind, _ in pairs}
+
+
+def _subtypes_text(subtypes: Mapping[str, Sequence[str]]) -> str:
+    if not subtypes:
+        return ""
+    lines = [f"{toml_key(kind)} = {toml_value(list(found))}" for kind, found in subtypes.items()]
+    return "\n".join(["", "[subtypes]", *lines, ""])
+
+
+def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
+    """The site file of what was found, checked by the model that will read it."""
+    values = {
+        "name": found.name,
+        "real": real,
+        "layout": archive.layout,
+        "slides": _plain(found.slides),
+        "annotations": found.annotations,
+        "labels": found.labels,
+        "columns": dict(archive.columns),
+    }
+    if real:
+        values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
+    if archive.layout == "tcga":
+        values |= {"manifest": _plain(found.manifests) or None, "verify": True, "slide_types": ["DX"]}
+    site = validated(SiteFile, values, f"site {found.name!r} of the archive")
+    note = "simulated: other sites' evaluation may read its test patches"
+    if real:
+        note = "a real hospital: max_epsilon and delta are its budget, for good"
+    first = f"# wsi-fl {_next(archive.subtypes)} --site {found.name}    ({note})"
+    return dump_toml(site.model_copy(update={"allow": None}), first)
+
+
+def _plain(patterns: Sequence[str]) -> str | list[str]:
+    return patterns[0] if len(patterns) == 1 else list(patterns)
+
+
+def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
+    """The command that comes after `init`."""
+    return "mosaic" if subtypes else "tile"
+
+
+def print_init(document: dict[str, Any]) -> None:
+    for row in document["sites"]:
+        say(f"  sites/{row['site']}.toml: {row['slides']} slides")
+    for kind, diagnoses in document.get("subtypes", {}).items():
+        say(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
+    for note in document.get("notes", []):
+        say(f"  {note}", "yellow")
+    say(f"  pipelines/: {', '.join(document['pipelines'])}")
+    if document["sites"]:
+        command = _next(document.get("subtypes", {}))
+        say(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
+    else:
+        say(
+            f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all"
+        )

@@ -1,0 +1,158 @@
+"""`partition`: an image data set divided among simulated sites, each with its store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.stages.work.console import say, stderr
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.images import DataSet, Images, read_data_set
+from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
+from wsi_fl.stores.skew import parse_skew
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import SiteFile, dump_toml, validated
+from wsi_fl.system.files import write_text
+from wsi_fl.types import GridSpec, PatchTable, UsageError
+
+_BATCH = 256
+
+
+def partition(
+    study: Study,
+    data: Path,
+    *,
+    n_sites: int,
+    per_site: int | None = None,
+    skew: str = "iid",
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    size_px: int | None = None,
+    prefix: str = "S",
+) -> dict[str, Any]:
+    """Writes site files and stores S1 … SK into the study.
+
+    Training images are divided by `skew`; the common test set (the one the data set brings, else a share of
+    `test_fraction` drawn at random) is divided evenly, so that the merged test set is the whole of it.
+    """
+    if n_sites < 1 or (per_site is not None and per_site < 1):
+        raise UsageError("--sites and --per-site must be at least 1")
+    if seed < 0:
+        raise UsageError("--seed must be at least 0")
+    sites = [
+        validated(SiteFile, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
+        for k in range(n_sites)
+    ]
+    _refuse_taken(study, sites)
+    divide = parse_skew(skew)
+    rng = np.random.default_rng(seed)
+    data_set = _with_test(read_data_set(data, size_px), test_fraction, rng)
+    assert data_set.test is not None
+    train = divide(data_set.train.y, n_sites, per_site, rng)
+    test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
+    rows = []
+    for site, mine, held_out in zip(sites, train, test, strict=True):
+        table = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
+        rows.append(_row(study, site.name, table, data_set.classes))
+    first = f"# made by wsi-fl partition {data.name} --sites {n_sites} --skew {skew} --seed {seed}"
+    for site in sites:  # last, so that a site file stands for a whole store
+        write_text(_site_file(study, site), dump_toml(site.model_copy(update={"allow": None}), first))
+    return {"data": str(data), "skew": skew, "seed": seed, "classes": list(data_set.classes), "sites": rows}
+
+
+def _site_file(study: Study, site: SiteFile) -> Path:
+    return study.root / "sites" / f"{site.name}.toml"
+
+
+def _refuse_taken(study: Study, sites: list[SiteFile]) -> None:
+    paths = [path for site in sites for path in (_site_file(study, site), study.store(site.name))]
+    for path in paths:
+        if path.exists():
+            raise UsageError(
+                f"{study.relative(path)} exists already; use another --prefix, or an empty study"
+            )
+
+
+def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> DataSet:
+    """The data set with a test set: its own, or a share of the training images."""
+    if data_set.test is not None:
+        return data_set
+    if not 0 < fraction < 1:
+        raise UsageError(
+            f"--test-fraction {fraction}: the data bring no test set; hold out a share between 0 and 1"
+        )
+    order = rng.permutation(len(data_set.train))
+    n_test = round(fraction * len(order))
+    if not 0 < n_test < len(order):
+        raise UsageError(
+            f"--test-fraction {fraction} of {len(order)} images leaves no test or training images"
+        )
+    held_out, kept = np.sort(order[:n_test]), np.sort(order[n_test:])
+    x, y = data_set.train.x, data_set.train.y
+    return DataSet(Images(x[kept], y[kept]), Images(x[held_out], y[held_out]), data_set.classes)
+
+
+def _write_store(
+    study: Study, site: str, data_set: DataSet, splits: dict[str, NDArray[np.int64]]
+) -> PatchTable:
+    """One shard per split; every image is a patient of its own."""
+    size, channels = data_set.train.x.shape[1], data_set.train.x.shape[3]
+    spec = GridSpec(size, 0.0, size)
+    path = study.store(site)
+    shards = []
+    for split, rows in splits.items():
+        if not len(rows):
+            continue
+        images = data_set.train if split == "train" else data_set.test
+        assert images is not None
+        n = len(rows)
+        table = PatchTable(
+            np.zeros((n, 2), np.int64),
+            images.y[rows],
+            np.full(n, np.nan, np.float32),
+            np.full(n, split),
+            np.array([f"{split}_{row}" for row in rows]),
+            np.full(n, split),
+        )
+        shard = path.parent / "slides" / f"{split}.h5"
+        meta = ShardMeta(split, split, split, spec, "")
+        write_shard(shard, meta, table, _batches(images.x, rows), channels=channels)
+        shards.append(shard)
+    return write_columns(path, StoreMeta(site, data_set.classes, spec), shards)
+
+
+def _batches(x: NDArray[np.uint8], rows: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+    for start in range(0, len(rows), _BATCH):
+        yield x[rows[start : start + _BATCH]]
+
+
+def _row(study: Study, site: str, table: PatchTable, classes: tuple[str, ...]) -> dict[str, Any]:
+    training = table.label[table.split == "train"]
+    return {
+        "site": site,
+        "train": len(training),
+        "test": int((table.split == "test").sum()),
+        "store": study.relative(study.store(site)),
+        "classes": {name: int((training == k).sum()) for k, name in enumerate(classes)},
+    }
+
+
+def print_partition(document: dict[str, Any]) -> None:
+    """Training images: classes × sites."""
+    from rich.table import Table
+
+    table = Table(title=f"training images ({document['skew']})", title_justify="left")
+    table.add_column("class")
+    for row in document["sites"]:
+        table.add_column(row["site"], justify="right")
+    for name in document["classes"]:
+        table.add_row(name, *(str(row["classes"][name]) for row in document["sites"]))
+    table.add_section()
+    table.add_row("sum", *(str(row["train"]) for row in document["sites"]), style="bold")
+    table.add_row("test", *(str(row["test"]) for row in document["sites"]))
+    stderr.print(table)
+    say("stores ready; next: wsi-fl train --method proxyfl --pipeline NAME")

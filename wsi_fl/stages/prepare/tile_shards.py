@@ -1,0 +1,265 @@
+"""The part of `tile` that writes: shards and pictures of the slides of one site, under a lock."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.slides.pictures.overview import draw_overview
+from wsi_fl.slides.reading.reader import Reader
+from wsi_fl.stages.prepare.tile_plans import Plans, one_line
+from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams, new_streams, pixel_batches
+from wsi_fl.stages.work.console import say
+from wsi_fl.stores.contents import SlideSource, quality_of
+from wsi_fl.stores.shards import (
+    ShardMeta,
+    content_of,
+    fingerprint,
+    shard_is_current,
+    write_positions,
+    write_shard,
+    write_streams,
+)
+from wsi_fl.system.files import remove_leftovers, write_bytes
+from wsi_fl.types import DiskFull, GridSpec, PatchTable, WsiFlError
+
+_SPARE_BYTES = 64 << 20
+_COLUMNS_BYTES = 64
+_SHARE_OF_RAW = {"raw": 1.0, "native": 0.25, "jpeg": 0.3, "none": 0.0}
+"""Cautious: JPEG streams of tissue take about a ninth."""
+_MOST_PLACES = 5
+_EDGE_L0 = 0.5
+_SLIDES_AT_ONCE = 2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """How the shards of a site are written."""
+
+    folder: Path
+    """Of the store."""
+    spec: GridSpec
+    content: str
+    """The setting `store.pixels`."""
+    reader: Reader
+    threads: int
+    relative: Callable[[Path], str]
+    """A slide's path as it is written down."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What became of one slide; plain enough for JSON.
+
+    Attributes:
+        number: of the slide in the site's plan.
+        content: what its shard holds for pixels; None when it has none.
+        reason: why it, or some of its patches, were set aside.
+    """
+
+    number: int
+    content: str | None = None
+    reason: str | None = None
+
+
+def write_each(
+    chosen: Sequence[tuple[int, NDArray[np.bool_]]], plans: Plans, wanted: Wanted
+) -> Iterator[Written]:
+    """Writes the shards and pictures of these slides, two at a time: while one opens, ends or is drawn, the other is
+    read. Yields in order."""
+    with ThreadPoolExecutor(_SLIDES_AT_ONCE) as pool:
+        work = [pool.submit(_written, number, keep, plans, wanted) for number, keep in chosen]
+        try:
+            for future in work:
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _written(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted) -> Written:
+    """What became of a slide."""
+    if not keep.any():
+        return Written(number, None, "none of its patches was drawn into the sample")
+    try:
+        plan = plans.load(number)
+        content, unread = _write_slide(plan, keep, wanted)
+        _draw(plan, keep, [(x, y) for x, y, _ in unread], _picture(wanted, plan))
+    except DiskFull:
+        raise
+    except Exception as error:  # one slide that a library chokes on must not end the others
+        return Written(number, None, str(error) if isinstance(error, WsiFlError) else one_line(error))
+    return Written(number, content, partly(unread, int(keep.sum())))
+
+
+def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
+    """What is said of the patches (x, y, reason) that were set aside of n; None when all were read.
+
+    Example:
+        >>> partly([(0, 512, "cut short")], 9)
+        '1 of 9 patches set aside, at level-0 pixel (0, 512): cut short'
+    """
+    if not unread:
+        return None
+    places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
+    more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
+    return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
+
+
+def shard_path(folder: Path, slide: str) -> Path:
+    return folder / "slides" / f"{slide}.h5"
+
+
+def _write_slide(
+    plan: SlidePlan, keep: NDArray[np.bool_], wanted: Wanted
+) -> tuple[str, list[tuple[int, int, str]]]:
+    """One shard, unless it is there and current; what `content_of` says of it."""
+    record = plan.record
+    shard = shard_path(wanted.folder, record.slide)
+    split = record.split or "train"
+    meta = ShardMeta(
+        record.slide,
+        record.patient,
+        split,
+        wanted.spec,
+        plan.quickhash,
+        _source(plan, wanted.reader),
+        wanted.content,
+    )
+    n = int(keep.sum())
+    table = PatchTable(
+        plan.xy_l0[keep],
+        plan.label[keep],
+        plan.tumor_fraction[keep],
+        np.full(n, record.slide),
+        np.full(n, record.patient),
+        np.full(n, split),
+    )
+    current = shard_is_current(shard, fingerprint(meta, table))
+    if current is False:
+        say(f"  {record.slide}: parameters or slide changed, tiled again")
+    if not current:
+        _picture(wanted, plan).unlink(missing_ok=True)  # it would outlive a kill between the two
+        _write_shard(_Task(shard, meta, table, plan), wanted)
+    return content_of(shard)
+
+
+def _picture(wanted: Wanted, plan: SlidePlan) -> Path:
+    return wanted.folder / "overview" / f"{plan.record.slide}.png"
+
+
+def _draw(plan: SlidePlan, keep: NDArray[np.bool_], unread: Sequence[tuple[int, int]], picture: Path) -> None:
+    """The picture of what was kept, unless it is there."""
+    if not picture.exists():
+        corners = np.array(unread, np.int64).reshape(-1, 2)
+        lost = (plan.xy_l0[:, None] == corners[None]).all(-1).any(-1)
+        write_bytes(picture, draw_overview(plan, keep & ~lost))
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One shard to write."""
+
+    shard: Path
+    meta: ShardMeta
+    table: PatchTable
+    plan: SlidePlan
+
+
+def _write_shard(task: _Task, wanted: Wanted) -> None:
+    """The shard of all patches that can be read; each pass over the slide finds those that cannot."""
+    content = wanted.content
+    if content == "native" and _beyond_edge(task.plan, task.table):
+        content = "raw"
+    unread: dict[int, str] = {}
+    while True:
+        rows = np.setdiff1d(np.arange(len(task.table)), list(unread))
+        try:
+            return _write_pass(task, wanted, content, rows, unread)
+        except NoStream:
+            content = "raw"
+        except Unreadable as error:
+            unread |= {int(rows[k]): reason for k, reason in error.rows.items()}
+            if len(unread) == len(task.table):
+                raise WsiFlError(unread[0]) from None
+
+
+def _write_pass(
+    task: _Task, wanted: Wanted, content: str, rows: NDArray[np.int64], unread: dict[int, str]
+) -> None:
+    """Reads these rows and writes the shard without `unread`."""
+    record, corners, spec = task.plan.record, task.table.xy_l0[rows], wanted.spec
+    shard, meta, table = task.shard, task.meta, task.table
+    how: dict[str, Any] = {"threads": wanted.threads, "reader": wanted.reader}
+    if content == "native":
+        write_streams(shard, meta, table, native_streams(record, corners, spec, **how), unread=unread)
+    elif (quality := quality_of(content)) is not None:
+        write_streams(shard, meta, table, new_streams(record, corners, spec, quality, **how), unread=unread)
+    elif content == "none":
+        for _ in pixel_batches(record, corners, spec, **how):
+            pass  # a damaged patch is found now, not when training wants it
+        path = wanted.relative(record.path)
+        source = SlideSource(record.slide, path, task.plan.quickhash, record.mpp_override, wanted.reader)
+        write_positions(shard, meta, table, source, unread=unread)
+    else:
+        write_shard(shard, meta, table, pixel_batches(record, corners, spec, **how), unread=unread)
+
+
+def _beyond_edge(plan: SlidePlan, table: PatchTable) -> bool:
+    """Whether a patch reaches over the slide's edge, where a tile's own bytes hold what the scanner put there."""
+    reach = table.xy_l0 + plan.spec.size_px * plan.spec.mpp / plan.mpp
+    return bool((reach > np.array(plan.size_l0) + _EDGE_L0).any())
+
+
+def _source(plan: SlidePlan, reader: Reader) -> str:
+    """What else decides a slide's pixels: its size on disk where it has no quickhash, the µm per pixel used, and a
+    reader that was asked for by name."""
+    path = plan.record.path
+    size = path.stat().st_size if path.is_file() else 0
+    return f"{size} {plan.mpp!r}" + ("" if reader == "auto" else f" {reader}")
+
+
+def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
+    """Refuses to begin what the disk cannot hold; shards that are there already count as free."""
+    share = _SHARE_OF_RAW["jpeg" if quality_of(content) else content]
+    needed = round(n * (spec.size_px**2 * 3 * share + _COLUMNS_BYTES))
+    present = sum(path.stat().st_size for path in (folder / "slides").glob("*.h5"))
+    free = shutil.disk_usage(folder).free
+    if needed - present + _SPARE_BYTES > free:
+        advice = "" if content in {"native", "none"} else "store.pixels = 'native', "
+        raise DiskFull(
+            f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
+            f"set {advice}tile.max_per_slide, or free some space"
+        )
+
+
+@contextmanager
+def locked(folder: Path, site: str) -> Iterator[None]:
+    """One `tile`, `mosaic`, `features` or `stain` at a time per site; what a killed one left behind is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise WsiFlError(
+                f"site {site}: another wsi-fl command is writing {folder}; wait for it"
+            ) from None
+        for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
+            remove_leftovers(place)
+        yield
+
+
+def remove_strays(folder: Path, kept: set[str]) -> None:
+    """Shards of slides that no longer belong to the store would only mislead."""
+    for path in [*(folder / "slides").glob("*.h5"), *(folder / "overview").glob("*.png")]:
+        if path.stem not in kept:
+            path.unlink()

@@ -1,0 +1,345 @@
+"""The privacy account of a site: its terms, what a round costs, and how many rounds it can afford."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.documents import Amount, Count
+from wsi_fl.federation.methods import Method, Weights
+from wsi_fl.federation.site import Site
+from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
+from wsi_fl.privacy.book import Guarantee
+from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
+from wsi_fl.privacy.planner import planned as best_plan
+from wsi_fl.privacy.terms import Terms
+from wsi_fl.runs import RunFolder, SiteFolder
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.system.files import read_json
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def weights_of(pipeline: Pipeline) -> Weights:
+    """α and β; strict mode trains the proxy on cross-entropy alone."""
+    beta = 0.0 if pipeline.privacy.enabled and pipeline.privacy.mode == "strict" else pipeline.train.beta
+    return Weights(pipeline.train.alpha, beta)
+
+
+def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
+    """What ε is worth: see `Guarantee`."""
+    if not spends(pipeline):
+        return "none"
+    return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
+
+
+def terms_of(site: SiteFile, pipeline: Pipeline, guarantee: Guarantee) -> Terms:
+    """Under which a site takes part in something whose ε is worth `guarantee`."""
+    return Terms(
+        delta=site.delta or pipeline.privacy.delta,
+        max_epsilon=site.max_epsilon,
+        lifetime=site.real,
+        allow=site.allowed,
+        guarantee=guarantee,
+        unit=pipeline.privacy.unit,
+        insecure=pipeline.privacy.insecure_seed is not None,
+    )
+
+
+def spends(pipeline: Pipeline) -> bool:
+    """Whether training costs ε: there is noise, and nobody else knows it."""
+    return pipeline.privacy.noisy and pipeline.privacy.insecure_seed is None
+
+
+def require_budget(site: SiteFile) -> None:
+    """Refuse to spend anything of a real hospital that has not said how much, and at which δ.
+
+    Raises:
+        UsageError: when its file names no max_epsilon or no delta.
+    """
+    missing = [key for key in ("max_epsilon", "delta") if getattr(site, key) is None]
+    if site.real and missing:
+        raise UsageError(
+            f"sites/{site.name}.toml: a real hospital spends only what its own file allows; write "
+            f"{' and '.join(missing)} there, for example max_epsilon = 3.0 and delta = 1e-5"
+        )
+
+
+def open_ledger(
+    study: Study,
+    site: SiteFile,
+    run: str,
+    terms: Terms,
+    includes: Collection[str] = (),
+    *,
+    promise: str = "",
+) -> PrivacyLedger:
+    """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
+
+    Args:
+        run: the run's id.
+        terms: under which the site takes part.
+        includes: other entries whose cost is part of the run's.
+        promise: SHA-256 of the site file that the run keeps.
+
+    Raises:
+        UsageError: when the ledger is missing or lacks rounds of a run, or a stain, that lie in the study.
+        WsiFlError: when the file is damaged, changed or older than what its heads remember.
+    """
+    path = study.ledger(site.name)
+    beside_store = study.store(site.name).parent / "ledger.head.json"
+    if not site.real:
+        if beside_store.exists():
+            raise WsiFlError(
+                f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} is of the ledger of a "
+                "real hospital; say real = true, or simulate under another name"
+            )
+        return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, promise=promise)
+    rounds, stains = (
+        _rounds_here(study, site.name),
+        _stains_here(study, site.name),
+    )  # before the ledger: they may grow
+    if not path.exists() and (rounds or stains):
+        raise UsageError(
+            f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
+            "site's budget"
+        )
+    heads = [beside_store, _head_of_user(site.name)]
+    ledger = PrivacyLedger(
+        path, site=site.name, run=run, terms=terms, includes=includes, heads=heads, promise=promise
+    )
+    for folder, identity, last in rounds:
+        if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
+            raise UsageError(
+                f"{study.relative(path)}: lacks rounds of {folder}, which reached round {last}; put the newest backup "
+                "of the ledger back: it is the site's budget (or take the folder away, if that run is another "
+                "hospital's)"
+            )
+    known = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
+    for file, digest in stains:
+        if digest not in known:
+            raise UsageError(
+                f"{study.relative(path)}: lacks the release of {file}; restore both from the same backup: the ledger "
+                "is the site's budget"
+            )
+    return ledger
+
+
+def _head_of_user(site: str) -> Path:
+    """Where the user's account on this machine remembers how far the ledger of a real site was.
+
+    A folder that cannot be written, on some clusters a home, is left alone: then the head beside the store is alone.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+    with suppress(OSError):
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return state / f"{site}.head.json"
+
+
+def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
+    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in."""
+    found = []
+    for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
+        run = RunFolder(metrics.parents[2])
+        paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
+        if paid:
+            found.append(
+                (study.relative(run.path), f"{run.name} {run.id}" if run.id else run.name, max(paid))
+            )
+    return found
+
+
+def _stains_here(study: Study, site: str) -> list[tuple[str, str]]:
+    """(file, digest) of every stain that the site has released in this study."""
+    files = (study.store(site).parent / "stain.json", study.stain(site))
+    return [(study.relative(file), str(read_json(file).get("digest"))) for file in files if file.exists()]
+
+
+def planned_round(
+    site: SiteFile,
+    pipeline: Pipeline,
+    n: int,
+    *,
+    spent: Sequence[Mechanism] = (),
+    past: Sequence[Mechanism] = (),
+) -> PrivacyPlan | None:
+    """Return what one round of a site with n units (training rows, or patients) applies; None without privacy.
+
+    With `privacy.target_epsilon` batch size and noise are the site's own: the best plan whose rounds together, on top
+    of `spent`, reach the target and no more. `max_epsilon` binds too where it is less, for a real site on top of its
+    whole `past`.
+
+    Args:
+        spent: what was applied to the same units before and counts for this run.
+        past: everything on the site's account.
+
+    Raises:
+        UsageError: when no noise is enough, or δ is too large for n.
+    """
+    train, privacy = pipeline.train, pipeline.privacy
+    if not privacy.enabled:
+        return None
+    try:
+        if privacy.target_epsilon is None:
+            plan = _round_of(site, pipeline, n, train.batch_size, privacy.sigma)
+            if site.real and spends(pipeline):
+                plan.refuse_large_delta()
+            return plan
+        budget = site.max_epsilon or privacy.target_epsilon
+        limits = [(min(privacy.target_epsilon, budget), spent)]
+        if site.real and site.max_epsilon is not None:
+            limits.append((site.max_epsilon, past))
+        return _within(limits, n, site, pipeline)
+    except UsageError as error:
+        hint = (
+            "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
+            if privacy.target_epsilon
+            else ""
+        )
+        raise UsageError(f"site {site.name}: {error}{hint}") from None
+
+
+def _round_of(site: SiteFile, pipeline: Pipeline, n: int, batch_size: int, sigma: float) -> PrivacyPlan:
+    privacy = pipeline.privacy
+    return plan_of_round(
+        n=n,
+        batch_size=batch_size,
+        epochs=pipeline.train.epochs_per_round,
+        sigma=sigma,
+        clip=privacy.clip,
+        delta=site.delta or privacy.delta,
+        unit=privacy.unit,
+        mode="paper" if weights_of(pipeline).beta else "strict",
+    )
+
+
+def _within(
+    limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, site: SiteFile, pipeline: Pipeline
+) -> PrivacyPlan:
+    """The plan for the tightest of the limits (ε, what counts towards it), with noise that keeps them all."""
+    clip, delta = pipeline.privacy.clip, site.delta or pipeline.privacy.delta
+    epochs = pipeline.train.rounds * pipeline.train.epochs_per_round
+    ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
+    way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
+    whole = way.mechanism
+    sigmas = [
+        sigma_for(limit, whole.sample_rate, whole.steps, delta, spent=before) for limit, before in limits
+    ]
+    return _round_of(site, pipeline, n, way.batch_size, max(sigmas))
+
+
+def agreed_plan(
+    folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int, ledger: PrivacyLedger
+) -> PrivacyPlan | None:
+    """Return the plan that the run keeps, or one for what is on the site's account as it begins.
+
+    Raises:
+        UsageError: when settings, canaries or the store would now make another plan than the run keeps, or the
+            ledger knows the run with another one.
+    """
+    known = _kept_plan(folder, site, pipeline, n)
+    if known is not None and (recorded := ledger.recorded_plan()):
+        _refuse_changed(known, replace(known, **recorded), site.name)
+    if known is None:
+        return planned_round(
+            site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True)
+        )
+    own = pipeline.privacy.target_epsilon is not None  # then the site chose its batch size and noise itself
+    batch_size, sigma = (
+        (known.batch_size, known.sigma) if own else (pipeline.train.batch_size, pipeline.privacy.sigma)
+    )
+    _refuse_changed(_round_of(site, pipeline, n, batch_size, sigma), known, site.name)
+    return known
+
+
+def _refuse_changed(now: PrivacyPlan, began: PrivacyPlan, site: str) -> None:
+    if changed := differences(began, now):
+        raise UsageError(
+            f"site {site}: the privacy plan of this run was changed since it began ({', '.join(changed)}); "
+            "put its settings back, or start a new run"
+        )
+
+
+def _kept_plan(folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int) -> PrivacyPlan | None:
+    if not pipeline.privacy.enabled:
+        return None
+    try:
+        if kept := folder.plan():
+            return PrivacyPlan(**kept)
+        if early := folder.spending():
+            return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
+    except (UsageError, TypeError, KeyError, ValueError) as error:
+        raise WsiFlError(f"{folder.path}: the privacy plan of this run is damaged ({error})") from None
+    return None
+
+
+def remember_plan(site: Site) -> None:
+    """Keep in the run what `agreed_plan` found: the account changes while the run goes on, the plan does not."""
+    if site.plan is not None and site.folder.plan() is None:
+        site.folder.remember_plan(asdict(site.plan))
+
+
+def planned(site: Site, rounds: int) -> list[Mechanism]:
+    """What all rounds cost a site together, and before them what counts for the run; nothing without privacy."""
+    if site.plan is None:
+        return []
+    return [*site.ledger.mechanisms(), replace(site.plan, steps=site.plan.steps * rounds)]
+
+
+def affordable_rounds(site: Site, rounds: int) -> int:
+    """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
+    limit = site.ledger.terms.max_epsilon
+    done = site.ledger.n_rounds()
+    if limit is None or site.plan is None:
+        return rounds
+    past = site.ledger.mechanisms(lifetime=site.ledger.terms.lifetime)
+    more = 0
+    while done + more < rounds:
+        if epsilon([*past, *[site.plan] * (more + 1)], site.ledger.terms.delta) > limit:
+            break
+        more += 1
+    return done + more
+
+
+class Group(TypedDict):
+    """What ε per row is worth to a patient with so many rows; None for ε beyond what says anything."""
+
+    rows: Count
+    epsilon: Amount | None
+    delta: Amount
+
+
+def group_of(site: Site) -> Group | None:
+    """What ε per row is worth to the patient with the most training rows; None where that is not the question.
+
+    How many rows that patient has depends on one patient alone, so it stays with a real site.
+    """
+    terms, names = site.ledger.terms, site.train.patient[site.train.patient != ""]
+    if terms.unit != "row" or site.ledger.epsilon() is None or not len(names):
+        return None
+    k = int(np.unique(names, return_counts=True)[1].max())
+    value = group_epsilon(site.ledger.mechanisms(), terms.delta, k)
+    return {"rows": k, "epsilon": value, "delta": terms.delta}
+
+
+def spent_words(row: dict[str, Any]) -> str:
+    """ε, what it is worth, and how it was spent, of a site's row in a summary or a plan."""
+    if row["epsilon"] is None:
+        return "no differential privacy"
+    spent = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}"
+    if row.get("real") and row["lifetime_epsilon"] is not None:
+        worth = row["lifetime_guarantee"]
+        spent += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon'] or 0:g} ({worth})"
+    if row["sigma"] is None:  # a released stain alone was paid for
+        return spent
+    return f"{spent}; B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"

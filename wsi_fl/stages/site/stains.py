@@ -1,0 +1,165 @@
+"""The released stains of a study, `stains/<site>.json`, and training patches shown in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stains
+from wsi_fl.privacy.book import Guarantee
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.rounds import Round
+from wsi_fl.privacy.terms import Terms
+from wsi_fl.slides.stains.methods import STAIN_METHODS, AnyStain, restained
+from wsi_fl.stages.site.account import open_ledger, terms_of
+from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.system.files import read_json
+from wsi_fl.types import UsageError, WsiFlError
+
+RUN = "stain"
+"""What ledgers call the release."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """A stain as its site released it.
+
+    Attributes:
+        method: key of `STAIN_METHODS`.
+        moments: float32[n_numbers], the very numbers that the digest is of.
+        digest: SHA-256, as in the site's ledger.
+    """
+
+    method: str
+    moments: NDArray[np.float32]
+    digest: str
+
+    @property
+    def stain(self) -> AnyStain:
+        found: AnyStain = STAIN_METHODS[self.method].stain_of(self.moments.astype(np.float64))
+        return found
+
+
+def read_stain(document: Any, label: str) -> Released:
+    """The stain of a file's content.
+
+    Raises:
+        WsiFlError: when it is damaged, or its numbers are not those of its digest.
+    """
+    try:
+        moments = np.array(document["moments"], np.float32)
+        known, method = str(document["digest"]), str(document["method"])
+        whole = moments.shape == (STAIN_METHODS[method].n_numbers,) and bool(np.isfinite(moments).all())
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole or digest(moments) != known:
+        raise WsiFlError(f"{label}: not a released stain; copy the file from its site again")
+    return Released(method, moments, known)
+
+
+def stains_of(study: Study, pipeline: Pipeline, *more: str) -> dict[str, Released]:
+    """The released stain of every site of a pipeline, and of those named besides.
+
+    Raises:
+        WsiFlError: when one is missing; says which command to run where.
+    """
+    found = {}
+    for name in dict.fromkeys([*(site.name for site in study.sites(pipeline)), *more]):
+        path = study.stain(name)
+        if not path.exists():
+            raise WsiFlError(
+                f"{study.relative(path)}: no stain of site {name} yet; run `wsi-fl stain --site {name}` where its "
+                "store is, and copy the file here"
+            )
+        found[name] = read_stain(read_json(path), study.relative(path))
+        if found[name].method != pipeline.stain.method:
+            raise UsageError(
+                f"{study.relative(path)}: a stain by {found[name].method}, stain.method is {pipeline.stain.method}; "
+                f"set it, or release another one (wsi-fl stain --site {name} --again)"
+            )
+    return found
+
+
+def stain_terms(site: SiteFile, pipeline: Pipeline, guarantee: Guarantee) -> Terms:
+    """The noise of a stain never comes from a fixed seed."""
+    plain = pipeline.privacy.model_copy(update={"insecure_seed": None})
+    terms = terms_of(site, pipeline.model_copy(update={"privacy": plain}), guarantee)
+    return terms if site.real else replace(terms, allow=(*terms.allow, RUN))
+
+
+def stain_ledger(
+    study: Study, site: SiteFile, pipeline: Pipeline, guarantee: Guarantee = "guaranteed"
+) -> PrivacyLedger:
+    """The site's account of its stains, the next of which is worth `guarantee`."""
+    terms = stain_terms(site, pipeline, guarantee)
+    return open_ledger(study, site, RUN, terms)
+
+
+def check_own(ledger: PrivacyLedger, released: Released, label: str) -> Round:
+    """Return the round of the ledger in which this site released a stain: strict mode rests on its noise.
+
+    Raises:
+        WsiFlError: when it released none such, or has put another measurement in the place of this one before it left.
+    """
+    for round_ in ledger.rounds():
+        if released.digest in round_.releases.values():
+            return round_
+    # a real hospital's account has refused before, whatever is asked
+    raise WsiFlError(
+        f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}, or others have taken their "
+        "place there; restore both from the same backup, or measure anew with --again, which costs as much as a release"
+    )
+
+
+def exchanged(
+    study: Study, pipeline: Pipeline, store: PatchStore | PatchFeatures, train: Examples
+) -> Examples:
+    """The training examples of a site, each of which can be shown in the stain of every site of the pipeline.
+
+    Maps go from the site's own released stain to another's, so that what an example becomes depends on it and on
+    releases alone.
+
+    Raises:
+        UsageError, WsiFlError: when stains are missing, the images have none, or features were made for other stains.
+    """
+    stains, own = stains_of(study, pipeline), store.meta.site
+    others = [name for name in stains if name != own]
+    if isinstance(store, PatchFeatures):
+        if any(store.stains.get(name) != released.digest for name, released in stains.items()) and others:
+            raise UsageError(
+                f"site {own}: its features are not in the stains that stains/ holds; run "
+                f"`wsi-fl features --site {own} --set stain.exchange=true`"
+            )
+        return in_stains(train, _variants(store, others, len(train)))
+    if store.channels != 3:
+        raise UsageError(f"site {own}: its store holds grey images; leave out stain.exchange")
+    mine = stains[own].stain
+    return in_stains(train, [partial(_moved, mine, stains[name].stain) for name in others])
+
+
+def _variants(store: PatchFeatures, others: Sequence[str], n_train: int) -> list[Restain]:
+    """Training rows in each other stain, from memory where all of them fit."""
+    reads: list[Callable[[NDArray[np.int64]], Any]] = [partial(store.variant, name) for name in others]
+    if n_train * store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
+        everything = np.arange(n_train)
+        reads = [read(everything).__getitem__ for read in reads]
+    return [partial(_variant, read) for read in reads]
+
+
+def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], features: Any) -> Any:
+    del features
+    return read(rows)
+
+
+def _moved(own: AnyStain, other: AnyStain, rows: NDArray[np.int64], pixels: Any) -> Any:
+    del rows
+    return restained(pixels, own, other)

@@ -1,0 +1,93 @@
+"""The buffer of a site for `replay`: synthetic samples of its own generator, drawn once and kept in the run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wsi_fl.federation.buffers import Buffer, BufferShape, packed
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.site import Site
+from wsi_fl.learning.examples import Examples, resized
+from wsi_fl.runs import SiteFolder
+from wsi_fl.stages.site.data import input_px, store_digest
+from wsi_fl.stages.synthesis.gan import outcome, provenance, trained_folder
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.sampling import balanced_labels, sampled
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def agreed_buffer(
+    study: Study,
+    pipeline: Pipeline,
+    method: Method,
+    store: PatchStore,
+    folder: SiteFolder,
+    *,
+    index: int,
+) -> Buffer | None:
+    """The buffer that the run remembers, or one freshly drawn; None where the method carries none.
+
+    Raises:
+        WsiFlError: when the site has no generator, or one whose check was not passed.
+    """
+    if method.carries is None:
+        return None
+    shape = BufferShape(
+        pipeline.replay.buffer, input_px(pipeline, store), store.channels, len(store.meta.classes)
+    )
+    known = folder.buffer()
+    if known is not None:
+        values, provenance = known
+        return Buffer(shape, values, provenance)
+    return _drawn(study, pipeline, store, shape, index)
+
+
+def _drawn(
+    study: Study,
+    pipeline: Pipeline,
+    store: PatchStore,
+    shape: BufferShape,
+    index: int,
+) -> Buffer:
+    """So many samples of the site's generator, classes balanced, at the size that models see."""
+    site = store.meta.site
+    folder, document = trained_folder(study, site)
+    if document["store"]["sha256"] != store_digest(store):
+        raise UsageError(
+            f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
+            f"testing now; run `wsi-fl synthesize train --site {site} --again`"
+        )
+    found = provenance(folder, document)
+    if found["check"] != "passed" and not pipeline.replay.unchecked:
+        raise WsiFlError(
+            f"site {site}: no buffer leaves it, the check of its generator was {outcome(found)}. "
+            "replay.unchecked = true shares it all the same"
+        )
+    seed = int(np.random.SeedSequence((pipeline.train.seed, index)).generate_state(1)[0])
+    labels = balanced_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
+    generator = folder.load_generator(found["phase"], device_of_rank())
+    images = sampled(generator, labels, seed=seed, truncation=found["truncation"]).permute(0, 2, 3, 1).numpy()
+    name = np.full(len(labels), "synthetic")
+    seen = resized(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
+    return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found | {"seed": seed})
+
+
+def remember_buffer(site: Site) -> None:
+    """Notes in the run what `agreed_buffer` drew, before anything is trained: every round sends the same bytes."""
+    if site.buffer is not None and site.folder.buffer() is None:
+        site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
+
+
+def leaving_words(site: Site, method: Method) -> str:
+    """What of a site leaves it bare; empty where nothing does by design."""
+    if not method.bare:
+        return ""
+    words = {"model": "its model", "buffer": "a buffer of synthetic samples"}
+    things = " and ".join(words[one] for one in method.leaves)
+    said = f"{site.name} lets go {things}, without differential privacy"
+    if site.buffer is not None and site.buffer.provenance["check"] != "passed":
+        said += f"; the check of its generator: {'; '.join(site.buffer.provenance['reasons'])}"
+    return said

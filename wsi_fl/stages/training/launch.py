@@ -1,0 +1,249 @@
+"""Starting one MPI rank per site, knowing when somebody else already did, and noticing who is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+from wsi_fl.stages.work.console import Watcher
+from wsi_fl.types import UsageError, WsiFlError
+
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+_INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
+_POLL_S = 0.05
+_STALE_S = 5.0
+"""Older reports of a late site count no more; who waits repeats them every second."""
+_MANY = 20
+LAUNCHER = "WSI_FL_LAUNCHER"
+"""Tells the ranks which process to report to; without it they would go on with nobody to look after them."""
+_KILLED = re.compile(
+    rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
+)
+"""What Open MPI's launcher says of a rank that a signal ended, and what MPICH's says."""
+
+
+class RankDied(WsiFlError):
+    """A rank ended without giving a reason, and nobody knows which."""
+
+
+class SitesLost(Exception):
+    """Some ranks were killed or hang; the job was ended so that the others can start again."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        """Site → why."""
+
+
+def launched_ranks() -> int | None:
+    """How many ranks mpiexec or srun started with this one; None when nobody did."""
+    for name in _SIZE_VARIABLES:
+        if os.environ.get(name, "").isdigit():
+            size = int(os.environ[name])
+            return size if size > 1 or name.startswith("OMPI") else None
+    return None
+
+
+def find_mpiexec() -> str:
+    """mpiexec beside this Python, else on PATH.
+
+    Raises:
+        WsiFlError: when there is none, saying how to get one.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if found is None:
+        raise WsiFlError(f"no MPI: mpiexec was not found; {_INSTALL}")
+    return found
+
+
+def rank_environment(n_ranks: int) -> dict[str, str]:
+    """The environment of the ranks: the machine's threads divided among them."""
+    environment = dict(os.environ)
+    threads = max(1, len(os.sched_getaffinity(0)) // n_ranks)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Open MPI wants to be told twice
+        environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return environment
+
+
+def run_ranks(
+    sites: Sequence[str], arguments: list[str], *, log: Path, timeout_s: float, watcher: Watcher, resume: str
+) -> None:
+    """Runs `wsi-fl ARGUMENTS` on one rank per site of this machine until all are done.
+
+    Args:
+        sites: rank k belongs to the k-th.
+        log: where what MPI itself says is kept.
+        timeout_s: how long one rank may let another wait.
+        resume: the command that continues the job, for messages.
+
+    Raises:
+        SitesLost: when ranks were killed, or hang.
+        WsiFlError: with the failing rank's own reason, or that a rank died without one.
+        UsageError: likewise, for wrong usage.
+    """
+    command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
+    command += [sys.executable, "-m", "wsi_fl", *arguments]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("ab") as log_file,
+        _signals_interrupt(),
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log_file,
+            stdin=subprocess.DEVNULL,
+            env=rank_environment(len(sites)) | {LAUNCHER: str(os.getpid())},
+            start_new_session=True,
+        ) as process,
+    ):
+        written = log_file.tell()
+        assert process.stdout is not None
+        ranks = _Ranks(watcher, timeout_s)
+        reader = Thread(target=ranks.follow, args=(process.stdout,), daemon=True)
+        reader.start()
+        try:
+            hanging: dict[str, str] = {}
+            while process.poll() is None and not hanging:
+                time.sleep(_POLL_S)
+                hanging = ranks.hanging()
+                if ranks.deadlocked():
+                    raise WsiFlError(f"the sites wait for each other; continue with `{resume}`")
+            if hanging:
+                ranks.kill(hanging)  # MPI can end the others only once these are gone
+            _end(process)
+        except KeyboardInterrupt:
+            _end(process)
+            raise WsiFlError(f"interrupted; continue with `{resume}`") from None
+        except BaseException:
+            _end(process)
+            raise
+        code = process.returncode
+        reader.join(timeout=5)
+    lost = hanging or (ranks.killed(log.read_bytes()[written:]) if code else {})
+    if lost:
+        raise SitesLost(lost)
+    if ranks.failures:
+        kind = UsageError if ranks.failures[0].get("usage") else WsiFlError
+        raise kind(ranks.failures[0]["error"])
+    if code:
+        raise RankDied(
+            f"a site's process died (mpiexec exit code {code}, see {log}); continue with `{resume}`"
+        )
+
+
+class _Ranks:
+    """What the ranks of a job said, and what follows from their silence."""
+
+    def __init__(self, watcher: Watcher, timeout_s: float) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self._watcher, self._timeout_s = watcher, timeout_s
+        self._pids: dict[str, int] = {}
+        self._heard: dict[str, float] = {}
+        self._hosts: dict[str, str] = {}
+        self._late: dict[str, tuple[float, float]] = {}
+        """Site → when others first and last said that they wait for it too long, without a break."""
+
+    def follow(self, stream: IO[bytes]) -> None:
+        """Reads events until the last rank is gone."""
+        for line in stream:
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if not isinstance(event, dict):
+                continue
+            if (site := event.get("site", event.get("part"))) is not None:
+                self._heard[site] = time.monotonic()
+            if "pid" in event:
+                self._pids[event["site"]] = event["pid"]
+                self._hosts[event["site"]] = event.get("host", "")
+            if "late" in event:
+                now = time.monotonic()
+                for name in event["late"]:
+                    first, last = self._late.get(name, (now, now))
+                    self._late[name] = (now if now - last > _STALE_S else first, now)
+            if "error" in event:
+                self.failures.append(event)
+            if "say" in event:
+                self._watcher.say(event["say"])
+            if "part" in event:
+                self._watcher.update(event["part"], event["done"], event["total"], event["note"])
+
+    def hanging(self) -> dict[str, str]:
+        """Sites that others wait for longer than the timeout, and that gave no sign of life for half of it."""
+        now = time.monotonic()
+        return {
+            site: f"no sign of life for {now - self._heard[site]:.0f} s"
+            for site, (_, last) in sorted(self._late.copy().items())
+            if now - last < _STALE_S and now - self._heard.get(site, now) > self._timeout_s / 2
+        }
+
+    def deadlocked(self) -> bool:
+        """Whether some site lets others wait for many times the timeout, though it is alive."""
+        return any(last - first > _MANY * self._timeout_s for first, last in self._late.copy().values())
+
+    def killed(self, log: bytes) -> dict[str, str]:
+        """The sites whose processes ended by a signal, as MPI's launcher said."""
+        of_pid = {pid: site for site, pid in self._pids.items()}
+        found = {}
+        for pid, sign in _KILLED.findall(log):
+            if int(pid) in of_pid:
+                found[of_pid[int(pid)]] = f"its process was killed by {_signal_name(int(sign))}"
+        return found
+
+    def kill(self, sites: dict[str, str]) -> None:
+        for site in sites:
+            with suppress(ProcessLookupError, PermissionError, KeyError):
+                if self._hosts[site] in ("", socket.gethostname()):
+                    os.kill(self._pids[site], signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a job as Ctrl-C does: its ranks would go on without anybody to look after them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {sign: signal.signal(sign, interrupt) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends mpiexec and the ranks it started, politely first."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, sign)
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                continue

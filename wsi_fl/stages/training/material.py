@@ -1,0 +1,113 @@
+"""What a site's models learn from: its training rows as units of privacy, what is held out, and canaries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.site import Site
+from wsi_fl.learning.canaries import Canaries, canaries, tossed
+from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.units import Units, rows_alone, whole_patients
+from wsi_fl.learning.validation import require_names, with_validation
+from wsi_fl.runs import SiteFolder
+from wsi_fl.stages.site.data import Store, open_data, shape_of, split_of
+from wsi_fl.stages.site.stains import exchanged
+from wsi_fl.stores.features import FeatureStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.types import UsageError
+
+
+def learned_from(
+    study: Study, pipeline: Pipeline, method: Method, name: str
+) -> tuple[Examples, Examples | None]:
+    """(the examples that a site's models learn from, those it holds out for validation)."""
+    if not method.pooled:
+        store = open_data(study, name, pipeline)
+        return _validated(method, pipeline, store, _training(study, pipeline, name))
+    pool = [site.name for site in study.sites(pipeline)]
+    return joined([_of_site(_training(study, pipeline, one), one) for one in pool]), None
+
+
+def _of_site(examples: Examples, site: str) -> Examples:
+    """Patients of different sites stay apart where their names agree."""
+    named = [f"{site}/{name}" if name else "" for name in examples.patient.tolist()]
+    return replace(examples, patient=np.array(named, np.str_))
+
+
+def units_of(pipeline: Pipeline, train: Examples, site: str) -> Units:
+    """What privacy counts at a site; without it batches are of rows."""
+    privacy = pipeline.privacy
+    if not privacy.enabled or privacy.unit == "row":
+        return rows_alone(len(train))
+    return whole_patients(train, privacy.max_rows, site)
+
+
+def agreed_canaries(
+    folder: SiteFolder, pipeline: Pipeline, store: Store, n_stains: int = 1
+) -> Canaries | None:
+    """The canaries that the run remembers, or freshly tossed ones; None where none are planted."""
+    if not pipeline.audit.canaries:
+        return None
+    known = folder.canaries()
+    seed, included = (
+        (int(known["seed"]), np.array([coin == "1" for coin in known["coins"]]))
+        if known
+        else tossed(pipeline.audit.canaries)
+    )
+    return canaries(seed, included, shape_of(pipeline, store), len(store.meta.classes), n_stains)
+
+
+def remember_canaries(site: Site) -> None:
+    """Notes in the run what `agreed_canaries` tossed, before anything is trained."""
+    found = site.canaries
+    if found is None or site.folder.canaries():
+        return
+    coins = "".join("1" if coin else "0" for coin in found.included)
+    site.folder.remember_canaries({"n": len(coins), "seed": str(found.seed), "coins": coins})
+
+
+def _training(study: Study, pipeline: Pipeline, name: str) -> Examples:
+    """A site's training examples, with `stain.exchange` in all stains."""
+    store = open_data(study, name, pipeline)
+    train = split_of(pipeline, store, "train")
+    if not pipeline.stain.exchange or isinstance(store, FeatureStore):
+        return train
+    return exchanged(study, pipeline, store, train)
+
+
+def _validated(
+    method: Method, pipeline: Pipeline, store: Store, train: Examples
+) -> tuple[Examples, Examples | None]:
+    """(for training, for validation): the store's own split, else a share of the training patients.
+
+    A method without a proxy has nothing to choose, and learns from every row that is for training.
+
+    Raises:
+        UsageError: for a share that would leave nothing to learn from, for rows without a patient where a share is
+            drawn and noise is added, and for rows that are missing where they are asked for.
+    """
+    if method.travels != "proxy":
+        return train, None
+    validation = split_of(pipeline, store, "val")
+    if not len(validation) and pipeline.train.val_fraction:
+        fraction = pipeline.train.val_fraction
+        if pipeline.privacy.noisy:
+            require_names(train.patient, store.meta.site)
+        learned, validation = with_validation(train, fraction, pipeline.train.seed)
+        if len(train) and not len(learned):
+            raise UsageError(
+                f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
+            )
+        train = learned
+    asked = {"train.listen": pipeline.train.listen, "predict.with": pipeline.predict.with_}
+    judging = next((key for key, value in asked.items() if value == "competence"), None)
+    if judging and not pipeline.privacy.noisy and not len(validation):
+        raise UsageError(
+            f"{judging} = 'competence' without noise needs rows that no proxy has learned from; set "
+            "train.val_fraction=0.15, or tile with a validation split"
+        )
+    return train, validation if len(validation) else None

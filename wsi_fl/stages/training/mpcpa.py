@@ -1,0 +1,243 @@
+"""Method mpcpa: diffusion models travel once, classifiers learn from own and others' generated images.
+
+What comes before the loop (denoiser, check, release, package, images) and after it (the classifiers' way to the
+server); the training of the classifiers is the loop's, like that of any method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from safetensors.torch import save_file
+from torch import from_numpy
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.courier import Courier, Vector
+from wsi_fl.federation.documents import Digest, Round
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.site import Site
+from wsi_fl.learning.examples import Examples, joined, subset
+from wsi_fl.learning.units import rows_alone
+from wsi_fl.models import schema
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.release import Release
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.site.data import examples_of, input_px, open_store
+from wsi_fl.stages.synthesis.ddpm import trained_denoiser
+from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser, checked_as
+from wsi_fl.stages.synthesis.gan import check_state
+from wsi_fl.stages.synthesis.generated import images_of
+from wsi_fl.stages.synthesis.train_ddpm import train_denoiser
+from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
+from wsi_fl.system.files import atomic
+from wsi_fl.types import NoCommonPlan, WsiFlError
+
+_ROUND = 0
+_UP, _DOWN, _MODELS = 0, 1, 2
+"""Hops of the denoisers, before the first round, and of the classifiers, after the last."""
+
+
+class Ready(TypedDict):
+    """Whether a site has the images that it learns from."""
+
+    images: bool
+
+
+class Denoiser(TypedDict):
+    """The schema of the denoiser that a site sends."""
+
+    schema: Digest
+
+
+class Classifier(TypedDict):
+    """The schema of the classifier that a site sends, and the last round of its training."""
+
+    schema: Digest
+    rounds: Round
+
+
+def bring_generated(
+    study: Study, pipeline: Pipeline, method: Method, sites: Sequence[Site], comm: Comm, watcher: Watcher
+) -> None:
+    """Gives the sites the generated images that they learn from; whatever was done before is not done again.
+
+    Raises:
+        WsiFlError: when a site's denoiser looks as if it copied: it is not released.
+        NoCommonPlan: when the sites' denoisers do not fit together.
+    """
+    checked = {site.name: _ready(study, pipeline, site.name, watcher) for site in sites}
+    mine: list[Ready] = [{"images": _all_there(study, site.folder.package())} for site in sites]
+    if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
+        _exchanged(study, pipeline, method, sites, comm, watcher, checked=checked)
+    for site in sites:
+        _learn_from(study, pipeline, method, site)
+
+
+def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
+    """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
+    train_denoiser(study, pipeline, site, watcher=watcher)
+    folder, _ = trained_denoiser(study, site)
+    state, reasons = check_state(folder, folder.denoiser_digest())
+    if state == "not run" or not checked_as(folder.check(), pipeline):
+        document = check_denoiser(study, pipeline, site, watcher=watcher)
+        state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
+    if state != "passed":
+        why = f"the check was not passed: {'; '.join(reasons)}"
+        if not pipeline.mpcpa.unchecked or study.site(site).real:
+            raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
+        watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
+    return folder.denoiser_digest()
+
+
+def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
+    return bool(package and all(study.generated(key).exists() for key in package.values()))
+
+
+def _exchanged(
+    study: Study,
+    pipeline: Pipeline,
+    method: Method,
+    sites: Sequence[Site],
+    comm: Comm,
+    watcher: Watcher,
+    *,
+    checked: Mapping[str, str],
+) -> None:
+    """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
+    for name, digest in checked.items():
+        if trained_denoiser(study, name)[0].denoiser_digest() != digest:
+            raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
+    denoisers = {
+        site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
+    }
+    shapes = {index: shape for index, (_, shape) in denoisers.items()}
+    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
+    names = [site.name for site in study.sites(pipeline)]
+    if len(set(agreed)) > 1:
+        odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
+        raise NoCommonPlan(
+            f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
+            "the same [ddpm], classes and channels"
+        )
+    courier = Courier(sites, comm, names)
+    releases = {
+        site.index: _released(
+            site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
+        )
+        for site in sites
+    }
+    expected = dict.fromkeys(comm.running, agreed[0])
+    held = courier.collected("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
+    size = next(iter(releases.values())).vector.size
+    packages = courier.packages(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    for site in sites:
+        vectors = packages[site.index]
+        if method.generated == "all":
+            vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
+        drawn = {
+            names[other]: _drawn(
+                study,
+                pipeline,
+                site.name,
+                shape=shapes[site.index],
+                vector=vectors[other],
+                other=names[other],
+                watcher=watcher,
+            )
+            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names))
+        }
+        site.folder.remember_package({name: drawn[name] for name in names if name in drawn})
+
+
+def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, content: str) -> Release:
+    """On record first; after a restart the same bytes once more."""
+    try:
+        return ledger.reissue(round_, vector, schema=agreed)
+    except WsiFlError:
+        if any(said.split()[0] == content for said in ledger.released()):
+            raise WsiFlError(
+                f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
+            ) from None
+        released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
+        ledger.sending(round_, released)
+        return released
+
+
+def _drawn(
+    study: Study,
+    pipeline: Pipeline,
+    me: str,
+    *,
+    shape: DdpmShape,
+    vector: Vector,
+    other: str,
+    watcher: Watcher,
+) -> str:
+    """The key of the images drawn from a denoiser of the package."""
+    denoiser = denoiser_from(vector, shape).to(device_of_rank())
+    with open_store(study, me) as store:
+        return images_of(study, pipeline, store, denoiser, shape, site=other, watcher=watcher, part=me)[0]
+
+
+def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) -> None:
+    """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
+    package = site.folder.package()
+    assert package is not None
+    parts = [] if method.generated == "all" else [site.train]
+    with open_store(study, site.name) as store:
+        size = input_px(pipeline, store)
+    parts += [_generated(study, key, size, pipeline.mpcpa.per_class) for key in package.values()]
+    site.train = joined(parts)
+    site.units = rows_alone(len(site.train))
+
+
+def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
+    """The images drawn from one denoiser, or the first of each class: they were drawn in turn."""
+    store = PatchStore(study.generated(key))
+    every = examples_of(store, "train", size_px)
+    n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
+    return subset(every, np.arange(n))
+
+
+def hand_over_models(
+    study: Study, pipeline: Pipeline, run: RunFolder, sites: Sequence[Site], comm: Comm
+) -> None:
+    """Every classifier goes to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
+
+    What sites are called there, is as the study has it: a peer's word becomes no part of a path.
+    """
+    learners = {site.index: site.learners["private"] for site in sites}
+    mine: list[Classifier] = [
+        {"schema": schema(learners[site.index].model), "rounds": _rounds(site)} for site in sites
+    ]
+    told = comm.gather(mine, Classifier, patient=True)
+    agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
+    last = max(one["rounds"] for one in told) + 1
+    releases = {
+        site.index: _released(site.ledger, last, learners[site.index].vector(), agreed[site.index], "model")
+        for site in sites
+    }
+    names = [site.name for site in study.sites(pipeline)]
+    courier = Courier(sites, comm, names)
+    began = time.perf_counter()
+    held = courier.collected("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    for index, vector in held.items():
+        path = run.path / "aggregate" / f"{names[index]}.safetensors"
+        with atomic(path) as temporary:
+            save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
+    for site in sites:
+        site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")
+
+
+def _rounds(site: Site) -> int:
+    """The last round that the site finished."""
+    return max((line["round"] for line in site.folder.metrics()), default=0)

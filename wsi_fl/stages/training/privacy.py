@@ -1,0 +1,99 @@
+"""`privacy`: what a plan costs, or the noise that a budget asks for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from wsi_fl.privacy.accounting import ACCOUNTANT, epsilon, plan, sigma_for
+from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
+from wsi_fl.privacy.planner import Proposal, planned, proposals
+from wsi_fl.stages.work.console import say
+from wsi_fl.types import UsageError
+
+_BATCH_SIZE = 32
+
+
+def privacy(
+    *,
+    n: int,
+    batch_size: int | None,
+    epochs: float,
+    delta: float,
+    sigma: float | None,
+    target_epsilon: float | None,
+    group: int | None = None,
+) -> dict[str, Any]:
+    """ε of `epochs` epochs of DP-SGD over n rows; or, given a target, how to keep to it.
+
+    Given a target and a batch size, that is the least σ; without a batch size, the planner proposes one.
+
+    Args:
+        group: rows of one patient, to say what ε per row is worth to that patient.
+    """
+    if (sigma is None) == (target_epsilon is None):
+        raise UsageError(
+            "give one of --sigma and --target-epsilon, not both"
+            if sigma
+            else "give --sigma or --target-epsilon"
+        )
+    ways: list[Proposal] = []
+    if sigma is not None:
+        mechanism = plan(n, batch_size or _BATCH_SIZE, epochs, sigma, 1.0)
+    elif target_epsilon is not None and batch_size is not None:
+        mechanism = plan(n, batch_size, epochs, 0.0, 1.0)
+        found = sigma_for(target_epsilon, mechanism.sample_rate, mechanism.steps, delta)
+        mechanism = replace(mechanism, sigma=found)
+    else:
+        assert target_epsilon is not None
+        ways = proposals(n, epochs, target_epsilon, delta)
+        best = planned(n, epochs, target_epsilon, delta)
+        mechanism, batch_size = best.mechanism, best.batch_size
+    value = epsilon([mechanism], delta)
+    return {
+        "epsilon": value if isfinite(value) else None,
+        "delta": delta,
+        "sigma": mechanism.sigma,
+        "sample_rate": mechanism.sample_rate,
+        "steps": mechanism.steps,
+        "accountant": ACCOUNTANT,
+        "n": n,
+        "batch_size": batch_size or _BATCH_SIZE,
+        "ways": [_row(way) for way in ways],
+        "group": {"rows": group, "epsilon": group_epsilon([mechanism], delta, group)} if group else None,
+    }
+
+
+def _row(way: Proposal) -> dict[str, Any]:
+    return {
+        "batch_size": way.batch_size,
+        "sigma": way.mechanism.sigma,
+        "steps": way.mechanism.steps,
+        "signal_to_noise": way.signal_to_noise,
+    }
+
+
+def print_privacy(document: dict[str, Any]) -> None:
+    value = "no guarantee (no noise)" if document["epsilon"] is None else f"ε = {document['epsilon']:.3f}"
+    if document["delta"] * document["n"] >= 1:
+        say(
+            f"δ = {document['delta']:g} is not below 1/n: it would allow some patches to be published whole",
+            style="yellow",
+        )
+    for way in document["ways"]:
+        mark = "→" if way["batch_size"] == document["batch_size"] else " "
+        say(
+            f" {mark} B = {way['batch_size']:<6} σ = {way['sigma']:<7.3f} {way['steps']:>6} steps   "
+            f"signal to noise {way['signal_to_noise']:.0f}"
+        )
+    if document["ways"]:
+        say(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
+    say(
+        f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
+        f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({document['accountant'].upper()} accountant)"
+    )
+    if document["group"]:
+        rows, worth = document["group"]["rows"], document["group"]["epsilon"]
+        above = f"more than {MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
+        say(f"for a patient with {rows} rows together: ε = {above} (group privacy)")

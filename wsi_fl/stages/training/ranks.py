@@ -1,0 +1,315 @@
+"""What a rank of a training job does, whoever started it: preflight, the loop, and its part of the summary."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from wsi_fl.federation import loop, preflight
+from wsi_fl.federation.comm import Comm, MpiComm
+from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
+from wsi_fl.federation.site import Site
+from wsi_fl.privacy.book import Guarantee
+from wsi_fl.runs import RunFolder, hold_alone, note
+from wsi_fl.stages.site.account import Group, group_of, remember_plan
+from wsi_fl.stages.site.data import open_data, remember
+from wsi_fl.stages.site.stains import stains_of
+from wsi_fl.stages.training import launch, plan
+from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
+from wsi_fl.stages.training.material import remember_canaries
+from wsi_fl.stages.training.workshop import assemble, brought, method_for, schedule_of
+from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import Pipeline, dump_toml
+from wsi_fl.system.files import raise_if_full, write_json
+from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+
+
+def running_sites(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
+    """Indices of the sites that were not lost."""
+    lost = {loss["site"] for loss in run.losses()}
+    return tuple(k for k, site in enumerate(study.sites(pipeline)) if site.name not in lost)
+
+
+def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
+    """Does the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
+    began = time.perf_counter()
+    run.refuse_changed_settings()
+    pipeline = load_pipeline(run.path / "config.toml")
+    method = run.manifest["method"]
+    names = [site.name for site in study.sites(pipeline)]
+    for index in comm.sites:
+        run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
+    study = study.as_of(run.path)
+    if pipeline.stain.exchange:
+        stains = {name: released.digest for name, released in stains_of(study, pipeline).items()}
+        for index in comm.sites:
+            run.site(names[index]).remember_stains(stains)
+    sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
+    for site in sites:
+        with open_data(study, site.name, pipeline) as store:
+            remember(site.folder, store)
+    documents = comm.gather([brought(site, study, pipeline, method) for site in sites], preflight.Brought)
+    preflight.compare(documents)
+    first = comm.running[0] in comm.sites
+    limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
+    if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
+        watcher.say(f"  {warning}", public=True)
+    row = method_for(method, pipeline)
+    with _alone(sites):
+        for site in sites:
+            remember_plan(site)
+            remember_canaries(site)
+            remember_buffer(site)
+            if said := leaving_words(site, row):
+                watcher.say(f"  {said}")
+                site.folder.log(said)
+        if row.generated:
+            from wsi_fl.stages.training import mpcpa  # diffusers takes seconds to import
+
+            mpcpa.bring_generated(study, pipeline, row, sites, comm, watcher)
+        report = _reporter(sites, pipeline, watcher)
+        loop.run(sites, row, schedule_of(study, pipeline), comm, report)
+        if row.generated == "others":
+            mpcpa.hand_over_models(study, pipeline, run, sites, comm)
+    rows = [dict(row) for row in comm.gather([_row(site) for site in sites], Row, patient=True)]
+    for site in sites:
+        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
+    summary = _summary(study, run, method, rows, time.perf_counter() - began)
+    if first or not (run.path / "summary.json").exists():
+        write_json(run.path / "summary.json", summary)
+    return summary
+
+
+@contextmanager
+def _alone(sites: Sequence[Site]) -> Iterator[None]:
+    """One job at a time per run: two would send two noisy versions of the same round."""
+    with ExitStack() as stack:
+        for site in sites:
+            site.folder.path.mkdir(parents=True, exist_ok=True)
+            hold_alone(stack.enter_context((site.folder.path / ".lock").open("w")), site.folder.path)
+        yield
+
+
+def rank_main(run_path: Path) -> None:
+    """The process of one rank: errors become one event, and end all ranks."""
+    run = RunFolder(run_path)
+    study = Study(run_path.parent.parent)
+    pipeline = load_pipeline(run_path / "config.toml")
+    names = [site.name for site in study.sites(pipeline)]
+    owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
+
+    def speak_up() -> None:
+        events.check_owner()
+        emit({"site": me})
+
+    comm = MpiComm(
+        pipeline.comm.timeout_s,
+        running_sites(study, pipeline, run),
+        len(names),
+        tuple(names),
+        waiting=speak_up,
+        late=lambda sites: emit({"site": me, "late": [names[k] for k in sites]}),
+    )
+    me = names[comm.sites[0]]
+    events = Discreet(run.site(me).log, owner) if study.site(me).real else Events(owner)
+    emit({"site": me, "pid": os.getpid(), "host": socket.gethostname()})
+
+    def tell(text: str, usage: bool) -> None:
+        emit({"error": text, "usage": usage})
+        if not study.site(me).real:
+            traceback.print_exc()  # into mpi.log
+
+    _guarded(comm, study, me, lambda: run, lambda run: work_as_rank(study, run, comm, events), tell)
+
+
+def _guarded(
+    comm: MpiComm,
+    study: Study,
+    me: str,
+    run_of: Callable[[], RunFolder],
+    work: Callable[[RunFolder], dict[str, Any]],
+    tell: Callable[[str, bool], None],
+) -> dict[str, Any]:
+    """Does the work of a rank; a failure is told in one line and ends all ranks, who would wait in vain.
+
+    A real hospital tells others no reason of its own: what it says may name slides, and they patients.
+    """
+    run, real = None, study.site(me).real
+    try:
+        with warnings.catch_warnings():
+            if real:  # they name files of this machine, and others see standard error
+                warnings.showwarning = partial(_note_warning, study.runs / f"{me}.log")
+            run = run_of()
+            return work(run)
+    except BaseException as error:
+        kind = UsageError if isinstance(error, UsageError) else WsiFlError
+        text = _in_a_line(error, study)
+        if real:
+            begun = run is not None and run.site(me).checkpoints()  # else its folder is about to go
+            log = run.site(me).log_path if run and begun else study.runs / f"{me}.log"
+            with suppress(OSError):
+                note(log, f"{text}\n{traceback.format_exc()}")
+            if not isinstance(error, KnownToAll):
+                text = f"site {me} failed; its own log says why ({study.relative(log)})"
+        with suppress(OSError):  # nobody listens any more
+            tell(text, kind is UsageError)
+            sys.stderr.flush()
+        comm.abort(2 if kind is UsageError else 1)
+        raise kind(text) from None
+
+
+def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+    note(log, f"{category.__name__}: {message}")
+
+
+def _in_a_line(error: BaseException, study: Study) -> str:
+    text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
+    try:
+        raise_if_full(error, study.runs)
+    except WsiFlError as full:
+        text = str(full)
+    return " ".join(text.split())
+
+
+def join(
+    study: Study,
+    pipeline: Pipeline,
+    ranks: int,
+    run_of: Callable[[MpiComm], RunFolder],
+    running: tuple[int, ...],
+) -> dict[str, Any]:
+    """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
+    if ranks != len(running):
+        raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
+    names = tuple(site.name for site in study.sites(pipeline))
+    comm = MpiComm(pipeline.comm.timeout_s, running, len(names), names)
+
+    def tell(text: str, usage: bool) -> None:
+        del usage
+        print(f"wsi-fl: error: {text}", file=sys.stderr)
+
+    me = study.sites(pipeline)[comm.sites[0]].name
+
+    def work(run: RunFolder) -> dict[str, Any]:
+        watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
+        return work_as_rank(study, run, comm, watcher)
+
+    summary = _guarded(comm, study, me, lambda: run_of(comm), work, tell)
+    return summary if comm.running[0] in comm.sites else {}
+
+
+def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
+    folders = {site.name: site.folder for site in sites}
+    rounds = pipeline.train.rounds
+
+    def report(event: dict[str, Any]) -> None:
+        done = event.get("done")
+        if done is None:
+            part = event["step"] / max(1, event["steps"])
+            watcher.update(event["site"], event["round"] - 1 + part, rounds, f"round {event['round']}")
+            return
+        scores = done.get("merged") or done.get("own") or {}
+        accuracy = scores.get("accuracy")
+        note = "" if accuracy is None else f"accuracy {accuracy:.3f}"
+        if done["epsilon"] is not None:
+            note += f" ε {done['epsilon']:.2f}"
+        watcher.update(event["site"], event["round"], rounds, note.strip())
+        losses = ", ".join(f"{role} {value:.4f}" for role, value in done["loss"].items() if value is not None)
+        folders[event["site"]].log(f"round {event['round']}/{rounds}: loss {losses}; {note}")
+
+    return report
+
+
+class Row(TypedDict):
+    """A site's row of the summary, which all sites get to know; None also for what a real site keeps to itself."""
+
+    site: Name
+    epsilon: Amount | None
+    lifetime_epsilon: Amount | None
+    lifetime_guarantee: Guarantee
+    real: bool
+    max_epsilon: Amount | None
+    delta: Amount
+    guarantee: Guarantee
+    unit: Words
+    batch_size: Count | None
+    sigma: Amount | None
+    rounds: Round
+    rejected: Count
+    n_train: Count | None
+    n_units: Count
+    canaries: Count
+    group: Group | None
+    trained_seconds: Amount | None
+    messages: Count
+    bytes: Count
+    communication_seconds: Amount | None
+
+
+def _row(site: Site) -> Row:
+    lines = site.folder.metrics()  # of all rounds, those before a restart too
+    took_part = sum(line["takes_part"] for line in lines)
+    terms = site.ledger.terms
+    sent = site.folder.transfers()
+    return {
+        "site": site.name,
+        "epsilon": site.ledger.epsilon(),
+        "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
+        "lifetime_guarantee": site.ledger.guarantee(lifetime=True),
+        "real": terms.lifetime,
+        "max_epsilon": terms.max_epsilon,
+        "delta": terms.delta,
+        "guarantee": site.ledger.guarantee(),
+        "unit": terms.unit,
+        "batch_size": site.plan.batch_size if site.plan else None,
+        "sigma": site.plan.sigma if site.plan else None,
+        "rounds": took_part,
+        "rejected": sum(len(line.get("rejected", ())) for line in lines),
+        # where patients are protected, how many rows they have is theirs
+        "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
+        "n_units": site.units.n,
+        "canaries": len(site.canaries.included) if site.canaries else 0,
+        "group": None if terms.lifetime else group_of(site),
+        # time grows with the rows that were drawn, so a real hospital keeps its own
+        "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
+        "messages": sum(line["messages"] for line in lines) + len(sent),
+        "bytes": sum(line["bytes"] for line in [*lines, *sent]),
+        "communication_seconds": None if terms.lifetime else _waited(lines, sent),
+    }
+
+
+def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:
+    """Seconds of communication in all rounds, and of transfers beside them."""
+    return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
+
+
+def _summary(
+    study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
+    communication = {
+        "messages": sum(row.pop("messages") for row in rows),
+        "bytes": sum(row.pop("bytes") for row in rows),
+        "seconds": max(row.pop("communication_seconds") or 0.0 for row in rows),
+    }
+    return {
+        "run": study.relative(run.path),
+        "method": method,
+        "seconds": seconds,
+        "sites": rows,
+        "lost": [loss["site"] for loss in run.losses()],
+        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
+        "communication": communication,
+    }

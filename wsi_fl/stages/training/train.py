@@ -1,0 +1,265 @@
+"""`train`: plan, preflight, one rank per site, and the document at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.comm import LocalComm, MpiComm
+from wsi_fl.federation.documents import Words
+from wsi_fl.runs import RunFolder, pipeline_stem
+from wsi_fl.stages.site.account import spent_words
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.training import launch, plan
+from wsi_fl.stages.training.ranks import join, running_sites, work_as_rank
+from wsi_fl.stages.training.workshop import (
+    versions,
+)
+from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import Pipeline, dump_toml
+from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.types import UsageError, WsiFlError
+
+_TRIES = 10
+"""Numbers that are tried for a run of several hospitals, while other jobs begin runs too."""
+
+
+def train(
+    study: Study,
+    *,
+    method: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Trains one run and returns its summary.
+
+    Started by mpiexec or srun it joins as one rank; otherwise it starts one rank per site itself, or runs all
+    sites in this process with backend "local".
+    """
+    watcher = watcher or Silent()
+    name = study.pipeline_name(pipeline_name)
+    pipeline = study.pipeline(name, overrides)
+    ranks = launch.launched_ranks()
+    if ranks is not None:
+        plan.check(study, pipeline, method, backend, stores=False)
+        everyone = tuple(range(len(study.sites(pipeline))))
+        agree = partial(_agreed_run, study, pipeline, method, name)
+        return join(study, pipeline, ranks, agree, everyone)
+    return begin(study, pipeline, method, name, backend=backend, watcher=watcher)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs that differ in their seed alone."""
+
+    id: str
+    seeds: tuple[int, ...]
+
+
+def begin(
+    study: Study,
+    pipeline: Pipeline,
+    method: str,
+    name: str,
+    *,
+    backend: str,
+    watcher: Watcher,
+    series: Series | None = None,
+) -> dict[str, Any]:
+    """Starts the ranks of a new run, or runs it in this process."""
+    plan.check(study, pipeline, method, backend)
+    plan.warn_of_other_patches(study, pipeline)
+    if backend == "mpi":
+        launch.find_mpiexec()
+    run = RunFolder.create(study.runs, method, name)
+    _describe(study, run, pipeline, method, name, uuid4().hex, series=series)
+    try:
+        return _start(study, run, pipeline, backend, watcher)
+    except UsageError:  # refused before the first step
+        run.discard_if_unstarted()
+        raise
+
+
+def resume(
+    study: Study,
+    run_name: str,
+    *,
+    without: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Continues a run from the last round that all its sites had finished.
+
+    A site that was lost on the way comes back in the round where the others stand, even when they have finished.
+
+    Args:
+        without: sites to go on without, as if they had been lost.
+    """
+    run = RunFolder(study.run(run_name))
+    run.refuse_changed_settings()
+    study = as_begun(study, run, goes_on=True)
+    pipeline = load_pipeline(run.path / "config.toml")
+    names = [site.name for site in study.sites(pipeline)]
+    if unknown := sorted(set(without) - set(names)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
+    if not set(names) - set(without):
+        raise UsageError("--without leaves no site to train")
+    finished: dict[str, Any] | None = run.summary()
+    wanted = set(names) - set(without)
+    if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
+        say(f"{finished['run']} has finished already; nothing is sent again")
+        return finished
+    ranks = launch.launched_ranks()
+    method = run.manifest["method"]
+    plan.check(study, pipeline, method, backend, stores=ranks is None)
+    run.refuse_if_busy()
+    lost = {loss["site"] for loss in run.losses()}
+    for name in sorted(lost - set(without)):
+        run.note_return(name)
+    for name in sorted(set(without) - lost):
+        run.note_loss(name, "left out by --without")
+    if ranks is not None:
+        return join(study, pipeline, ranks, lambda comm: run, running_sites(study, pipeline, run))
+    return _start(study, run, pipeline, backend, watcher or Silent())
+
+
+def _describe(
+    study: Study,
+    run: RunFolder,
+    pipeline: Pipeline,
+    method: str,
+    name: str,
+    identity: str,
+    *,
+    series: Series | None = None,
+) -> None:
+    """config.toml and manifest.json: with them alone the run can be repeated."""
+    complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
+    settings = dump_toml(complete, f"# wsi-fl train --method {method} --pipeline {name}")
+    write_json(
+        run.path / "manifest.json",
+        {
+            "run": run.name,
+            "id": identity,
+            "method": method,
+            "pipeline": name,
+            "series": asdict(series) if series else None,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": ["wsi-fl", *sys.argv[1:]],
+            "versions": versions() | {"python": sys.version.split()[0]},
+            "git": _git_commit(study.root),
+            "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        },
+    )
+    # last: whoever sees it finds the manifest too
+    write_text(run.path / "config.toml", settings)
+
+
+def _git_commit(folder: Path) -> str | None:
+    """The commit of the study's repository, if it is one."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None
+
+
+def _start(
+    study: Study, run: RunFolder, pipeline: Pipeline, backend: str, watcher: Watcher
+) -> dict[str, Any]:
+    """Starts the ranks, and those of the other sites once more whenever one is lost."""
+    names = [site.name for site in study.sites(pipeline)]
+    if backend == "local":
+        comm = LocalComm(len(names), running=running_sites(study, pipeline, run))
+        return work_as_rank(study, run, comm, watcher)
+    again = f"wsi-fl train --resume {study.relative(run.path)}"
+    while True:
+        running = [names[k] for k in running_sites(study, pipeline, run)]
+        try:
+            launch.run_ranks(
+                running,
+                ["rank", str(run.path)],
+                log=run.path / "mpi.log",
+                timeout_s=pipeline.comm.timeout_s,
+                watcher=watcher,
+                resume=again,
+            )
+            break
+        except launch.SitesLost as lost:
+            if not set(running) - set(lost.reasons):
+                raise WsiFlError(f"all sites were lost; continue with `{again}`") from None
+            for name, reason in lost.reasons.items():
+                loss = run.note_loss(name, reason)
+                watcher.say(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
+    summary: dict[str, Any] = read_json(run.path / "summary.json")
+    return summary
+
+
+class _Proposal(TypedDict):
+    """The number that a new run could have on a site's disk, the site's name for it, and its part of the id."""
+
+    number: Annotated[int, Field(ge=1, lt=10**9)]
+    name: Words
+    identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Claimed(TypedDict):
+    """Whether a site has the run's folder on its disk."""
+
+    claimed: bool
+
+
+def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
+    """The folder of a new run: its number is free on every disk, its name is that of the first site.
+
+    Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
+    own store alone, and describes the run on its own disk.
+    """
+    for _ in range(_TRIES):
+        mine = _Proposal(
+            number=RunFolder.next_number(study.runs),
+            name=f"{method}-{pipeline_stem(name)}",
+            identity=uuid4().hex,
+        )
+        told = comm.gather([mine], _Proposal)
+        number = max(one["number"] for one in told)
+        proposed = "".join(one["identity"] for one in told)
+        identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
+
+        def describe(run: RunFolder, identity: str = identity) -> None:
+            _describe(study, run, pipeline, method, name, identity)
+
+        run = RunFolder.claim(study.runs, number, told[0]["name"], identity, describe)
+        if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
+            assert run is not None
+            return run
+        if run is not None:  # another job was quicker somewhere
+            run.discard_if_unstarted()
+    raise WsiFlError("the sites found no number for this run that is free everywhere; start again")
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The summary for people."""
+    for row in summary["sites"]:
+        say(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+    c = summary["communication"]
+    say(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
+    for loss in summary["losses"]:
+        say(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
+        say(f"  it can come back: wsi-fl train --resume {summary['run']}")
+    say(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
