@@ -34,7 +34,7 @@ from wsi_fl.stages.training.series import train_series
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import dump_toml
+from wsi_fl.study.toml import dump_toml
 from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from test_layouts import HEADER, camelyon17, generic, touch
 
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tile import sources_of
+from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.study.folder import Study, shipped
 
 

@@ -30,12 +30,12 @@ from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.prepare.mosaic_labels import labelled
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.mosaics import MosaicShard, read_mosaic
 from wsi_fl.study.folder import Study
+from wsi_fl.system.locks import locked
 from wsi_fl.types import CLASSES, BagTable, GridSpec, SlideRecord, UsageError, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -15,12 +15,12 @@ import openslide
 import pytest
 from numpy.typing import NDArray
 from skimage.draw import polygon2mask
-from wsi_fl.slides.phantom.anatomy import LABEL_PX
-from wsi_fl.slides.phantom.archive import outlines
-from wsi_fl.slides.phantom.paint import beer_lambert, hospital
-from wsi_fl.slides.phantom.tissues import Tissue, bank
 
 from wsi_fl.demo import phantom
+from wsi_fl.demo.phantom.anatomy import LABEL_PX
+from wsi_fl.demo.phantom.archive import outlines
+from wsi_fl.demo.phantom.paint import beer_lambert, hospital
+from wsi_fl.demo.phantom.tissues import Tissue, bank
 from wsi_fl.types import UsageError
 
 SIZE_PX = 1024

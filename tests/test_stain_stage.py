@@ -240,7 +240,7 @@ def test_stains_survive_subsets_and_pools():
 
 def test_training_patches_are_moved_between_released_stains(study):
     from wsi_fl.stages.site.data import split_of
-    from wsi_fl.stages.site.stains import exchanged
+    from wsi_fl.stages.training.material import exchanged
 
     stain(study, site=None)
     pipeline = study.pipeline("small", EXCHANGE)

@@ -21,9 +21,11 @@ from wsi_fl.slides.layouts import Sources, checksums, describe, detect, list_sit
 from wsi_fl.slides.layouts.tcga import parse_barcode
 from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
 from wsi_fl.stages.prepare.init import Tables, init
-from wsi_fl.stages.prepare.tile import sources_of, tile
+from wsi_fl.stages.prepare.sources import sources_of
+from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import Pipeline, SiteFile, dump_toml, validated
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.types import UsageError, WsiFlError
 
 refused = partial(conftest.refused, error=WsiFlError)

@@ -23,6 +23,7 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training import launch, workshop
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
@@ -357,7 +358,7 @@ def test_ranks_that_somebody_else_started_are_noticed(monkeypatch, variables, ra
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert launch.launched_ranks() == ranks
+    assert launched_ranks() == ranks
 
 
 def test_cores_are_divided_among_ranks(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from wsi_fl.report.page import Page, render
+from wsi_fl.report.page import Page
+from wsi_fl.report.run import render
 
 __all__ = ["Page", "render"]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wsi_fl.report import sections, words
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
-
-if TYPE_CHECKING:
-    from wsi_fl.report.page import Json, Page
+from wsi_fl.report.page import Json, Page
 
 RULES = {
     "mean": "Mean of the probabilities",

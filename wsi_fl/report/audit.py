@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from wsi_fl.report import words
 from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
-
-if TYPE_CHECKING:
-    from wsi_fl.report.page import Json, Page
+from wsi_fl.report.page import Json, Page
 
 MODELS = {
     "private": "Private model",

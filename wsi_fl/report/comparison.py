@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from wsi_fl.report import sections, words, worth
 from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
-from wsi_fl.report.page import fill
+from wsi_fl.report.fill import fill
 from wsi_fl.report.words import Finding, known, number
 
 Json = Mapping[str, Any]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.report import figures, pictures, words
 from wsi_fl.report.figures import Chart, Points
-
-if TYPE_CHECKING:
-    from wsi_fl.report.page import Json, Page
+from wsi_fl.report.page import Json, Page
 
 METRICS = {"accuracy": "Accuracy", "macro_accuracy": "Macro-accuracy", "auroc": "AUROC"}
 MANY_SITES = figures.N_COLORS

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from wsi_fl.report.page import Json, Page
+from wsi_fl.report.page import Json, Page
 
 
 def data(page: Page) -> dict[str, Any]:

@@ -4,8 +4,8 @@ It is laid out like Camelyon17 and needs no download, so that everything else ca
 are drawings: good for trying the software, never for claims about medicine.
 """
 
-from wsi_fl.slides.phantom.archive import PhantomSlide, paint_archive, paint_slide, plan_slides, truth_mask
-from wsi_fl.slides.phantom.tiff import write_big_slide, write_pyramid
+from wsi_fl.demo.phantom.archive import PhantomSlide, paint_archive, paint_slide, plan_slides, truth_mask
+from wsi_fl.demo.phantom.tiff import write_big_slide, write_pyramid
 
 __all__ = [
     "PhantomSlide",

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.ndimage import gaussian_filter
 
-from wsi_fl.slides.phantom.cells import Field
-from wsi_fl.slides.phantom.tissues import Tissue
+from wsi_fl.demo.phantom.cells import Field
+from wsi_fl.demo.phantom.tissues import Tissue
 
 MPP = 0.5
 """Micrometres per level-0 pixel of every imaginary slide."""

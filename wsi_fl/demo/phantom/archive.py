@@ -15,10 +15,10 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from skimage.measure import find_contours
 
-from wsi_fl.slides.phantom.anatomy import COARSE_PX, MPP, Anatomy, lay_out, tumour_mask
-from wsi_fl.slides.phantom.paint import hospital, paint
-from wsi_fl.slides.phantom.tiff import write_pyramid
-from wsi_fl.slides.phantom.tissues import bank
+from wsi_fl.demo.phantom.anatomy import COARSE_PX, MPP, Anatomy, lay_out, tumour_mask
+from wsi_fl.demo.phantom.paint import hospital, paint
+from wsi_fl.demo.phantom.tiff import write_pyramid
+from wsi_fl.demo.phantom.tissues import bank
 from wsi_fl.types import UsageError
 
 PATIENTS_PER_CENTRE = 20

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter
 from scipy.ndimage import gaussian_filter
 
-from wsi_fl.slides.phantom.anatomy import LABEL_PX, Anatomy, slow, upsample
-from wsi_fl.slides.phantom.cells import BANK_PX
-from wsi_fl.slides.phantom.tissues import Tissue, bank
+from wsi_fl.demo.phantom.anatomy import LABEL_PX, Anatomy, slow, upsample
+from wsi_fl.demo.phantom.cells import BANK_PX
+from wsi_fl.demo.phantom.tissues import Tissue, bank
 
 _STRIP_PX = 256
 _CODE = 100.0  # concentrations travel as uint8: 0 to 2.55

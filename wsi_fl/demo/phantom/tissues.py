@@ -16,7 +16,7 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from wsi_fl.slides.phantom.cells import Field, Lattice, Nuclei, bend, lattice, noise, stamp
+from wsi_fl.demo.phantom.cells import Field, Lattice, Nuclei, bend, lattice, noise, stamp
 
 _SEED = 4217
 _PACKING_PX = 13.6  # between packed lymphocytes: 6.8 µm

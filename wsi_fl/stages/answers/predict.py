@@ -16,8 +16,8 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.answers.trained import answers_with, trained_site
-from wsi_fl.stages.prepare.tile_plans import one_line
 from wsi_fl.stages.site.data import of_slides
+from wsi_fl.stages.work.aside import one_line
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study

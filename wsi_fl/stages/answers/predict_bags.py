@@ -23,9 +23,10 @@ from wsi_fl.slides.pictures.heat import Heat, patch_boxes
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.trained import Answering, answering
-from wsi_fl.stages.prepare.mosaic import encoder_of, work_of
+from wsi_fl.stages.prepare.mosaic import work_of
 from wsi_fl.stages.prepare.mosaic_slides import Work, bag_of_slide
 from wsi_fl.stages.site.data import open_mosaic, remembered_mosaics
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import SCORES
-from wsi_fl.report.page import Page, render
+from wsi_fl.report.page import Page
+from wsi_fl.report.run import render
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Store, example_word, open_data, store_path
 from wsi_fl.stages.site.kept import as_begun

@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.slides.stains.methods import AnyStain, restained
-from wsi_fl.stages.prepare.mosaic import encoder_of
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import Job
@@ -29,6 +28,7 @@ from wsi_fl.stores.patch_features import FeaturesMeta, shard_is_current, write_p
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 _READ = 32

@@ -10,7 +10,8 @@ from typing import Any
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study, shipped
-from wsi_fl.study.pipeline import SiteFile, dump_toml, toml_key, toml_value, validated
+from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.toml import dump_toml, toml_key, toml_value, validated
 from wsi_fl.system.files import write_text
 from wsi_fl.types import SlideRecord, UsageError
 

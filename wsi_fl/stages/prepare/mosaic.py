@@ -23,16 +23,16 @@ from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
 from wsi_fl.stages.prepare.mosaic_table import row_of
-from wsi_fl.stages.prepare.tile import sources_of
-from wsi_fl.stages.prepare.tile_shards import locked
+from wsi_fl.stages.prepare.sources import sources_of
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.work.console import Silent, Watcher
-from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.features import FeatureMeta, write_features
 from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Mosaic, Pipeline
 from wsi_fl.study.pipeline import SiteFile as SiteConfig
+from wsi_fl.system.locks import locked
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
 
 
@@ -65,20 +65,6 @@ def mosaic(
     told = watcher if watcher and job.first else Silent()
     rows = [_make_site(one, encoder[0], job, told) for one in listed]
     return {"sites": rows} if job.first else {}
-
-
-def encoder_of(study: Study, settings: Mosaic, threads: int, section: str = "mosaic") -> Encoder:
-    """The encoder of these settings on this rank's device and share of cores.
-
-    Args:
-        section: of the configuration that they are from.
-    """
-    import torch
-
-    torch.set_num_threads(min(torch.get_num_threads(), threads))
-    weights = study.resolve(settings.weights) if settings.weights else None
-    how = {"input_px": settings.input_px, "batch_size": settings.batch_size, "section": section}
-    return Encoder(settings.encoder, weights, **how, device=device_of_rank())  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from wsi_fl.slides.choosing.mosaic import MosaicParams, MosaicPlan, plan_mosaic
 from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
 from wsi_fl.slides.reading.reader import Reader, Slide
-from wsi_fl.stages.prepare.tile_plans import one_line
-from wsi_fl.stages.prepare.tile_shards import partly
+from wsi_fl.stages.work.aside import one_line, partly
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.features import Bag
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, fingerprint, read_mosaic, write_mosaic

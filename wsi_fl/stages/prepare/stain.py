@@ -24,7 +24,6 @@ from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.privacy.release import Release
 from wsi_fl.slides.pictures.stain import draw_stains
 from wsi_fl.slides.stains.methods import STAIN_METHODS
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.site.account import require_budget
 from wsi_fl.stages.site.data import is_synthetic, open_store
 from wsi_fl.stages.site.stains import check_own, read_stain, stain_ledger
@@ -34,6 +33,7 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
 from wsi_fl.system.files import read_json, write_bytes, write_json
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 _READ = 32

@@ -7,12 +7,10 @@ fits is not read again, so a killed job loses at most the slide in hand.
 
 from __future__ import annotations
 
-import glob
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -21,14 +19,14 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
-from wsi_fl.slides.layouts import Sources, read_site
+from wsi_fl.slides.layouts import read_site
+from wsi_fl.stages.prepare.sources import sources_of, watched
 from wsi_fl.stages.prepare.tables import row_of, storage_note, weak_note
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
 from wsi_fl.stages.prepare.tile_shards import (
     Wanted,
     Written,
     check_space,
-    locked,
     remove_strays,
     shard_path,
     write_each,
@@ -40,7 +38,8 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.pipeline import SiteFile as SiteConfig
-from wsi_fl.types import CLASSES, GridSpec, SetAside, SlideRecord, UsageError, WsiFlError
+from wsi_fl.system.locks import locked
+from wsi_fl.types import CLASSES, GridSpec, SetAside, SlideRecord, WsiFlError
 
 
 def tile(
@@ -98,46 +97,6 @@ class _Listed:
     pipeline: Pipeline
     records: tuple[SlideRecord, ...]
     aside: tuple[SetAside, ...]
-
-
-def sources_of(study: Study, site: SiteConfig) -> Sources:
-    """The paths of a site file, resolved against the study."""
-    if site.slides is None:
-        raise UsageError(
-            f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
-        )
-    escaped = Study(Path(glob.escape(str(study.root))))  # the study's own folder may hold a [ or *
-
-    def path(text: str | None) -> Path | None:
-        return study.resolve(text) if text is not None else None
-
-    return Sources(
-        site=site.name,
-        label=f"sites/{site.name}.toml",
-        slides=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.slides)),
-        annotations=path(site.annotations),
-        labels=path(site.labels),
-        split=path(site.split),
-        mpp_override=site.mpp_override,
-        manifests=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.manifest)),
-        verify=site.verify is not False,
-        verified=study.store(site.name).parent / "verified.jsonl",
-        slide_types=tuple(site.slide_types or ("DX",)),
-        columns={str(key): name for key, name in site.columns.items()},
-    )
-
-
-def _patterns(patterns: str | list[str] | None) -> list[str]:
-    return [patterns] if isinstance(patterns, str) else patterns or []
-
-
-def watched(sources: Sources, watcher: Watcher | None) -> Sources:
-    """Verifying an archive may take hours: these sources say how far it is."""
-    if watcher is None:
-        return sources
-    return replace(
-        sources, progress=lambda done, total: watcher.update(sources.site, done, total, "checking MD5")
-    )
 
 
 def _tile_site(listed: _Listed, job: Job, watcher: Watcher) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.choosing.patches import SlidePlan
 from wsi_fl.slides.choosing.splits import sample_rows
+from wsi_fl.stages.work.aside import one_line
 from wsi_fl.types import GridSpec, SetAside, SlideRecord, WsiFlError
 
 _PLANNERS = 4
@@ -130,8 +131,3 @@ def choose(
         seed=seed,
     )
     return np.split(keep, np.cumsum(sizes)[:-1])
-
-
-def one_line(error: BaseException) -> str:
-    """Any exception as a reason."""
-    return " ".join(f"{type(error).__name__}: {error}".split())

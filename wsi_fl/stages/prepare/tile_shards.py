@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,9 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.patches import SlidePlan
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Reader
-from wsi_fl.stages.prepare.tile_plans import Plans, one_line
+from wsi_fl.stages.prepare.tile_plans import Plans
 from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams, new_streams, pixel_batches
+from wsi_fl.stages.work.aside import one_line, partly
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.contents import SlideSource, quality_of
 from wsi_fl.stores.shards import (
@@ -30,14 +29,13 @@ from wsi_fl.stores.shards import (
     write_shard,
     write_streams,
 )
-from wsi_fl.system.files import remove_leftovers, write_bytes
+from wsi_fl.system.files import write_bytes
 from wsi_fl.types import DiskFull, GridSpec, PatchTable, WsiFlError
 
 _SPARE_BYTES = 64 << 20
 _COLUMNS_BYTES = 64
 _SHARE_OF_RAW = {"raw": 1.0, "native": 0.25, "jpeg": 0.3, "none": 0.0}
 """Cautious: JPEG streams of tissue take about a ninth."""
-_MOST_PLACES = 5
 _EDGE_L0 = 0.5
 _SLIDES_AT_ONCE = 2
 
@@ -99,20 +97,6 @@ def _written(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted)
     except Exception as error:  # one slide that a library chokes on must not end the others
         return Written(number, None, str(error) if isinstance(error, WsiFlError) else one_line(error))
     return Written(number, content, partly(unread, int(keep.sum())))
-
-
-def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
-    """What is said of the patches (x, y, reason) that were set aside of n; None when all were read.
-
-    Example:
-        >>> partly([(0, 512, "cut short")], 9)
-        '1 of 9 patches set aside, at level-0 pixel (0, 512): cut short'
-    """
-    if not unread:
-        return None
-    places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
-    more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
-    return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
 
 
 def shard_path(folder: Path, slide: str) -> Path:
@@ -240,22 +224,6 @@ def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
             f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
             f"set {advice}tile.max_per_slide, or free some space"
         )
-
-
-@contextmanager
-def locked(folder: Path, site: str) -> Iterator[None]:
-    """One `tile`, `mosaic`, `features` or `stain` at a time per site; what a killed one left behind is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise WsiFlError(
-                f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-            ) from None
-        for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
-            remove_leftovers(place)
-        yield
 
 
 def remove_strays(folder: Path, kept: set[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from wsi_fl.runs import SITE_FILE, RunFolder
-from wsi_fl.stages.training.launch import launched_ranks
 from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 

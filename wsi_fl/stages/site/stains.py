@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stains
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
 from wsi_fl.privacy.rounds import Round
 from wsi_fl.privacy.terms import Terms
-from wsi_fl.slides.stains.methods import STAIN_METHODS, AnyStain, restained
+from wsi_fl.slides.stains.methods import STAIN_METHODS, AnyStain
 from wsi_fl.stages.site.account import open_ledger, terms_of
-from wsi_fl.stores.patch_features import PatchFeatures
-from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
 from wsi_fl.system.files import read_json
@@ -118,48 +113,3 @@ def check_own(ledger: PrivacyLedger, released: Released, label: str) -> Round:
         f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}, or others have taken their "
         "place there; restore both from the same backup, or measure anew with --again, which costs as much as a release"
     )
-
-
-def exchanged(
-    study: Study, pipeline: Pipeline, store: PatchStore | PatchFeatures, train: Examples
-) -> Examples:
-    """The training examples of a site, each of which can be shown in the stain of every site of the pipeline.
-
-    Maps go from the site's own released stain to another's, so that what an example becomes depends on it and on
-    releases alone.
-
-    Raises:
-        UsageError, WsiFlError: when stains are missing, the images have none, or features were made for other stains.
-    """
-    stains, own = stains_of(study, pipeline), store.meta.site
-    others = [name for name in stains if name != own]
-    if isinstance(store, PatchFeatures):
-        if any(store.stains.get(name) != released.digest for name, released in stains.items()) and others:
-            raise UsageError(
-                f"site {own}: its features are not in the stains that stains/ holds; run "
-                f"`wsi-fl features --site {own} --set stain.exchange=true`"
-            )
-        return in_stains(train, _variants(store, others, len(train)))
-    if store.channels != 3:
-        raise UsageError(f"site {own}: its store holds grey images; leave out stain.exchange")
-    mine = stains[own].stain
-    return in_stains(train, [partial(_moved, mine, stains[name].stain) for name in others])
-
-
-def _variants(store: PatchFeatures, others: Sequence[str], n_train: int) -> list[Restain]:
-    """Training rows in each other stain, from memory where all of them fit."""
-    reads: list[Callable[[NDArray[np.int64]], Any]] = [partial(store.variant, name) for name in others]
-    if n_train * store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
-        everything = np.arange(n_train)
-        reads = [read(everything).__getitem__ for read in reads]
-    return [partial(_variant, read) for read in reads]
-
-
-def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], features: Any) -> Any:
-    del features
-    return read(rows)
-
-
-def _moved(own: AnyStain, other: AnyStain, rows: NDArray[np.int64], pixels: Any) -> Any:
-    del rows
-    return restained(pixels, own, other)

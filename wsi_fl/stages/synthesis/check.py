@@ -20,7 +20,6 @@ from torch import Tensor
 from wsi_fl.models.lpips import Lpips, nearest_lpips, nearest_other_lpips
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.synthesis.gan import (
     HELD_OUT,
     Pictures,
@@ -52,6 +51,7 @@ from wsi_fl.synthesis.projection import Projections, projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
 from wsi_fl.system.files import write_bytes, write_json, write_text
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError
 
 _SHOWN = 9

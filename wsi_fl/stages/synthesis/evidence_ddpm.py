@@ -23,7 +23,6 @@ from wsi_fl.models.lpips import Lpips, nearest_lpips, nearest_other_lpips
 from wsi_fl.privacy.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.site.data import store_digest
 from wsi_fl.stages.synthesis.ddpm import sampling_of, trained_denoiser
 from wsi_fl.stages.synthesis.gan import HELD_OUT, Pictures, lpips_of, open_site, pictures_of
@@ -46,6 +45,7 @@ from wsi_fl.synthesis.evidence import (
     verdict,
 )
 from wsi_fl.system.files import write_bytes, write_json, write_text
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError
 
 _SHOWN = 9

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.models.encoder import encode
-from wsi_fl.stages.prepare.mosaic import encoder_of
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import LEAST_HELD_OUT, frechet_distance, kernel_distance

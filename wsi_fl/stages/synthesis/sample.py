@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.synthesis.gan import outcome, provenance, trained_folder
 from wsi_fl.stages.synthesis.synthetic import as_pixels, reduced_spec, write_synthetic
 from wsi_fl.stages.work.console import say
@@ -17,10 +16,12 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import SiteFile, dump_toml, validated
+from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
 from wsi_fl.system.files import write_text
+from wsi_fl.system.locks import locked
 from wsi_fl.types import PatchTable, UsageError, WsiFlError
 
 _CHUNK = 256

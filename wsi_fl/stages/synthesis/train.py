@@ -10,7 +10,6 @@ from typing import Any
 
 from wsi_fl.models.lpips import Lpips, embeddings
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.site.data import store_digest
 from wsi_fl.stages.synthesis.gan import (
     Pictures,
@@ -34,6 +33,7 @@ from wsi_fl.synthesis.gan import GanState, Losses, step, to_images
 from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.system.files import write_bytes
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.prepare.tile_shards import locked
 from wsi_fl.stages.site.data import store_digest
 from wsi_fl.stages.synthesis.ddpm import (
     ddpm_shape,
@@ -29,6 +28,7 @@ from wsi_fl.synthesis.ddpm import DdpmState, Sampling, drawn, step
 from wsi_fl.synthesis.denoisers import DenoiserFolder
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.system.files import write_bytes
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 _LOG_EVERY = 20

@@ -21,7 +21,6 @@ from typing import IO, Any
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.types import UsageError, WsiFlError
 
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 _POLL_S = 0.05
 _STALE_S = 5.0
@@ -46,15 +45,6 @@ class SitesLost(Exception):
         super().__init__(reasons)
         self.reasons = reasons
         """Site → why."""
-
-
-def launched_ranks() -> int | None:
-    """How many ranks mpiexec or srun started with this one; None when nobody did."""
-    for name in _SIZE_VARIABLES:
-        if os.environ.get(name, "").isdigit():
-            size = int(os.environ[name])
-            return size if size > 1 or name.startswith("OMPI") else None
-    return None
 
 
 def find_mpiexec() -> str:

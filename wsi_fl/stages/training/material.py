@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stains, joined
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.learning.validation import require_names, with_validation
 from wsi_fl.runs import SiteFolder
+from wsi_fl.slides.stains.methods import AnyStain, restained
 from wsi_fl.stages.site.data import Store, open_data, shape_of, split_of
-from wsi_fl.stages.site.stains import exchanged
+from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import UsageError
@@ -111,3 +118,48 @@ def _validated(
             "train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None
+
+
+def exchanged(
+    study: Study, pipeline: Pipeline, store: PatchStore | PatchFeatures, train: Examples
+) -> Examples:
+    """The training examples of a site, each of which can be shown in the stain of every site of the pipeline.
+
+    Maps go from the site's own released stain to another's, so that what an example becomes depends on it and on
+    releases alone.
+
+    Raises:
+        UsageError, WsiFlError: when stains are missing, the images have none, or features were made for other stains.
+    """
+    stains, own = stains_of(study, pipeline), store.meta.site
+    others = [name for name in stains if name != own]
+    if isinstance(store, PatchFeatures):
+        if any(store.stains.get(name) != released.digest for name, released in stains.items()) and others:
+            raise UsageError(
+                f"site {own}: its features are not in the stains that stains/ holds; run "
+                f"`wsi-fl features --site {own} --set stain.exchange=true`"
+            )
+        return in_stains(train, _variants(store, others, len(train)))
+    if store.channels != 3:
+        raise UsageError(f"site {own}: its store holds grey images; leave out stain.exchange")
+    mine = stains[own].stain
+    return in_stains(train, [partial(_moved, mine, stains[name].stain) for name in others])
+
+
+def _variants(store: PatchFeatures, others: Sequence[str], n_train: int) -> list[Restain]:
+    """Training rows in each other stain, from memory where all of them fit."""
+    reads: list[Callable[[NDArray[np.int64]], Any]] = [partial(store.variant, name) for name in others]
+    if n_train * store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
+        everything = np.arange(n_train)
+        reads = [read(everything).__getitem__ for read in reads]
+    return [partial(_variant, read) for read in reads]
+
+
+def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], features: Any) -> Any:
+    del features
+    return read(rows)
+
+
+def _moved(own: AnyStain, other: AnyStain, rows: NDArray[np.int64], pixels: Any) -> Any:
+    del rows
+    return restained(pixels, own, other)

@@ -31,7 +31,8 @@ from wsi_fl.stages.training.material import remember_canaries
 from wsi_fl.stages.training.workshop import assemble, brought, method_for, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline, dump_toml
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 

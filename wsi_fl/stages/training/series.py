@@ -7,9 +7,9 @@ from typing import Any
 from uuid import uuid4
 
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import Series, begin, resume
 from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json
@@ -29,7 +29,7 @@ def train_series(
     """Trains one run for each of train.seed, train.seed + 1, … and returns {"method", "seeds", "runs"}."""
     if seeds < 1:
         raise UsageError("--seeds must be at least 1")
-    if launch.launched_ranks() is not None:
+    if launched_ranks() is not None:
         raise UsageError(
             "--seeds starts ranks of its own; leave out mpiexec or srun, or train one seed after another"
         )
@@ -44,7 +44,7 @@ def resume_series(
     study: Study, run_name: str, *, backend: str = "mpi", watcher: Watcher | None = None
 ) -> dict[str, Any] | None:
     """Completes the series that a run belongs to; None where it belongs to none, or under mpiexec of one's own."""
-    if launch.launched_ranks() is not None:
+    if launched_ranks() is not None:
         return None
     run = RunFolder(study.run(run_name))
     manifest = read_json(run.path / "manifest.json")

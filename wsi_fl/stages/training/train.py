@@ -27,8 +27,10 @@ from wsi_fl.stages.training.workshop import (
     versions,
 )
 from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline, dump_toml
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -53,7 +55,7 @@ def train(
     watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    ranks = launch.launched_ranks()
+    ranks = launched_ranks()
     if ranks is not None:
         plan.check(study, pipeline, method, backend, stores=False)
         everyone = tuple(range(len(study.sites(pipeline))))
@@ -123,7 +125,7 @@ def resume(
     if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
-    ranks = launch.launched_ranks()
+    ranks = launched_ranks()
     method = run.manifest["method"]
     plan.check(study, pipeline, method, backend, stores=ranks is None)
     run.refuse_if_busy()

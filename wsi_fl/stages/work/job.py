@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 
 from typing_extensions import TypedDict
 
-from wsi_fl.stages.training.launch import launched_ranks
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -140,3 +139,15 @@ def _told(error: Exception) -> str:
 def path_of(error: Exception) -> Any:
     """What the error is about, as far as it says."""
     return getattr(error, "filename", None) or "the store"
+
+
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_ranks() -> int | None:
+    """How many ranks mpiexec or srun started with this one; None when nobody did."""
+    for name in _SIZE_VARIABLES:
+        if os.environ.get(name, "").isdigit():
+            size = int(os.environ[name])
+            return size if size > 1 or name.startswith("OMPI") else None
+    return None

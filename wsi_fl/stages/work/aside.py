@@ -1,0 +1,27 @@
+"""What was left aside: a part that failed, in one line, while the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def one_line(error: BaseException) -> str:
+    """Any exception as a reason."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+_MOST_PLACES = 5
+
+
+def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
+    """What is said of the patches (x, y, reason) that were set aside of n; None when all were read.
+
+    Example:
+        >>> partly([(0, 512, "cut short")], 9)
+        '1 of 9 patches set aside, at level-0 pixel (0, 512): cut short'
+    """
+    if not unread:
+        return None
+    places = ", ".join(f"({x}, {y})" for x, y, _ in unread[:_MOST_PLACES])
+    more = f" and {len(unread) - _MOST_PLACES} more" if len(unread) > _MOST_PLACES else ""
+    return f"{len(unread)} of {n} patches set aside, at level-0 pixel {places}{more}: {unread[0][2]}"
