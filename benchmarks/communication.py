@@ -43,6 +43,7 @@ class Site:
 
     ledger: PrivacyLedger
     push: PushSum
+    own: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ def _release(site: Site, round_: int, hop: int) -> Release:
     """What a site trained in the first hop, what it holds by then in a further one."""
     x, w = site.push.x, site.push.w
     if hop:
-        return site.ledger.relay(round_, x, schema=SCHEMA, weight=w)
-    return site.ledger.release(round_, x, schema=SCHEMA, weight=w, mechanism=None, content="model")
+        return site.ledger.relay(round_, x, own=site.own, schema=SCHEMA, weight=w)
+    made = site.ledger.release(round_, x, schema=SCHEMA, weight=w, mechanism=None, content="model")
+    site.own = made.digest
+    return made
 
 
 def messages_handled(hops: list[Matrix]) -> int:
