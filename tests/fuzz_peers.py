@@ -34,8 +34,14 @@ from wsi_fl.stages.training.plan import check_budgets
 from wsi_fl.types import WsiFlError
 
 LONGEST = 500
-MODULES = ("federation.preflight", "federation.roster", "federation.courier", "stages.ranks", "stages.train")
-SLOW_MODULES = ("stages.mpcpa",)
+MODULES = (
+    "federation.preflight",
+    "federation.roster",
+    "federation.courier",
+    "stages.training.ranks",
+    "stages.training.train",
+)
+SLOW_MODULES = ("stages.training.mpcpa",)
 """It takes seconds to import."""
 SCHEMA = "ab" * 32
 N_SITES, ROUND, HOP, N_VALUES = 4, 3, 1, 24

@@ -6,7 +6,7 @@ import pytest
 from conftest import make_study, refused
 
 from wsi_fl.federation import loop
-from wsi_fl.stages.training import launch
+from wsi_fl.stages.training import series
 from wsi_fl.stages.training.series import resume_series, train_series
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline
@@ -70,5 +70,5 @@ def test_the_command_line(study, wsi_fl):
 
 
 def test_a_series_starts_its_own_ranks(study, monkeypatch):
-    monkeypatch.setattr(launch, "launched_ranks", lambda: 2)
+    monkeypatch.setattr(series, "launched_ranks", lambda: 2)
     refused(lambda: train_series(study, seeds=2, method="regular"), "leave out mpiexec or srun")

@@ -191,11 +191,9 @@ def test_an_archive_is_recognised_and_grouped(tmp_path):
 def test_a_table_of_source_sites_names_the_others(tmp_path):
     archive = tcga(tmp_path / "t")
     codes = tmp_path / "codes.csv"
-    codes.write_text(
-        '"TSS Code","Source SiteFile","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n'
-    )
+    codes.write_text('"TSS Code","Source Site","Study Name"\n"NA","Duke University","x"\n"B6","Duke","y"\n')
     assert "tcga-duke" in [site.name for site in describe(archive, "tcga", codes=codes)]
-    (archive / "tissueSourceSite.tsv").write_text("TSS Code\tSource SiteFile\nNA\tDuke University\n")
+    (archive / "tissueSourceSite.tsv").write_text("TSS Code\tSource Site\nNA\tDuke University\n")
     assert "tcga-duke" in [site.name for site in describe(archive, "tcga")]
 
 
