@@ -92,8 +92,6 @@ rounds = 3
 batch_size = 8
 lr = 0.005
 augment = "none"
-[privacy]
-grad_mode = "ghost"  # the fastest of the moment would make runs differ in round-off
 [evaluate]
 bootstrap = 50
 """

@@ -31,7 +31,7 @@ from wsi_fl.federation.roster import (
     roster_of,
     stands,
 )
-from wsi_fl.federation.scoring import chosen, evaluated, heeded
+from wsi_fl.federation.scoring import choose_answer, evaluate
 from wsi_fl.federation.site import (
     Schedule,
     Site,
@@ -94,7 +94,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := chosen(site, method, schedule, partial(report, last))) is not None:
+        if (choice := choose_answer(site, method, schedule, partial(report, last))) is not None:
             site.folder.remember_choice(choice)
 
 
@@ -278,7 +278,7 @@ def _trained(
     From its checkpoint on a round under differential privacy is final, also where nothing leaves the site.
     """
     began = time.perf_counter()
-    site.losses, site.listened = {}, {}
+    site.losses = {}
     if site.active or schedule.train_after_leaving:
         before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
         site.losses = _train_round(site, method, schedule, round_, report)
@@ -345,8 +345,6 @@ def _train_round(
         seed = int(torch.randint(2**62, (), generator=sampler))
         rows = lesson.rows_of(site.plan, sampler)
         _require_planned(site, site.plan, schedule, lesson.units.n, len(rows))
-    alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": len(rows)})
-    weights, site.listened = heeded(site, method, schedule, alive)
     augment = schedule.make_augment(seed)
     images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
     drawn = lesson.units.labelled(images, rows, site.device)
@@ -358,7 +356,7 @@ def _train_round(
 
         def step(number: int, batch: Batch) -> dict[str, float]:
             report({"site": site.name, "round": round_, "step": number, "steps": len(rows)})
-            return method.step(site.learners, batch, weights, noise)
+            return method.step(site.learners, batch, schedule.weights, noise)
 
         return mean_losses(step(number, batch) for number, batch in enumerate(drawn))
 
@@ -383,12 +381,11 @@ def _log_round(
         "epsilon": site.ledger.epsilon(),
         "takes_part": site.active,
     }
-    line |= site.listened
     if site.rejected:
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        line |= evaluated(site, method, schedule, alive)
+        line |= evaluate(site, method, schedule, alive)
     line |= {
         "messages": traffic.messages,
         "bytes": traffic.bytes,

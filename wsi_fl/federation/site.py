@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ class Schedule:
         batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
         answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
             "competence" by what the proxy is worth and the site lacks.
-        by_competence: whether α is scaled by what the proxy is worth.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
         insecure_seed: fixed noise, for tests alone.
@@ -55,7 +53,6 @@ class Schedule:
     make_augment: Callable[[int], Augment | None]
     graph: Topology | None = None
     answer: str = "private"
-    by_competence: bool = False
     reset_optimizer: bool = False
     train_after_leaving: bool = True
     insecure_seed: int | None = None
@@ -81,7 +78,6 @@ class Site:
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
         diverged: roles of models that were no longer finite and stay as they were before; nobody else is told.
-        listened: how far its private model listened in this round, and why; empty where α is fixed.
     """
 
     index: int
@@ -107,7 +103,6 @@ class Site:
     rejected: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
-    listened: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def learned(self) -> Examples:
@@ -210,10 +205,8 @@ def checkpoint(site: Site, round_: int) -> None:
         "returning": site.returning,
         "weight": site.push.w if site.push else None,
         "losses": site.losses,
-        "listened": site.listened,
         "heard": site.heard,
         "diverged": site.diverged,
-        "grad_mode": {role: learner.grad_mode for role, learner in site.learners.items()},
     }
     site.folder.save_checkpoint(round_, tensors, document)
 
@@ -224,13 +217,11 @@ def restore(site: Site, round_: int) -> None:
     for role, learner in site.learners.items():
         prefix = f"{role}/"
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-        learner.grad_mode = document["grad_mode"][role]
     prefix = f"{_BUFFER}/"
     site.received = {
         int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
     }
     site.losses, site.heard = document["losses"], document["heard"]
-    site.listened = document.get("listened", {})
     site.diverged = document.get("diverged", [])
     site.returning = document["returning"]
     site.settle(document["active"])

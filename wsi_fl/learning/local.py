@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
-from wsi_fl.privacy.choice import AUTO, MODES
 from wsi_fl.privacy.dpsgd import DPTrainer, laid_out_like
 
 Learners = Mapping[str, "Learner"]
@@ -25,19 +24,18 @@ Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DPSettings:
-    """How a learner trains with differential privacy: σ, C, the divisor B, and the way to per-example gradients.
+    """How a learner trains with differential privacy: σ, C and the divisor B.
 
     Attributes:
-        modes: what `auto` chooses from.
         unit: whose gradients are clipped, a "row"'s or a "patient"'s.
+        engine: what sums the clipped gradients; None for what suits the model.
     """
 
     sigma: float
     clip: float
     batch_size: int
-    grad_mode: str = AUTO
-    modes: tuple[str, ...] = MODES
     unit: str = "row"
+    engine: str | None = None
 
 
 class Learner:
@@ -63,16 +61,7 @@ class Learner:
         )
         self._dp: DPTrainer | None = None
         if dp is not None:
-            self._dp = DPTrainer(
-                self.model,
-                self.optimizer,
-                sigma=dp.sigma,
-                clip=dp.clip,
-                batch_size=dp.batch_size,
-                grad_mode=dp.grad_mode,
-                modes=dp.modes,
-                unit=dp.unit,
-            )
+            self._dp = DPTrainer(self.model, self.optimizer, **asdict(dp))
 
     @property
     def with_dp(self) -> bool:
@@ -83,16 +72,6 @@ class Learner:
     def trainer(self) -> DPTrainer | None:
         """What takes its steps with differential privacy; None without."""
         return self._dp
-
-    @property
-    def grad_mode(self) -> str | None:
-        """How per-example gradients are taken; None before the first step, or without differential privacy."""
-        return self._dp.mode if self._dp is not None else None
-
-    @grad_mode.setter
-    def grad_mode(self, mode: str | None) -> None:
-        if self._dp is not None and mode is not None:
-            self._dp.choose(mode)
 
     def step(
         self,

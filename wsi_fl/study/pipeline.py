@@ -6,7 +6,8 @@ values.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -100,9 +101,6 @@ class Train(Section):
     weight_decay: float = Field(0.0, ge=0)
     alpha: float = Field(0.3, ge=0, le=1)
     beta: float = Field(0.3, ge=0, le=1)
-    listen: Literal["always", "competence"] = "always"
-    """Whether the private model learns from its proxy by α always, or by the part of α that the proxy deserves,
-    measured before every round."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Probability with which a site with a proxy holds out each of its training patients, to choose what predicts,
     where its store has no validation split."""
@@ -142,9 +140,6 @@ class Privacy(Section):
     target_epsilon: float | None = Field(None, gt=0)
     """Instead of sigma and train.batch_size: every site takes its own of both, so that all rounds together cost at most
     so much, or its max_epsilon where that is less."""
-    grad_mode: Literal["auto", "ghost", "hooks", "functorch"] = "auto"
-    """How per-example gradients are clipped: book-keeping with ghost norms, Opacus's hooks or its functorch;
-    `auto` is the fastest on the first batch."""
     unit: Literal["row", "patient"] = "row"
     """What ε protects. With "patient" batches are of patients, train.batch_size of them on average, and the rows of
     one give one clipped gradient."""
@@ -297,8 +292,17 @@ class Replay(Section):
     """Whether a generator may be sampled whose check was not passed."""
 
 
+REMOVED = {
+    "train.listen": "what the proxy is worth to α gained nothing, so α is what train.alpha says; leave it out",
+    "privacy.grad_mode": "each model gets ghost clipping where that can be, else Opacus's hooks; leave it out",
+}
+"""Keys of earlier versions: why they went, and what to do. Pipelines that runs of before keep may have them."""
+
+
 class Pipeline(Section):
     """One study: what to do."""
+
+    removed: ClassVar[Mapping[str, str]] = REMOVED
 
     sites: list[str] | None = Field(None, min_length=1)
     """Default: every site of the study."""

@@ -42,7 +42,6 @@ _REPEATS = (
     "train.eval_every",
     "privacy.enabled",
     "privacy.insecure_seed",
-    "privacy.grad_mode",
 )
 """Settings that make no other method: repetitions, how often one looks, how fast, and what the row says anyway."""
 
@@ -100,7 +99,6 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         without += [
             "train.alpha",
             "train.beta",
-            "train.listen",
             "train.val_fraction",
             "model.proxy",
             "predict.with",

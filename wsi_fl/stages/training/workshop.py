@@ -97,7 +97,6 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
         make_augment=partial(augmentation, train.augment) if of_images(pipeline) else _not_augmented,
         graph=graph_of(study, pipeline),
         answer=pipeline.predict.with_,
-        by_competence=train.listen == "competence",
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
@@ -139,7 +138,6 @@ def make_learners(
     planned: PrivacyPlan | None,
 ) -> MakeLearner:
     """Builds the learners a method asks for, with the site's noise where they are under differential privacy."""
-    grad_mode = pipeline.privacy.grad_mode
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         model = build_model(site, pipeline, store, role, index, common=common)
@@ -147,13 +145,11 @@ def make_learners(
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
         settings = None
         if dp and planned is not None:
-            settings = DPSettings(
-                planned.sigma, planned.clip, planned.batch_size, grad_mode, unit=planned.unit
-            )
+            settings = DPSettings(planned.sigma, planned.clip, planned.batch_size, planned.unit)
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
-                modes = check_per_example_gradients(model, shape, len(store.meta.classes), grad_mode)
-                settings = replace(settings, modes=modes)
+                engine = check_per_example_gradients(model, shape, len(store.meta.classes))
+                settings = replace(settings, engine=engine)
         return Learner(
             model,
             lr=pipeline.train.lr,
@@ -264,7 +260,7 @@ def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> B
 
 _COMPARED = ("privacy", "train", "audit", "stain", "topology", "replay")
 """The sections of a pipeline whose settings all sites must share."""
-_OWN = ("privacy.grad_mode", "topology.graph", "train.input_px")
+_OWN = ("topology.graph", "train.input_px")
 """Those of their settings that sites may have otherwise, or that are compared by what they come to."""
 
 
