@@ -106,23 +106,23 @@ class Site:
     seconds: float = 0.0
 
     def learned(self) -> Examples:
-        """What batches are drawn from: the training rows, and the canaries that are in."""
+        """Return what batches are drawn from: the training rows, and the canaries that are in."""
         return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
 
     def material(self) -> Material:
-        """All it has to learn from."""
+        """Return all that the site has to learn from."""
         if self.buffer is None:
             return Material(self.learned(), self.units)
         received = [unpacked(values, self.buffer.shape) for _, values in sorted(self.received.items())]
         return Material(self.learned(), self.units, self.buffer.samples(), received)
 
     def traveller(self, method: Method) -> Learner:
-        """The learner whose parameters are exchanged."""
+        """Return the learner whose parameters are exchanged."""
         assert method.travels is not None
         return self.learners[method.travels]
 
     def settle(self, active: bool) -> None:
-        """Takes part, or has left: then nothing that is accounted for moves any more."""
+        """Let the site take part, or leave: then nothing that is accounted for moves any more."""
         self.active = active
         if not active:
             self.push = None
@@ -130,13 +130,13 @@ class Site:
             learner.frozen = role in self.diverged or (learner.with_dp and not active)
 
     def freeze(self, role: str) -> None:
-        """Lets a model that diverged learn no more."""
+        """Let a model that diverged learn no more."""
         self.diverged.append(role)
         self.learners[role].frozen = True
 
 
 def release(site: Site, method: Method, round_: int) -> Release | None:
-    """Line 7 of Algorithm 1: what leaves the site, recorded in its ledger first."""
+    """Return what leaves the site, recorded in its ledger first (Algorithm 1, line 7); None where nothing does."""
     if not site.active:
         return None
     if method.travels is None:
@@ -158,15 +158,15 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
     return made
 
 
-def relayed(site: Site, method: Method, round_: int) -> Release:
-    """What a site passes on: the mixture it holds by now, computed from releases alone."""
+def relay(site: Site, method: Method, round_: int) -> Release:
+    """Return what a site passes on, on record: the mixture that it holds now, computed from releases alone."""
     assert site.push is not None
     agreed = schema(site.traveller(method).model)
     return site.ledger.relay(round_, site.push.x, own=site.own, schema=agreed, weight=site.push.w)
 
 
-def reissued(site: Site, method: Method, round_: int) -> Release | None:
-    """The release of a round that was trained before a restart, byte for byte."""
+def reissue(site: Site, method: Method, round_: int) -> Release | None:
+    """Return the release of a round that was trained before a restart, byte for byte, on record once more."""
     if method.travels is None or site.push is None:
         return None
     agreed = schema(site.traveller(method).model)
@@ -174,14 +174,14 @@ def reissued(site: Site, method: Method, round_: int) -> Release | None:
 
 
 def release_buffer(site: Site, round_: int) -> None:
-    """Puts on record that the site's buffer leaves it in a round, without differential privacy."""
+    """Put on record that the site's buffer leaves it in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
     site.leaving = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
 
 
-def released_buffer(site: Site, round_: int) -> Release:
-    """What `release_buffer` put on record, to be sent, also after a restart."""
+def reissue_buffer(site: Site, round_: int) -> Release:
+    """Return what `release_buffer` put on record, to be sent, also after a restart."""
     assert site.buffer is not None
     if site.leaving is not None and site.leaving.round == round_:
         return site.leaving
@@ -189,7 +189,7 @@ def released_buffer(site: Site, round_: int) -> Release:
 
 
 def checkpoint(site: Site, round_: int) -> None:
-    """Everything needed to send the same bytes again and go on."""
+    """Write all that is needed to send the same bytes again and go on."""
     tensors = {
         f"{role}/{name}": value
         for role, learner in site.learners.items()
@@ -212,7 +212,10 @@ def checkpoint(site: Site, round_: int) -> None:
 
 
 def restore(site: Site, round_: int) -> None:
-    """The state that `checkpoint` kept of a round: after its training, before its exchange."""
+    """Bring back the state that `checkpoint` kept of a round, after its training and before its exchange.
+
+    Checkpoints of earlier versions know of more (`grad_mode`, `listened`), which is passed over.
+    """
     tensors, document = site.folder.load_checkpoint(round_)
     for role, learner in site.learners.items():
         prefix = f"{role}/"

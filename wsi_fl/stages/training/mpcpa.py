@@ -136,9 +136,9 @@ def _exchanged(
         for site in sites
     }
     expected = dict.fromkeys(comm.running, agreed[0])
-    held = courier.collected("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
+    held = courier.gather("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
     size = next(iter(releases.values())).vector.size
-    packages = courier.packages(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    packages = courier.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
     for site in sites:
         vectors = packages[site.index]
         if method.generated == "all":
@@ -229,7 +229,7 @@ def hand_over_models(
     names = [site.name for site in study.sites(pipeline)]
     courier = Courier(sites, comm, names)
     began = time.perf_counter()
-    held = courier.collected("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    held = courier.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
     for index, vector in held.items():
         path = run.path / "aggregate" / f"{names[index]}.safetensors"
         with atomic(path) as temporary:
