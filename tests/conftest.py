@@ -92,6 +92,7 @@ rounds = 3
 batch_size = 8
 lr = 0.005
 augment = "none"
+[privacy]
 [evaluate]
 bootstrap = 50
 """

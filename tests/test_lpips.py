@@ -15,7 +15,6 @@ from wsi_fl.models.lpips import (
     load_lpips,
     nearest_lpips,
     nearest_other_lpips,
-    paired_lpips,
     pairwise_lpips,
     squared_distances,
 )
@@ -25,6 +24,11 @@ from wsi_fl.types import UsageError, WsiFlError
 
 WEIGHTS = SHARED / "weights" / "vgg16_features.fp16.safetensors"
 PCAM = SHARED / "data" / "pcam_3000_balanced.npz"
+
+
+def paired_lpips(lpips, a, b):
+    """LPIPS [n] between a[k] and b[k]."""
+    return (lpips(a) - lpips(b)).square().sum(1)
 
 
 @pytest.fixture(scope="module")
