@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.federation.comm import Comm, Traffic
 from wsi_fl.federation.exchange import exchange, load_mixture, pass_buffers
-from wsi_fl.federation.membership import begin, call_roll, find_first_rounds, regroup
 from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
-from wsi_fl.federation.roster import Roster
+from wsi_fl.federation.roster import Roster, begin, call_roll, find_first_rounds, regroup
 from wsi_fl.federation.scoring import choose_answer, evaluate
 from wsi_fl.federation.site import (
     Schedule,
