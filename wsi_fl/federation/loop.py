@@ -143,9 +143,11 @@ def _train_and_record(
     if carrying := carrying and site.active:
         release_buffer(site, round_)
     checkpoint(site, round_)
-    leaving = [one for one in (released, site.leaving if carrying else None) if one is not None]
-    if leaving or (site.active and site.plan is not None):
-        site.ledger.sending(round_, *leaving)
+    made = [site.own] if site.active and (released is not None or site.plan is not None) else []
+    if carrying and site.leaving is not None:
+        made.append(site.leaving.digest)
+    if made:
+        site.ledger.sending(round_, *made)
     site.seconds = time.perf_counter() - began
     return released
 

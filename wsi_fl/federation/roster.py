@@ -127,7 +127,8 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         if not stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
         sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
-        if site.ledger.last_round() > last + 1 or sent > last:
+        ahead = site.ledger.last_round() > last + 1 and not site.returning  # it has missed rounds
+        if ahead or sent > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
             )
