@@ -8,7 +8,6 @@ real site `max_epsilon` is a budget for its lifetime, over all runs and seeds.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.privacy.book import Book, Entry, Guarantee, run_id
-from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import SEAL, Release, Values, digest
 from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
 from wsi_fl.types import WsiFlError
 
-_MECHANISM = ("sigma", "clip", "sample_rate", "steps")
-_PLAN = ("n", "batch_size", "mode")
 _WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "guaranteed")
 
 
@@ -186,8 +182,7 @@ class PrivacyLedger:
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
         scope = self._scope(binding)
         self.terms.check_account(self._book.entries, scope, path=self.path, site=self.site)
-        known = {e.promise for e in self._own() if e.promise}
-        if self._promise and known - {self._promise}:
+        if self._promise and {e.promise for e in self._own() if e.promise} - {self._promise}:
             raise WsiFlError(
                 f"{self.path}: run {self.run} began with another sites/{self.site}/site.toml than it has now; put that "
                 "file back, or start a new run"
@@ -241,21 +236,9 @@ class PrivacyLedger:
         self._book.append(entry | ({"real": True} if self.terms.lifetime else {}))
 
     def _entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
-        told = asdict(mechanism) if mechanism else {}
-        return {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": self.run,
-            "site": self.site,
-            "round": round_,
-            "released": content or None,
-            "mechanism": {key: told[key] for key in _MECHANISM} if told else None,
-            "plan": {key: told[key] for key in _PLAN} if isinstance(mechanism, PrivacyPlan) else None,
-            "delta": self.terms.delta,
-            "unit": self.terms.unit,
-            "guarantee": self.terms.guarantee if mechanism else "none",
-            "accountant": ACCOUNTANT,
-            "insecure": self.terms.insecure,
-        } | ({"promise": self._promise} if self._promise else {})
+        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line(round_)
+        entry |= self.terms.line(mechanism, content)
+        return entry | ({"promise": self._promise} if self._promise else {})
 
     def _scope(self, lifetime: bool) -> list[Entry]:
         """Return what counts towards ε; over a lifetime also what others have written since."""

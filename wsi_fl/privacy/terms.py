@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from wsi_fl.privacy.accounting import Mechanism
+from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism
 from wsi_fl.privacy.book import Entry, Guarantee
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.rounds import units_of
@@ -14,6 +15,10 @@ from wsi_fl.types import WsiFlError
 
 PROTECTS_UP_TO = 100.0
 """An ε above it protects nobody: it is shown as none, and what it covers leaves only where the site allows that."""
+
+
+_MECHANISM = ("sigma", "clip", "sample_rate", "steps")
+_PLAN = ("n", "batch_size", "mode")
 
 
 class BudgetSpent(WsiFlError):
@@ -42,6 +47,20 @@ class Terms:
     guarantee: Guarantee = "none"
     unit: str = "row"
     insecure: bool = False
+
+    def line(self, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
+        """Return what a line of the ledger says of what was applied, and of what may leave by it, as JSON values."""
+        told = asdict(mechanism) if mechanism else {}
+        return {
+            "released": content or None,
+            "mechanism": {key: told[key] for key in _MECHANISM} if told else None,
+            "plan": {key: told[key] for key in _PLAN} if isinstance(mechanism, PrivacyPlan) else None,
+            "delta": self.delta,
+            "unit": self.unit,
+            "guarantee": self.guarantee if mechanism else "none",
+            "accountant": ACCOUNTANT,
+            "insecure": self.insecure,
+        }
 
     def check_mechanism(self, mechanism: Mechanism, site: str) -> None:
         """Refuse what a real hospital never applies: noise without a budget, or a plan whose δ is not below 1 / n.
