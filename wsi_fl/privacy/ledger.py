@@ -196,8 +196,7 @@ class PrivacyLedger:
         if (limit := self.terms.max_epsilon) is None:
             return
         self._check_account()
-        after = self._epsilon_with(round_, mechanism)
-        if after > limit:
+        if (after := self._epsilon_with(round_, mechanism)) > limit:
             raise BudgetSpent(
                 f"site {self.site}: round {round_} would raise epsilon to {after:.3f}, above its {limit:g}"
             )
