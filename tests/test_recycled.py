@@ -1,0 +1,82 @@
+"""Memory that is used again, and only then."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import torch
+
+from wsi_fl.system.bulk import ALIGNMENT
+from wsi_fl.system.memory import Recycled
+
+MB = 1 << 20
+
+
+def place(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_memory_is_used_again_once_all_that_shares_it_is_gone():
+    memory = Recycled(most=2)
+    array = memory.empty((4, MB), np.uint8)
+    assert place(array) % ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
+    at, view, tensor = place(array), array[1:].reshape(-1)[5:9], torch.from_numpy(array[2])
+    del array
+    assert place(memory.empty((4, MB), np.uint8)) != at
+    del view
+    assert place(memory.empty((4, MB), np.uint8)) != at
+    row = tensor[7:9]
+    del tensor
+    assert place(memory.empty((4, MB), np.uint8)) != at
+    del row
+    places = {place(memory.empty((MB,), np.float32)) for _ in range(2)}
+    assert at in places
+
+
+def test_what_lives_keeps_its_values_while_others_come_and_go():
+    memory, kept = Recycled(most=3), []
+
+    def work(seed):
+        for k in range(40):
+            array = memory.empty((3, MB), np.uint8)
+            array[:] = (seed * 40 + k) % 251
+            if k % 7 == 0:
+                kept.append(((seed * 40 + k) % 251, array[1:]))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(kept) == 24
+    assert all((array == value).all() for value, array in kept)
+
+
+def test_little_arrays_do_not_hold_the_memory_of_great_ones():
+    memory = Recycled(most=1)
+    sizes = []
+    for n in (40, 30, 16):
+        array = memory.empty((n, MB), np.uint8)
+        del array
+        gc.collect()
+        sizes.append(len(memory._free[0]) // MB)
+    assert sizes == [45, 45, 18]
+
+
+def test_only_so_much_is_kept():
+    memory = Recycled(most=2)
+    arrays = [memory.empty((2, MB), np.uint8) for _ in range(5)]
+    assert len({place(array) for array in arrays}) == 5
+    del arrays
+    assert len(memory._free) == 2
+
+
+def test_small_and_empty_arrays_are_ordinary_ones():
+    memory = Recycled(most=2)
+    for shape in ((0, 5), (7, 3), ()):
+        array = memory.empty(shape, np.float32)
+        assert array.shape == shape and array.dtype == np.float32
+    del array
+    assert memory._free == []
