@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.synthesis.kinds import Kind
     from wsi_fl.study.folder import Study
+    from wsi_fl.study.pipeline import Pipeline as PipelineFile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,8 +34,15 @@ Generator = Annotated[
 ]
 
 
-def _with_generator(overrides: list[str] | None, generator: str | None) -> list[str]:
-    return [*(overrides or []), *([f"synthesis.generator={generator}"] if generator else [])]
+def _chosen(
+    study: Study, name: str | None, overrides: list[str] | None, generator: str | None
+) -> tuple[PipelineFile, Kind]:
+    """(pipeline, kind of generator)."""
+    from wsi_fl.stages.synthesis.kinds import kind_of
+
+    of_kind = [f"synthesis.generator={generator}"] if generator else []
+    found = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
+    return found, kind_of(found.synthesis.generator)
 
 
 def _study() -> Study:
@@ -63,14 +72,8 @@ def train(
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize train") as bars:
-        document = train_generator(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=_with_generator(overrides, generator),
-            again=again,
-            watcher=bars,
-        )
+        chosen = _chosen(study, pipeline, overrides, generator)
+        document = train_generator(study, *chosen, site, again=again, watcher=bars)
     _out(document) if as_json else print_trained(document)
 
 
@@ -125,17 +128,12 @@ def check(
 ) -> None:
     """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
     study = _study()
-    from wsi_fl.stages.synthesis.check import check, print_check
+    from wsi_fl.stages.synthesis.check import check_generator, print_check
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize check") as bars:
-        document = check(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=_with_generator(overrides, generator),
-            watcher=bars,
-        )
+        chosen = _chosen(study, pipeline, overrides, generator)
+        document = check_generator(study, *chosen, site, watcher=bars)
     _out(document) if as_json else print_check(document)
     if not document["passed"]:
         raise typer.Exit(1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import ceil, gcd
@@ -23,7 +22,9 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler,
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.synthesis.sampling import to_pixels
+from wsi_fl.models.lpips import half_precision
+from wsi_fl.synthesis.sampling import to_images, to_pixels
+from wsi_fl.synthesis.state import TrainingState, move_average
 
 Denoiser = torch.nn.Module
 """A U-Net: (noisy images, step, classes) → the noise."""
@@ -141,7 +142,7 @@ def build_denoiser(shape: DdpmShape) -> Denoiser:
     return network
 
 
-class DdpmState:
+class DdpmState(TrainingState):
     """Networks, optimizer and random generator of one training.
 
     Attributes:
@@ -150,46 +151,17 @@ class DdpmState:
     """
 
     def __init__(self, shape: DdpmShape, terms: DdpmTerms, *, seed: int, device: torch.device) -> None:
-        self.shape, self.terms, self.device = shape, terms, device
+        super().__init__(seed, device)
+        self.shape, self.terms = shape, terms
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.denoiser = build_denoiser(shape).to(device)
         self.average = deepcopy(self.denoiser).requires_grad_(False).eval()
-        self.random = torch.Generator(device).manual_seed(seed)
         fused = device.type in ("cpu", "cuda")
         self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=terms.lr, fused=fused)
         self.noising = DDPMScheduler(**shape.diffusion)
-        self.iteration = 0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is a tensor, by name, for a checkpoint."""
-        found = {"random": self.random.get_state()}
-        for name, network in (("denoiser", self.denoiser), ("average", self.average)):
-            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
-        for index, slots in self.optimizer.state_dict()["state"].items():
-            found |= {f"adam/{index}/{key}": torch.as_tensor(value) for key, value in slots.items()}
-        return {key: value.cpu().clone() for key, value in found.items()}
-
-    def document(self) -> dict[str, Any]:
-        """Everything else, as JSON."""
-        return {"iteration": self.iteration}
-
-    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Restores what `tensors` and `document` gave."""
-        self.random.set_state(tensors["random"])
-        self.denoiser.load_state_dict(_under(tensors, "denoiser/"))
-        self.average.load_state_dict(_under(tensors, "average/"))
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, value in _under(tensors, "adam/").items():
-            index, slot = key.split("/")
-            slots.setdefault(int(index), {})[slot] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
-        self.iteration = int(document["iteration"])
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        self.networks = {"denoiser": self.denoiser, "average": self.average}
+        self.optimizers = {"adam": self.optimizer}
 
 
 def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
@@ -200,20 +172,20 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
         labels: int64[n].
     """
     shape, terms, random, device = state.shape, state.terms, state.random, state.device
-    rows = torch.randint(len(images), (terms.batch_size,), generator=random, device=device)
-    x = images[rows].float() / 127.5 - 1
+    rows = state.rows(len(images), terms.batch_size)
+    x = to_images(images[rows])
     t = torch.randint(shape.chain, (terms.batch_size,), generator=random, device=device)
     noise = torch.randn(x.shape, generator=random, device=device)
     unnamed = torch.rand(terms.batch_size, generator=random, device=device) < terms.class_dropout
     classes = labels[rows].masked_fill(unnamed, shape.null)
-    with _precision(device):
+    with half_precision(device):
         said = state.denoiser(state.noising.add_noise(x, noise, t), t, classes).sample
     loss = (said.float() - noise).square().mean()
     state.optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(state.denoiser.parameters(), _CLIP_NORM)
     state.optimizer.step()
-    _average(state)
+    move_average(state.average, state.denoiser, ema_decay(state.iteration, terms.ema))
     state.iteration += 1
     return float(loss.detach())
 
@@ -226,21 +198,6 @@ def ema_decay(iteration: int, ema: float) -> float:
         (0.1, 0.999)
     """
     return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
-
-
-@torch.no_grad()
-def _average(state: DdpmState) -> None:
-    kept = ema_decay(state.iteration, state.terms.ema)
-    moved = list(state.denoiser.parameters())
-    for mean, now in zip(state.average.parameters(), moved, strict=True):
-        mean.lerp_(now, 1 - kept)
-
-
-def _precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 on GPUs that have it."""
-    if device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.autocast("cuda", torch.bfloat16)
-    return nullcontext()
 
 
 def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
@@ -301,7 +258,7 @@ def predicted_noise(
     denoiser: Denoiser, shape: DdpmShape, x: Tensor, t: Tensor, classes: Tensor, guidance: float
 ) -> Tensor:
     """ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
-    with _precision(x.device):
+    with half_precision(x.device):
         if guidance == 1.0:
             said: Tensor = denoiser(x, t, classes).sample.float()
             return said
@@ -332,9 +289,9 @@ def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
     return denoiser.requires_grad_(False).eval()
 
 
-def n_parameters(shape: DdpmShape) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_denoiser(shape).parameters())
+def shape_from(document: Mapping[str, Any]) -> DdpmShape:
+    """Return the shape that JSON tells."""
+    return DdpmShape(**{**document, "widths": tuple(document["widths"])})
 
 
 def schema_of(shape: DdpmShape) -> str:

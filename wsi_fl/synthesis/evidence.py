@@ -10,7 +10,7 @@ of another patient: a fixed threshold means nothing across resolutions and tissu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -183,11 +183,6 @@ def verdict(comparisons: Sequence[tuple[str, Comparison]], n_held_out: int) -> d
         return {"passed": False, "reasons": [reason]}
     reasons = [reason for what, one in comparisons for reason in one.reasons(what)]
     return {"passed": not reasons, "reasons": reasons}
-
-
-def described(comparison: Comparison) -> dict[str, Any]:
-    """As JSON."""
-    return asdict(comparison)
 
 
 def frechet_distance(a: Features, b: Features) -> float:

@@ -42,6 +42,11 @@ def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, trunc
     return torch.cat(parts) if parts else torch.empty(shape, dtype=torch.uint8)
 
 
+def to_images(pixels: Tensor) -> Tensor:
+    """Return uint8 pixels as float32 in [−1, 1]."""
+    return pixels.float() / 127.5 - 1
+
+
 def to_pixels(images: Tensor) -> Tensor:
     """[−1, 1] → uint8, rounded; what lies outside is cut off."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -12,12 +12,16 @@ from wsi_fl.types import WsiFlError
 
 
 @contextmanager
-def locked(folder: Path, site: str) -> Iterator[None]:
-    """One `tile`, `mosaic`, `features` or `stain` at a time per site; what a killed one left behind is removed."""
+def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a folder for one command at a time per site; remove what a killed one left behind.
+
+    Args:
+        wait: until another process of this machine is done, instead of refusing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except OSError:
             raise WsiFlError(
                 f"site {site}: another wsi-fl command is writing {folder}; wait for it"

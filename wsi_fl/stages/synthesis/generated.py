@@ -2,71 +2,75 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from wsi_fl.stages.synthesis.ddpm import sampling_of
-from wsi_fl.stages.synthesis.synthetic import as_pixels, reduced_spec, write_synthetic
+from wsi_fl.stages.synthesis.synthetic import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Ddpm as DdpmSection
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, Denoiser, Sampling, drawn, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import (
+    DdpmShape,
+    Denoiser,
+    Sampling,
+    build_denoiser,
+    drawn,
+    schema_of,
+    shape_from,
+    vector_of,
+)
+from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.sampling import balanced_labels
-from wsi_fl.system.files import remove_leftovers
+from wsi_fl.system.locks import locked
+from wsi_fl.types import UsageError
 
 _DRAWING = 2
 """Version of how samplers turn a denoiser into images; 2: DPM-Solver++ clips clean images."""
 
 
-def key_of(denoiser: Denoiser, shape: DdpmShape, sampling: Sampling, n_per_class: int, seed: int) -> str:
-    """What decides the images that are drawn, as the name of their folder."""
-    said = [_DRAWING, schema_of(shape), asdict(sampling), n_per_class, seed]
-    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+def sampling_of(settings: DdpmSection) -> Sampling:
+    """Return how the pipeline draws images.
+
+    Raises:
+        UsageError: when a training without class dropout is to be guided, or there are more steps than the chain has.
+    """
+    if settings.guidance != 1.0 and not settings.class_dropout:
+        raise UsageError(
+            f"ddpm.guidance = {settings.guidance:g} needs a denoiser that was also trained without classes; set "
+            "ddpm.class_dropout=0.1"
+        )
+    if settings.sampling_steps > settings.chain:
+        raise UsageError(
+            f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps"
+        )
+    return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
+
+
+def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
+    """Return the denoiser that a folder keeps, ready to draw, and its shape.
+
+    Raises:
+        WsiFlError: when it is missing, damaged, or of another shape than ddpm.json says.
+    """
+    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(shape_from(shape)), device)
+    document = folder.document()
+    assert document is not None
+    return denoiser, shape_from(document["settings"]["shape"])
+
+
+def _key_of(denoiser: Denoiser, *others: Any) -> str:
+    """A digest of all that decides the images that are drawn: the name of their folder."""
+    digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
     digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
     return digest.hexdigest()[:24]
-
-
-def drawn_once(
-    study: Study,
-    denoiser: Denoiser,
-    shape: DdpmShape,
-    sampling: Sampling,
-    *,
-    n_per_class: int,
-    seed: int,
-    meta: StoreMeta,
-    watcher: Watcher,
-    part: str,
-) -> tuple[str, Path]:
-    """(key, store) of so many images of each class; drawn now where they are not there yet.
-
-    Who comes while another process of this machine draws the same waits for it.
-    """
-    key = key_of(denoiser, shape, sampling, n_per_class, seed)
-    path = study.generated(key)
-    with _waiting(path.parent):
-        if not path.exists():
-            labels = balanced_labels(shape.n_classes, n_per_class)
-            batches = drawn(
-                denoiser,
-                shape,
-                labels,
-                sampling,
-                seed=seed,
-                told=lambda done: watcher.update(part, done, len(labels), "images"),
-            )
-            write_synthetic(path, meta, labels, as_pixels(batches), shape.channels)
-    return key, path
 
 
 def images_of(
@@ -80,39 +84,30 @@ def images_of(
     watcher: Watcher,
     part: str,
 ) -> tuple[str, Path]:
-    """`drawn_once` as the pipeline says: what `check` looks at is what a site draws that receives the denoiser.
+    """Return (key, store) of the images that the pipeline draws from a denoiser; draw them where they are not there.
+
+    What `check` looks at is what a site draws that receives the denoiser. While another process of this machine draws
+    the same images, this one waits for it.
 
     Args:
         store: of real patches of the same kind.
         site: whose denoiser it is.
-        part: what progress is told of.
+        part: whose progress the watcher is told of.
     """
-    ddpm = pipeline.ddpm
-    return drawn_once(
-        study,
-        denoiser,
-        shape,
-        sampling_of(ddpm),
-        n_per_class=ddpm.samples_per_class,
-        seed=ddpm.seed,
-        meta=synthetic_meta(site, store, shape.resolution, {"kind": "ddpm", "site": site}),
-        watcher=watcher,
-        part=part,
-    )
+    ddpm, sampling = pipeline.ddpm, sampling_of(pipeline.ddpm)
+    labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
+    drawn_as = (schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
+    key = _key_of(denoiser, *drawn_as)
+    path = study.generated(key)
 
+    def told(done: int) -> None:
+        watcher.update(part, done, len(labels), "images")
 
-def synthetic_meta(site: str, store: PatchStore, resolution: int, provenance: dict[str, Any]) -> StoreMeta:
-    """Of images like those of a real store."""
-    real = store.meta
-    spec = reduced_spec(real.spec.size_px, real.spec.mpp, resolution)
-    return StoreMeta(site, real.classes, spec, json.dumps(provenance, sort_keys=True))
-
-
-@contextmanager
-def _waiting(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        for place in (folder, folder / "slides"):
-            remove_leftovers(place)
-        yield
+    with locked(path.parent, site, wait=True):
+        if not path.exists():
+            batches = drawn(denoiser, shape, labels, sampling, seed=ddpm.seed, told=told)
+            real = store.meta
+            grid = (real.spec.size_px, real.spec.mpp)
+            meta = synthetic_meta(site, real.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
+            write_synthetic(path, meta, labels, as_pixels(batches), shape.channels)
+    return key, path

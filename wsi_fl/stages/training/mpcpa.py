@@ -26,11 +26,12 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import Release
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import examples_of, input_px, open_store
-from wsi_fl.stages.synthesis.ddpm import trained_denoiser
-from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser, checked_as
-from wsi_fl.stages.synthesis.gan import check_state
-from wsi_fl.stages.synthesis.generated import images_of
-from wsi_fl.stages.synthesis.train_ddpm import train_denoiser
+from wsi_fl.stages.synthesis.check import check_generator
+from wsi_fl.stages.synthesis.ddpm import KIND as DDPM
+from wsi_fl.stages.synthesis.ddpm import checked_as
+from wsi_fl.stages.synthesis.generated import images_of, load_denoiser
+from wsi_fl.stages.synthesis.kinds import check_state
+from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
@@ -83,18 +84,18 @@ def bring_generated(
 
 def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
     """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
-    train_denoiser(study, pipeline, site, watcher=watcher)
-    folder, _ = trained_denoiser(study, site)
-    state, reasons = check_state(folder, folder.denoiser_digest())
+    train_generator(study, pipeline, DDPM, site, watcher=watcher)
+    folder, _ = DDPM.trained(study, site)
+    state, reasons = check_state(folder, folder.digest("denoiser"))
     if state == "not run" or not checked_as(folder.check(), pipeline):
-        document = check_denoiser(study, pipeline, site, watcher=watcher)
+        document = check_generator(study, pipeline, DDPM, site, watcher=watcher)
         state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
     if state != "passed":
         why = f"the check was not passed: {'; '.join(reasons)}"
         if not pipeline.mpcpa.unchecked or study.site(site).real:
             raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
         watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
-    return folder.denoiser_digest()
+    return folder.digest("denoiser")
 
 
 def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
@@ -113,11 +114,9 @@ def _exchanged(
 ) -> None:
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
     for name, digest in checked.items():
-        if trained_denoiser(study, name)[0].denoiser_digest() != digest:
+        if DDPM.trained(study, name)[0].digest("denoiser") != digest:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
-    denoisers = {
-        site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
-    }
+    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
     mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
