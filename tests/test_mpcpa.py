@@ -222,7 +222,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
         noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
         yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
 
-    monkeypatch.setattr("wsi_fl.stages.synthesis.generated.drawn", planted)
+    monkeypatch.setattr("wsi_fl.stages.synthesis.ddpm.drawn", planted)
     document = check(study, site="S1", overrides=["ddpm.seed=0", "ddpm.samples_per_class=6"])
     assert not document["passed"]
     assert document["memorization"]["copies"] == 12

@@ -179,12 +179,6 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(lengths, a, b.T, alpha=-2).clamp_min(0)
 
 
-def paired_lpips(lpips: Lpips, a: Tensor, b: Tensor) -> Tensor:
-    """LPIPS float32[n] between a[k] and b[k]."""
-    difference: Tensor = lpips(a) - lpips(b)
-    return difference.square().sum(1)
-
-
 @torch.no_grad()
 def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PAIRWISE_BYTES) -> Tensor:
     """LPIPS float32[n, m] between all images of a [n, c, h, w] and b [m, c, h, w], on the CPU.

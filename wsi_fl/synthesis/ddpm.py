@@ -143,12 +143,7 @@ def build_denoiser(shape: DdpmShape) -> Denoiser:
 
 
 class DdpmState(TrainingState):
-    """Networks, optimizer and random generator of one training.
-
-    Attributes:
-        average: the moving average of the denoiser, the one that is used.
-        iteration: steps done.
-    """
+    """Networks, optimizer and random generator of one training."""
 
     def __init__(self, shape: DdpmShape, terms: DdpmTerms, *, seed: int, device: torch.device) -> None:
         super().__init__(seed, device)
@@ -238,9 +233,10 @@ def drawn(
             (len(classes), shape.channels, shape.resolution, shape.resolution), generator=random
         ).to(device)
         scheduler = scheduler_of(shape, sampling)
+        noisy = {} if sampling.sampler == "ddim" else {"generator": random}
         for number, t in enumerate(scheduler.timesteps, 1):
             noise = predicted_noise(denoiser, shape, x, t, classes, sampling.guidance)
-            x = scheduler.step(noise, t, x, **_randomness(sampling, random)).prev_sample
+            x = scheduler.step(noise, t, x, **noisy).prev_sample
             if told is not None:
                 told(start + len(classes) * number // len(scheduler.timesteps))
         yield to_pixels(x).cpu()
@@ -248,10 +244,6 @@ def drawn(
 
 def _seed_of_batch(seed: int, start: int) -> int:
     return int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _randomness(sampling: Sampling, random: torch.Generator) -> dict[str, Any]:
-    return {} if sampling.sampler == "ddim" else {"generator": random}
 
 
 def predicted_noise(

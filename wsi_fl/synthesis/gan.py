@@ -80,8 +80,6 @@ class GanState(TrainingState):
     """Networks, optimizers, counters and the random generator of one training.
 
     Attributes:
-        average: the moving average of the generator, the one that is used.
-        iteration: steps done in both phases.
         ada: the augmentation's controller.
         path_mean: moving mean of path lengths.
         margin: of the privacy loss, once the second phase has begun.

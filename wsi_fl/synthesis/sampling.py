@@ -18,7 +18,7 @@ def device_of(generator: Generator) -> torch.device:
 
 @torch.no_grad()
 def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
-    """uint8[n, c, h, h] on the CPU, one image per label int64[n]; the same for the same seed, labels and device.
+    """uint8[n, c, h, h] on the CPU, one image per label int64[n > 0]; the same for the same seed, labels and device.
 
     Args:
         truncation: 1 draws from the whole distribution, less draws styles towards their mean.
@@ -38,8 +38,7 @@ def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, trunc
         ).cpu()
         for start in range(0, len(labels), _BATCH)
     ]
-    shape = (0, generator.shape.channels, generator.shape.resolution, generator.shape.resolution)
-    return torch.cat(parts) if parts else torch.empty(shape, dtype=torch.uint8)
+    return torch.cat(parts)
 
 
 def to_images(pixels: Tensor) -> Tensor:

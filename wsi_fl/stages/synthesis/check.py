@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from wsi_fl.models.encoder import encode
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
 from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.synthesis.kinds import (
     HELD_OUT,
     Case,
@@ -22,18 +27,24 @@ from wsi_fl.stages.synthesis.kinds import (
     pictures_of,
     shared_phase,
 )
-from wsi_fl.stages.synthesis.quality import quality_of
 from wsi_fl.stages.synthesis.synthetic import as_pixels
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import COPY, CRITERIA, LEAST_HELD_OUT, verdict
-from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.evidence import (
+    COPY,
+    CRITERIA,
+    LEAST_HELD_OUT,
+    doubts,
+    frechet_distance,
+    kernel_distance,
+)
 from wsi_fl.system.files import write_bytes, write_json, write_text
 from wsi_fl.system.locks import locked
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 _SHOWN = 9
+_ENCODED = 64
 
 
 def check_generator(
@@ -42,8 +53,19 @@ def check_generator(
     """Write `check.json` and `check/` beside a site's generator; return the verdict, the `--json` document."""
     began = time.perf_counter()
     folder, document = kind.trained(study, site)
+    watcher, resolution = watcher or Silent(), document["settings"]["shape"]["resolution"]
     with locked(folder.path, site):
-        case = _case(study, pipeline, site, folder, document, watcher or Silent())
+        with open_store(study, site) as store:
+            if store_digest(store) != document["store"]["sha256"]:
+                raise UsageError(
+                    f"site {site}: its store was made anew since the generator was trained; train --again"
+                )
+            training, held_out = (
+                pictures_of(store, resolution, *splits) for splits in (("train",), HELD_OUT)
+            )
+        if (n := len(held_out)) < LEAST_HELD_OUT:
+            watcher.say(f"  site {site} holds out {n} images; {LEAST_HELD_OUT} are the least for a verdict")
+        case = Case(study, pipeline, site, folder, document, training, held_out, watcher)
         evidence = kind.evidence(case)
         result = _result(case, evidence)
         result["seconds"] = time.perf_counter() - began
@@ -51,29 +73,11 @@ def check_generator(
     return result
 
 
-def _case(
-    study: Study, pipeline: Pipeline, site: str, folder: GeneratorFolder, document: Document, watcher: Watcher
-) -> Case:
-    resolution = document["settings"]["shape"]["resolution"]
-    with open_store(study, site) as store:
-        if store_digest(store) != document["store"]["sha256"]:
-            raise UsageError(
-                f"site {site}: its store was made anew since the generator was trained; train --again"
-            )
-        training = pictures_of(store, resolution, "train")
-        held_out = pictures_of(store, resolution, *HELD_OUT)
-    if len(held_out) < LEAST_HELD_OUT:
-        watcher.say(
-            f"  site {site} holds out {len(held_out)} images; {LEAST_HELD_OUT} are the least for a verdict"
-        )
-    return Case(study, pipeline, site, folder, document, training, held_out, watcher)
-
-
 def _result(case: Case, evidence: Evidence) -> Document:
     """The document: what is known of each generator, and the verdict on the one that may be shared."""
     phase, compared, lpips = shared_phase(case.document), evidence.comparisons, evidence.lpips
-    judged = verdict(list(compared.get(phase, {}).items()), evidence.n_fresh)
-    reasons = list(dict.fromkeys([*evidence.reasons, *judged["reasons"]]))
+    found = doubts(compared.get(phase, {}), evidence.n_fresh)
+    reasons = list(dict.fromkeys([*evidence.reasons, *found]))
     sets = {**evidence.samples, "training": evidence.training.images}
     quality, note = quality_of(case.study, case.pipeline, evidence.held_out.images, sets)
     notes = ["A passed check is evidence against copying, not differential privacy: it bounds nothing."]
@@ -98,6 +102,33 @@ def _result(case: Case, evidence: Evidence) -> Document:
         "notes": [*([note] if note else []), *notes, *evidence.notes],
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def quality_of(
+    study: Study, pipeline: Pipeline, held_out: Tensor, sets: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], str | None]:
+    """({"encoder", "n", name: {"fid", "kid"}}, None), or ({}, why they could not be computed).
+
+    Args:
+        held_out: uint8[n, c, h, h]; of each set, of the same kind, as many are taken at most.
+    """
+    if len(held_out) < LEAST_HELD_OUT:
+        return {}, "FID and KID need held-out images"
+    try:
+        encoder = encoder_of(study, pipeline.encoding, torch.get_num_threads(), "features")
+    except WsiFlError as error:
+        return {}, f"FID and KID were not computed: {error}"
+
+    def features(images: Tensor) -> NDArray[np.float32]:
+        pixels = _pixels(images)
+        return encode((pixels[k : k + _ENCODED] for k in range(0, len(pixels), _ENCODED)), encoder)
+
+    target = features(held_out)
+    rows: dict[str, Any] = {"encoder": encoder.label, "n": len(held_out)}
+    for name, images in sets.items():
+        mine = features(images[: len(held_out)])
+        rows[name] = {"fid": frechet_distance(mine, target), "kid": kernel_distance(mine, target)}
+    return rows, None
 
 
 def _write(case: Case, evidence: Evidence, result: Document) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.models.lpips import Lpips, embeddings, nearest_lpips
-from wsi_fl.report.synthesis import PROJECTED
+from wsi_fl.report.synthesis import PROJECTED, Distances
 from wsi_fl.stages.synthesis.kinds import (
     Case,
     Course,
@@ -65,25 +65,17 @@ class GanCourse(Course):
         self.phases = {"before": gan.iterations}
         if gan.privacy_iterations:
             self.phases["after"] = gan.iterations + gan.privacy_iterations
-        self.settings = self._settings(shape, terms)
-        self.state = GanState(shape, terms, seed=gan.seed, device=device)
-
-    def _settings(self, shape: GanShape, terms: GanTerms) -> Document:
-        gan = self._gan
-        privacy = {
-            "weight": gan.privacy_weight,
-            "quantile": gan.privacy_quantile,
-            "images": gan.privacy_images,
-            "lpips": self._lpips.label if self._lpips else None,
-        }
-        return {
+        names = {"weight": "privacy_weight", "quantile": "privacy_quantile", "images": "privacy_images"}
+        privacy = {name: getattr(gan, key) for name, key in names.items()}
+        self.settings = {
             "shape": asdict(shape),
             "terms": asdict(terms),
             "iterations": gan.iterations,
             "privacy_iterations": gan.privacy_iterations,
-            "privacy": privacy if gan.privacy_iterations else None,
+            "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
             "seed": gan.seed,
         }
+        self.state = GanState(shape, terms, seed=gan.seed, device=device)
 
     def step(self) -> Losses:
         if self.state.iteration >= self.phases["before"] and self._keepaway is None:
@@ -181,7 +173,7 @@ def evidence_of_gan(case: Case) -> Evidence:
     usual = usual_lpips(case, lpips, *real, every=real[0])
     of_sought = (usual[0][rows[0]], usual[1][rows[1]])
     comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
-    distances = {name: one.projected[0] for name, one in found.items()}
+    distances: Distances = {name: one.projected[0] for name, one in found.items()}
     order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
     shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
     return Evidence(
@@ -197,18 +189,18 @@ def evidence_of_gan(case: Case) -> Evidence:
             "nearest": _spreads({name: one.nearest[0] for name, one in found.items()}),
         },
         notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
-        distances={**distances},
+        distances=distances,
         axis=PROJECTED,
         rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
         picture=("projections", "projections.png"),
     )
 
 
-def _spreads(distances: Mapping[Phase, NDArray[np.float64]]) -> Document:
+def _spreads(distances: Distances) -> Document:
     return {name: asdict(spread(values)) for name, values in distances.items()}
 
 
-def _moved(distances: Mapping[Phase, NDArray[np.float64]]) -> Document | None:
+def _moved(distances: Distances) -> Document | None:
     """Fig. 3 in numbers: distances of the same images without and with the privacy loss."""
     return asdict(moved(distances["after"], distances["before"])) if "after" in distances else None
 

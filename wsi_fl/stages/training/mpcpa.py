@@ -28,8 +28,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import examples_of, input_px, open_store
 from wsi_fl.stages.synthesis.check import check_generator
 from wsi_fl.stages.synthesis.ddpm import KIND as DDPM
-from wsi_fl.stages.synthesis.ddpm import checked_as
-from wsi_fl.stages.synthesis.generated import images_of, load_denoiser
+from wsi_fl.stages.synthesis.ddpm import checked_as, images_of, load_denoiser
 from wsi_fl.stages.synthesis.kinds import check_state
 from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stages.work.console import Watcher
@@ -37,7 +36,7 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import denoiser_from, schema_of, vector_of
 from wsi_fl.system.files import atomic
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
@@ -142,18 +141,20 @@ def _exchanged(
         vectors = packages[site.index]
         if method.generated == "all":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
-        drawn = {
-            names[other]: _drawn(
-                study,
-                pipeline,
-                site.name,
-                shape=shapes[site.index],
-                vector=vectors[other],
-                other=names[other],
-                watcher=watcher,
-            )
-            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names))
-        }
+        shape, drawn = shapes[site.index], {}
+        with open_store(study, site.name) as store:
+            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
+                denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
+                drawn[names[other]], _ = images_of(
+                    study,
+                    pipeline,
+                    store,
+                    denoiser,
+                    shape,
+                    site=names[other],
+                    watcher=watcher,
+                    part=site.name,
+                )
         site.folder.remember_package({name: drawn[name] for name in names if name in drawn})
 
 
@@ -169,22 +170,6 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
         released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
         ledger.sending(round_, released)
         return released
-
-
-def _drawn(
-    study: Study,
-    pipeline: Pipeline,
-    me: str,
-    *,
-    shape: DdpmShape,
-    vector: Vector,
-    other: str,
-    watcher: Watcher,
-) -> str:
-    """The key of the images drawn from a denoiser of the package."""
-    denoiser = denoiser_from(vector, shape).to(device_of_rank())
-    with open_store(study, me) as store:
-        return images_of(study, pipeline, store, denoiser, shape, site=other, watcher=watcher, part=me)[0]
 
 
 def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) -> None:
