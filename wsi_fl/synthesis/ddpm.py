@@ -107,7 +107,7 @@ class Sampling:
 
 
 def epochs_by_rule(n_images: int, n_classes: int) -> int:
-    """Epochs of a training: more for more classes, more for fewer images (the paper, appendix B.2).
+    """Return the epochs of a training: more for more classes, more for fewer images (the paper, appendix B.2).
 
     The paper's formula did not survive in its text. This one has both properties: every class is shown the same
     number of images in all, 320 000, whatever the number of different ones.
@@ -120,12 +120,12 @@ def epochs_by_rule(n_images: int, n_classes: int) -> int:
 
 
 def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
-    """Optimizer steps of so many epochs."""
+    """Return the optimizer steps of the epochs that `epochs_by_rule` gives."""
     return epochs_by_rule(n_images, n_classes) * ceil(n_images / batch_size)
 
 
 def build_denoiser(shape: DdpmShape) -> Denoiser:
-    """A fresh U-Net with one class more than there are, that of no class."""
+    """Return a fresh U-Net with one class more than there are, that of no class."""
     depth = len(shape.widths)
     network: Denoiser = UNet2DModel(
         sample_size=shape.resolution,
@@ -160,7 +160,7 @@ class DdpmState(TrainingState):
 
 
 def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
-    """One step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
+    """Take one step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
@@ -186,7 +186,7 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
 
 
 def ema_decay(iteration: int, ema: float) -> float:
-    """What the moving average keeps of itself in the step after so many.
+    """Return what the moving average keeps of itself in the step after so many.
 
     Example:
         >>> ema_decay(0, 0.999), ema_decay(10**6, 0.999)
@@ -196,7 +196,7 @@ def ema_decay(iteration: int, ema: float) -> float:
 
 
 def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
-    """diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
+    """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
     common = shape.diffusion | {"timestep_spacing": "trailing"}
     if sampling.sampler == "ddpm":
         found: Any = DDPMScheduler(**common)
@@ -220,7 +220,7 @@ def drawn(
     seed: int,
     told: Callable[[int], None] | None = None,
 ) -> Iterator[Tensor]:
-    """uint8[b, c, h, h] on the CPU, batch by batch, one image per label; the same for the same arguments and device.
+    """Draw one image per label, uint8[b, c, h, h] on the CPU by batches; the same for the same arguments and device.
 
     Args:
         told: called after every evaluation with the number of images done; a batch counts in parts.
@@ -249,7 +249,7 @@ def _seed_of_batch(seed: int, start: int) -> int:
 def predicted_noise(
     denoiser: Denoiser, shape: DdpmShape, x: Tensor, t: Tensor, classes: Tensor, guidance: float
 ) -> Tensor:
-    """ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
+    """Return ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
     with half_precision(x.device):
         if guidance == 1.0:
             said: Tensor = denoiser(x, t, classes).sample.float()
@@ -262,13 +262,13 @@ def predicted_noise(
 
 
 def vector_of(denoiser: Denoiser) -> NDArray[np.float32]:
-    """All parameters as one float32[d]: what travels."""
+    """Return all parameters as one float32[d]: what travels."""
     flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
     return flat.numpy().astype(np.float32, copy=False)
 
 
 def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
-    """The denoiser of these parameters, ready to draw.
+    """Return the denoiser of these parameters, ready to draw.
 
     Raises:
         ValueError: when they are not as many as the shape has.
@@ -287,5 +287,5 @@ def shape_from(document: Mapping[str, Any]) -> DdpmShape:
 
 
 def schema_of(shape: DdpmShape) -> str:
-    """A digest of all that must agree for a denoiser to be understood by another site."""
+    """Return a digest of all that must agree for a denoiser to be understood by another site."""
     return hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()

@@ -93,13 +93,17 @@ class GeneratorFolder:
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
-        """Writes a checkpoint, then forgets all but the last two."""
+        """Write a checkpoint, then forget all but the last two."""
         save_tensors(self._state_path(state.iteration), state.tensors(), state.document())
         for old in self.iterations()[:-_KEPT]:
             self._state_path(old).unlink()
 
     def load_state(self, state: TrainingState) -> bool:
-        """Restores the newest checkpoint; whether there is one."""
+        """Restore the newest checkpoint; return whether there is one.
+
+        Raises:
+            WsiFlError: when it is damaged or of another training.
+        """
         if not (known := self.iterations()):
             return False
         what = "checkpoint; delete it to go on from the one before"
@@ -107,7 +111,7 @@ class GeneratorFolder:
         return True
 
     def iterations(self) -> list[int]:
-        """Of the checkpoints, oldest first."""
+        """Return the iterations of all checkpoints, oldest first."""
         return sorted(
             int(path.stem.split("_")[1]) for path in (self.path / "state").glob("iteration_*.safetensors")
         )
@@ -122,7 +126,7 @@ class GeneratorFolder:
         return read_lines(self.path / "metrics.jsonl")
 
     def forget_after(self, iteration: int) -> None:
-        """Drops the lines of steps that will be made again."""
+        """Drop the lines of steps that will be made again."""
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)

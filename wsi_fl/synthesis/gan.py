@@ -136,7 +136,7 @@ def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.
 
 
 def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None) -> Losses:
-    """One step of discriminator, generator, averages and augmentation, on the site's training images.
+    """Take one step of discriminator, generator, averages and augmentation, on the site's training images.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
@@ -160,7 +160,7 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
 
 
 def ema_decay(images_seen: int, terms: GanTerms) -> float:
-    """What remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
+    """Return what remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
     half_life = min(terms.ema_images, max(images_seen * _EMA_RAMP, 1e-8))
     return float(0.5 ** (terms.batch_size / half_life))
 
@@ -211,7 +211,7 @@ def _train_discriminator(
 def r1_penalty(
     network: torch.nn.Module, real: Tensor, classes: Tensor, p: float, generator: torch.Generator
 ) -> Tensor:
-    """Mean squared norm of the logit's gradient with respect to each real image, through the augmentation."""
+    """Return the mean squared norm of the logit's gradient by each real image, through the augmentation."""
     images = real.detach().requires_grad_(True)
     logits = network(augmented(images, p, generator), classes)
     (gradient,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
@@ -253,7 +253,7 @@ def _shorten_paths(state: GanState, labels: Tensor) -> float:
 def path_penalty(
     images: Tensor, styles: Tensor, mean: float, generator: torch.Generator
 ) -> tuple[Tensor, float]:
-    """((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
+    """Return ((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
     pixels = images.shape[2] * images.shape[3]
     y = torch.randn(images.shape, generator=generator, device=images.device) / sqrt(pixels)
     (gradient,) = torch.autograd.grad((images * y).sum(), styles, create_graph=True)

@@ -18,7 +18,7 @@ def device_of(generator: Generator) -> torch.device:
 
 @torch.no_grad()
 def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
-    """uint8[n, c, h, h] on the CPU, one image per label int64[n > 0]; the same for the same seed, labels and device.
+    """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device.
 
     Args:
         truncation: 1 draws from the whole distribution, less draws styles towards their mean.
@@ -47,12 +47,12 @@ def to_images(pixels: Tensor) -> Tensor:
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """[−1, 1] → uint8, rounded; what lies outside is cut off."""
+    """Return images in [−1, 1] as uint8, rounded; what lies outside is cut off."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
 def balanced_labels(n_classes: int, n_per_class: int) -> NDArray[np.int64]:
-    """n_per_class of each class, in turn.
+    """Return labels int64[n_classes · n_per_class], n_per_class of each class, in turn.
 
     Example:
         >>> balanced_labels(2, 3).tolist()
