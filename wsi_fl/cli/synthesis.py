@@ -30,10 +30,7 @@ Set = Annotated[
     ),
 ]
 Generator = Annotated[
-    str | None,
-    typer.Option(
-        help="gan or ddpm. Default: synthesis.generator of the pipeline; sample takes what the site has."
-    ),
+    str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
 ]
 
 
