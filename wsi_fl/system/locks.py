@@ -34,18 +34,19 @@ def alone(path: Path, busy: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def locked(folder: Path, site: str) -> Iterator[None]:
+def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
     """Hold a site's folder for one command at a time, and remove what a killed one left in it.
 
     Args:
         folder: made where there is none.
         site: the site's name, for the error.
+        wait: wait until another command is done with the folder, instead of refusing.
 
     Raises:
         WsiFlError: when another command has the folder.
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-    with alone(folder / ".lock", busy):
+    with alone(folder / ".lock", None if wait else busy):
         for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
             remove_leftovers(place)
         yield
