@@ -26,11 +26,6 @@ WEIGHTS = SHARED / "weights" / "vgg16_features.fp16.safetensors"
 PCAM = SHARED / "data" / "pcam_3000_balanced.npz"
 
 
-def paired_lpips(lpips, a, b):
-    """LPIPS [n] between a[k] and b[k]."""
-    return (lpips(a) - lpips(b)).square().sum(1)
-
-
 @pytest.fixture(scope="module")
 def lpips():
     return load_lpips("random:0")
@@ -38,6 +33,11 @@ def lpips():
 
 def images(n, size=32, seed=0, channels=3):
     return torch.rand(n, channels, size, size, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def paired_lpips(lpips: Lpips, a, b):
+    """LPIPS float32[n] between a[k] and b[k]."""
+    return (lpips(a) - lpips(b)).square().sum(1)
 
 
 def by_definition(lpips: Lpips, a, b):

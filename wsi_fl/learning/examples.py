@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wsi_fl.system.memory import Recycled
-from wsi_fl.system.ordered import in_order
+from wsi_fl.system.ordered import made_ahead
 
 Augment = Callable[[Tensor], Tensor]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
@@ -219,20 +219,17 @@ def batches(
         stain_seed: of the stain in which each example is shown, where it can be in several; None for its own.
     """
     read = examples.read if stain_seed is None else _in_random_stains(examples, stain_seed)
-    of_each, loaded, cuda = list(rows), {}, device.type == "cuda"
 
-    def load(k: int) -> None:
-        images = tensor_of(read(of_each[k]))
-        if augment is not None and len(images):
-            images = torch.stack([augment(image) for image in images])
-        labels = torch.from_numpy(examples.label[of_each[k]])
-        loaded[k] = (images.pin_memory(), labels.pin_memory()) if cuda else (images, labels)
+    def load() -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in rows:
+            images = tensor_of(read(chosen))
+            if augment is not None and len(images):
+                images = torch.stack([augment(image) for image in images])
+            labels = torch.from_numpy(examples.label[chosen])
+            cuda = device.type == "cuda"
+            yield (images.pin_memory(), labels.pin_memory()) if cuda else (images, labels)
 
-    numbers = in_order(load, len(of_each), threads=1, ahead=_PREFETCHED) if cuda else range(len(of_each))
-    for k in numbers:
-        if not cuda:
-            load(k)
-        images, labels = loaded.pop(k)
+    for images, labels in made_ahead(load(), _PREFETCHED) if device.type == "cuda" else load():
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
-from wsi_fl.privacy.dpsgd import DPTrainer, laid_out_like
+from wsi_fl.models.checkpoint import load_slots, slots_of, under
+from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trained
 
 Learners = Mapping[str, "Learner"]
@@ -126,24 +127,12 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Return parameters and optimizer state as named tensors, for a checkpoint."""
         tensors = {f"model/{name}": value.detach().cpu() for name, value in self.model.state_dict().items()}
-        for index, slots in self.optimizer.state_dict()["state"].items():
-            for key, value in slots.items():
-                tensors[f"optimizer/{index}/{key}"] = torch.as_tensor(value).detach().cpu().clone()
-        return tensors
+        return tensors | slots_of(self.optimizer, "optimizer")
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Bring back what `state` returned."""
-        self.model.load_state_dict(
-            {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-        )
-        parameters = trained(self.model)
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            if key.startswith("optimizer/"):
-                _, index, name = key.split("/", 2)
-                slots.setdefault(int(index), {})[name] = laid_out_like(parameters[int(index)], value)
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self.model.load_state_dict(under(tensors, "model/"))
+        load_slots(self.optimizer, tensors, "optimizer")
 
 
 def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:

@@ -17,6 +17,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, trained
 from wsi_fl.privacy.noise import Noise
 from wsi_fl.privacy.patients import summed_by_patient
@@ -159,13 +160,6 @@ def _fault(engine: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[
 
 def _one_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0]
-
-
-def laid_out_like(parameter: Tensor, values: Tensor) -> Tensor:
-    """The values with the strides of the parameter: fused optimizers pair numbers by their place in memory."""
-    if values.stride() == parameter.stride() or values.shape != parameter.shape:
-        return values
-    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values)
 
 
 class DPTrainer:
