@@ -112,6 +112,11 @@ class RunFolder:
         path = self.path / "summary.json"
         return dict(read_json(path)) if path.exists() else None
 
+    def evaluation(self) -> dict[str, Any] | None:
+        """Return the document of `evaluate`; None where the run was not evaluated."""
+        path = self.path / "evaluation.json"
+        return dict(read_json(path)) if path.exists() else None
+
     @property
     def roster_path(self) -> Path:
         return self.path / "roster.jsonl"

@@ -12,22 +12,13 @@ from typing import Any
 
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.report import inputs_of
-from wsi_fl.stages.site.data import (
-    example_word,
-    may_merge,
-    of_images,
-    open_data,
-    require_current,
-    store_digest,
-    store_path,
-)
+from wsi_fl.stages.site.data import kind_of
+from wsi_fl.stages.site.party import Party, method_for
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.training.workshop import method_for
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Audit, Pipeline
 from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
@@ -80,7 +71,7 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     flat = _flat(pipeline)
     row, private = method_for(method, pipeline), pipeline.privacy.enabled
     without = [*_NO_EFFECT]
-    if not of_images(pipeline):
+    if not kind_of(pipeline).of_images:
         without += ["train.augment", "train.input_px"]
     if not pipeline.stain.exchange:
         without += ["stain.method", "stain.sigma", "stain.clip"]
@@ -146,8 +137,9 @@ def opened(study: Study, path: Path) -> Run:
     if summary is None:
         again = study.relative(path)
         raise WsiFlError(f"{again}: has not finished; continue it with `wsi-fl train --resume {again}`")
-    method = read_json(path / "manifest.json")["method"]
-    return Run(folder, method, load_pipeline(path / "config.toml"), inputs_of(folder), summary)
+    return Run(
+        folder, folder.manifest["method"], load_pipeline(path / "config.toml"), inputs_of(folder), summary
+    )
 
 
 def named(study: Study, words: Iterable[str]) -> list[Run]:
@@ -166,7 +158,7 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
     for run in runs[1:]:
         if run.inputs != runs[0].inputs:
             raise UsageError(
-                f"{study.relative(run.folder.path)}: learned from other {example_word(run.pipeline)} than "
+                f"{study.relative(run.folder.path)}: learned from other {kind_of(run.pipeline).word} than "
                 f"{study.relative(runs[0].folder.path)} ({_odd_site(runs[0], run)}); compare runs on the same stores"
             )
     return runs
@@ -228,8 +220,8 @@ def _trained(study: Study, first: Run, seed: int, watcher: Watcher) -> Run:
     watcher.say(
         f"  no run yet of a hospital alone without DP, seed {seed}; training it: {_command(name, overrides)}"
     )
-    sites = study.sites(first.pipeline)
-    backend = "local" if may_merge(sites) or len(sites) == 1 else "mpi"
+    party = Party.of(study, first.pipeline, BASELINE)
+    backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
     summary = train(
         study, method=BASELINE, pipeline_name=name, overrides=overrides, backend=backend, watcher=watcher
     )
@@ -279,24 +271,26 @@ def _on_disk(study: Study, first: Run, seed: int) -> Run | None:
 
 def _cannot_train(study: Study, first: Run) -> str:
     """Why the baseline cannot be trained here; empty when it can."""
-    for site in study.sites(first.pipeline):
-        if not store_path(study, site.name, first.pipeline).exists():
-            return f"the store of {site.name} is not here"
-        if site.allows("patches"):
-            with open_data(study, site.name, first.pipeline) as store:
-                if store_digest(store) != first.inputs.get(site.name):
-                    return f"the store of {site.name} was made anew since these runs"
-                try:
-                    require_current(study, site.name, store)
-                except UsageError:
-                    return f"the features of {site.name} are of patches before it was tiled again"
+    with Party.of(study, first.pipeline, BASELINE) as party:
+        for site in party.sites:
+            if not party.has_store(site.name):
+                return f"the store of {site.name} is not here"
+            if not site.allows("patches"):
+                continue
+            data = party.data(site.name)
+            if data.digest() != first.inputs.get(site.name):
+                return f"the store of {site.name} was made anew since these runs"
+            try:
+                data.require_current()
+            except UsageError:
+                return f"the features of {site.name} are of patches before it was tiled again"
     return ""
 
 
 def _recipe(study: Study, first: Run, seed: int) -> tuple[str, list[str]]:
     """(pipeline, overrides) that give the first run's settings without DP, with this seed."""
     wanted = _flat(_alone(first.pipeline, seed=seed))
-    name = str(read_json(first.folder.path / "manifest.json")["pipeline"])
+    name = str(first.folder.manifest["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
         base = _flat(study.pipeline(name))
         base["sites"] = base["sites"] or study.site_names()

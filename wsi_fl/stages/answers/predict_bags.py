@@ -25,8 +25,9 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.trained import Answering, answering
 from wsi_fl.stages.prepare.mosaic import work_of
 from wsi_fl.stages.prepare.mosaic_slides import Work, bag_of_slide
-from wsi_fl.stages.site.data import open_mosaic, remembered_mosaics
+from wsi_fl.stages.site.data import open_mosaic
 from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.kept import remembered_mosaics
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore

@@ -25,7 +25,7 @@ from wsi_fl.privacy.release import Release
 from wsi_fl.slides.pictures.stain import draw_stains
 from wsi_fl.slides.stains.methods import STAIN_METHODS
 from wsi_fl.stages.site.account import require_budget
-from wsi_fl.stages.site.data import is_synthetic, open_store
+from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.stains import check_own, read_stain, stain_ledger
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import Job
@@ -102,7 +102,7 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
     require_budget(one.site)
     with locked(copy.parent, name):
         with one.open() as store:
-            worth: Guarantee = "none" if is_synthetic(study, name, store) else "guaranteed"
+            worth: Guarantee = "none" if store.meta.generator is not None else "guaranteed"
         ledger = stain_ledger(study, one.site, one.pipeline, worth)
         kept = None if again else next((file for file in (copy, path) if file.exists()), None)
         if kept is None:
