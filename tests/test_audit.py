@@ -311,9 +311,9 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
 def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart(noisy):
     study, summary, document = noisy
     run = RunFolder(study.root / summary["run"])
-    kept = run.site("S0").canaries()
+    kept = run.site("S0").kept("canaries")
     assert kept["n"] == len(kept["coins"]) == 400 and set(kept["coins"]) == {"0", "1"}
-    assert kept["coins"] != run.site("S1").canaries()["coins"]
+    assert kept["coins"] != run.site("S1").kept("canaries")["coins"]
     told = [json.dumps(summary), json.dumps(document), (run.path / "audit" / "audit.json").read_text()]
     told += [path.read_text() for path in run.path.glob("sites/*/metrics.jsonl")]
     assert not any(kept["coins"] in text or kept["seed"] in text for text in told)

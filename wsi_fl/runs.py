@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -10,7 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wsi_fl.system.files import append_line, atomic, read_json, read_lines, write_json, write_text
+from wsi_fl.system.locks import held_alone, in_turn
 from wsi_fl.types import UsageError, WsiFlError
 
 _BUFFER = "buffer.safetensors"
@@ -40,11 +40,8 @@ class RunFolder:
     @staticmethod
     def create(runs: Path, method: str, pipeline: str) -> RunFolder:
         """The next free number, claimed under a lock: two runs started at once get two numbers."""
-        runs.mkdir(parents=True, exist_ok=True)
-        name = pipeline_stem(pipeline)
-        with (runs / ".lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{name}"
+        with in_turn(runs):
+            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{pipeline_stem(pipeline)}"
             path.mkdir()
         return RunFolder(path)
 
@@ -73,10 +70,8 @@ class RunFolder:
         """
         if not _NAME.fullmatch(name):
             raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
-        runs.mkdir(parents=True, exist_ok=True)
         path = runs / f"{number:05d}-{name}"
-        with (runs / ".lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with in_turn(runs):
             if next(runs.glob(f"{number:05d}-*"), None) is None:
                 path.mkdir()
                 describe(RunFolder(path))
@@ -109,13 +104,11 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The document of a finished run."""
-        path = self.path / "summary.json"
-        return dict(read_json(path)) if path.exists() else None
+        return _optional(self.path / "summary.json")
 
     def evaluation(self) -> dict[str, Any] | None:
         """Return the document of `evaluate`; None where the run was not evaluated."""
-        path = self.path / "evaluation.json"
-        return dict(read_json(path)) if path.exists() else None
+        return _optional(self.path / "evaluation.json")
 
     @property
     def roster_path(self) -> Path:
@@ -141,13 +134,8 @@ class RunFolder:
     def note_loss(self, site: str, reason: str) -> dict[str, Any]:
         """Writes down that a site was lost, in the round after its last one; returns the line."""
         done = [line["round"] for line in self.site(site).metrics()]
-        line = {
-            "site": site,
-            "event": "lost",
-            "round": max(done, default=0) + 1,
-            "reason": reason,
-            "time": _now(),
-        }
+        round_ = max(done, default=0) + 1
+        line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
         append_line(self.roster_path, line)
         return line
 
@@ -159,8 +147,8 @@ class RunFolder:
     def refuse_if_busy(self) -> None:
         """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
         for lock in self.path.glob("sites/*/.lock"):
-            with lock.open("w") as handle:
-                hold_alone(handle, lock.parent)
+            with held_alone(lock.parent):
+                pass
 
     def discard_if_unstarted(self) -> None:
         """Removes the directory of a run that failed before any site had finished anything."""
@@ -169,6 +157,11 @@ class RunFolder:
 
     def site(self, name: str) -> SiteFolder:
         return SiteFolder(self.path / "sites" / name)
+
+
+Kept = Literal["plan", "spending", "canaries", "package"]
+"""What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds (or, from early
+versions, its batch size and σ), the canaries planted among its rows, and the images that it learns from."""
 
 
 class SiteFolder:
@@ -190,19 +183,21 @@ class SiteFolder:
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        path = self.path / "store.json"
-        known = read_json(path) if path.exists() else {"sha256": digest}
+        kept = _optional(self.path / "store.json") or {}
+        known = {"sha256": digest} | kept
         if known["sha256"] != digest:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
             )
-        if not path.exists() or not facts.keys() <= known.keys():  # earlier versions noted less
-            write_json(path, {**facts, **known})
+        if (
+            not kept or not facts.keys() <= kept.keys()
+        ):  # a new run, or one of an earlier version, which noted less
+            write_json(self.path / "store.json", {**facts, **known})
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""
-        path = self.path / "store.json"
-        return str(read_json(path)["sha256"]) if path.exists() else None
+        kept = _optional(self.path / "store.json")
+        return str(kept["sha256"]) if kept else None
 
     def store_facts(self) -> dict[str, Any]:
         """The facts that `remember_store` noted."""
@@ -214,12 +209,10 @@ class SiteFolder:
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        path = self.path / "stains.json"
-        if not path.exists():
-            write_json(path, dict(digests))
-            return
-        began = read_json(path)
-        if changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
+        began = _optional(self.path / "stains.json")
+        if began is None:
+            write_json(self.path / "stains.json", dict(digests))
+        elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
                 f"site {self.path.name}: the stain of {changed[0]} was released anew since this run began; start a new "
                 "run, or put the earlier file back into stains/"
@@ -231,46 +224,21 @@ class SiteFolder:
 
     def choice(self, by: str = "validation") -> str | None:
         """What `remember_choice` noted; None where nothing was to be chosen, or it was chosen otherwise."""
-        path = self.path / "choice.json"
-        noted = read_json(path) if path.exists() else {"by": None}
-        return str(noted["with"]) if noted.get("by", "validation") == by else None
+        noted = _optional(self.path / "choice.json")
+        return str(noted["with"]) if noted and noted.get("by", "validation") == by else None
 
     def remember_site(self, text: str) -> None:
         """Keep the site file as it is when the run begins; it never changes."""
         if not (self.path / SITE_FILE).exists():
             write_text(self.path / SITE_FILE, text)
 
-    def remember_plan(self, plan: Mapping[str, Any]) -> None:
-        """Keep the privacy plan of the site's rounds, before the first one; it never changes."""
-        write_json(self.path / "plan.json", plan)
+    def keep(self, what: Kept, document: Mapping[str, Any]) -> None:
+        """Write one of the site's own documents of the run; see `Kept`."""
+        write_json(self.path / f"{what}.json", document)
 
-    def plan(self) -> dict[str, Any] | None:
-        """Return what `remember_plan` kept; of earlier versions, which kept less, None."""
-        path = self.path / "plan.json"
-        return dict(read_json(path)) if path.exists() else None
-
-    def spending(self) -> dict[str, Any] | None:
-        """Return what runs of earlier versions kept of a target ε: {"batch_size", "round": {"sigma", …}}."""
-        path = self.path / "spending.json"
-        return dict(read_json(path)) if path.exists() else None
-
-    def remember_canaries(self, canaries: Mapping[str, Any]) -> None:
-        """Notes which canaries are planted at this site, before its first round; it stays at the site."""
-        write_json(self.path / "canaries.json", canaries)
-
-    def canaries(self) -> dict[str, Any] | None:
-        """What `remember_canaries` noted."""
-        path = self.path / "canaries.json"
-        return dict(read_json(path)) if path.exists() else None
-
-    def remember_package(self, images: Mapping[str, str]) -> None:
-        """Notes which generated images the site learns from: {site whose denoiser drew them: key of their store}."""
-        write_json(self.path / "package.json", {"images": dict(images)})
-
-    def package(self) -> dict[str, str] | None:
-        """What `remember_package` noted."""
-        path = self.path / "package.json"
-        return dict(read_json(path)["images"]) if path.exists() else None
+    def kept(self, what: Kept) -> dict[str, Any] | None:
+        """Return what `keep` wrote; None where nothing was."""
+        return _optional(self.path / f"{what}.json")
 
     def note_transfer(self, transfer: Mapping[str, Any]) -> None:
         """Writes down what the site, or the server beside it, sent: {"what", "from", "to", "bytes", "seconds"}.
@@ -370,12 +338,8 @@ def note(path: Path, text: str) -> None:
         handle.write(f"{_now()} {text}\n")
 
 
-def hold_alone(handle: IO[str], folder: Path) -> None:
-    """Locks a site's part of a run for this process, or says that another has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise WsiFlError(f"{folder}: another job still works on this run; end it") from None
+def _optional(path: Path) -> dict[str, Any] | None:
+    return dict(read_json(path)) if path.exists() else None
 
 
 def _now() -> str:

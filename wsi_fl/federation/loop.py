@@ -94,7 +94,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := chosen(site, method, schedule, partial(report, last))) is not None:
+        if (choice := chosen(site, schedule, partial(report, last))) is not None:
             site.folder.remember_choice(choice)
 
 
@@ -346,7 +346,7 @@ def _train_round(
         rows = lesson.rows_of(site.plan, sampler)
         _require_planned(site, site.plan, schedule, lesson.units.n, len(rows))
     alive = partial(report, {"site": site.name, "round": round_, "step": 0, "steps": len(rows)})
-    weights, site.listened = heeded(site, method, schedule, alive)
+    weights, site.listened = heeded(site, schedule, alive)
     augment = schedule.make_augment(seed)
     images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
     drawn = lesson.units.labelled(images, rows, site.device)
@@ -388,7 +388,7 @@ def _log_round(
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        line |= evaluated(site, method, schedule, alive)
+        line |= evaluated(site, schedule, alive)
     line |= {
         "messages": traffic.messages,
         "bytes": traffic.bytes,

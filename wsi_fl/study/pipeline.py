@@ -6,7 +6,7 @@ values.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -19,15 +19,20 @@ read its store."""
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """The beginnings of its keys that make no other method: they change nothing about what is learned from a given
+    store or answered, repeat it, or are told of anyway; "" for all."""
 
 
 class Slides(Section):
     """`native` decodes a slide's own JPEG tiles, `auto` does so where they give OpenSlide's pixels."""
 
+    without_effect = ("",)
     reader: Literal["auto", "native", "openslide"] = "auto"
 
 
 class Tile(Section):
+    without_effect = ("",)
     size_px: int = Field(512, ge=8)
     mpp: float = Field(0.5, gt=0)
     stride_px: int | None = Field(None, ge=1)
@@ -45,6 +50,7 @@ class Tile(Section):
 
 
 class Store(Section):
+    without_effect = ("",)
     pixels: str = Field("raw", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
     """`raw`: as read. `native`: the slide's own JPEG streams where all of a slide's patches are whole tiles of it, else
     raw. `jpeg:90`: encoded anew, which loses detail. `none`: read from the slide whenever they are wanted."""
@@ -53,6 +59,7 @@ class Store(Section):
 class Mosaic(Section):
     """A slide as a bag of features of its representative patches (Yottixel, Kalra et al. 2020)."""
 
+    without_effect = ("",)
     size_px: int = Field(1000, ge=8)
     mpp: float = Field(0.5, gt=0)
     min_tissue: float = Field(0.7, ge=0, le=1)
@@ -74,6 +81,7 @@ class Mosaic(Section):
 class Features(Section):
     """Deep features of every patch of a patch store; what is left out is as in [mosaic]."""
 
+    without_effect = ("",)
     encoder: str | None = None
     weights: str | None = None
     input_px: int | None = Field(None, ge=32)
@@ -92,6 +100,7 @@ class Stain(Section):
 
 
 class Train(Section):
+    without_effect = ("seed", "eval_every")
     rounds: int = Field(30, ge=1)
     eval_every: int = Field(1, ge=1)
     epochs_per_round: int = Field(1, ge=1)
@@ -130,10 +139,12 @@ class Topology(Section):
 
 
 class Communication(Section):
+    without_effect = ("",)
     timeout_s: float = Field(1800.0, gt=0)
 
 
 class Privacy(Section):
+    without_effect = ("enabled", "insecure_seed", "grad_mode")
     enabled: bool = True
     mode: Literal["paper", "strict"] = "strict"
     sigma: float = Field(1.4, ge=0)
@@ -165,12 +176,14 @@ class Audit(Section):
 
 
 class Evaluate(Section):
+    without_effect = ("",)
     bootstrap: int = Field(1000, ge=0)
     external: list[str] = []
     """Sites that take no part, on all of whose patches every model is measured too."""
 
 
 class Predict(Section):
+    without_effect = ("threshold", "top_k")
     with_: Literal["auto", "private", "proxy", "mean", "competence"] = Field("auto", alias="with")
     """The model that answers, or the mean of both models' probabilities; `auto` is what does best on the site's own
     validation split, and private without one; `competence` needs none: the proxy where the site sees mostly one class,
@@ -184,6 +197,7 @@ class Predict(Section):
 class Gan(Section):
     """The StyleGAN2-ADA of a site, and how it is checked; `synthesize` alone reads it."""
 
+    without_effect = ("",)
     resolution: Literal[16, 32, 64, 128, 256, 512] = 256
     iterations: int = Field(800_000, ge=1)
     """Of the first phase, without the privacy loss."""
@@ -228,6 +242,7 @@ class Gan(Section):
 
 
 class Synthesis(Section):
+    without_effect = ("",)
     generator: Literal["gan", "ddpm"] = "gan"
     """What `synthesize` trains, checks and samples: a StyleGAN2-ADA or a denoising diffusion model."""
 
@@ -267,6 +282,7 @@ class Ddpm(Section):
 class Mpcpa(Section):
     """Diffusion models travel once, predictions are aggregated (method mpcpa)."""
 
+    without_effect = ("aggregate", "unchecked", "curve")
     aggregate: Literal["mean", "weighted_mean", "absolute", "relative", "weighted"] = "mean"
     """How the sites' predictions become one: the mean of their probabilities, as it is or weighted by training rows, or
     an absolute, relative or weighted majority of votes."""
@@ -280,6 +296,7 @@ class Mpcpa(Section):
 
 
 class Lpips(Section):
+    without_effect = ("",)
     weights: str | None = None
     """A local safetensors file of a VGG-16 with torchvision's names, or "random:SEED", an untrained substitute for
     tests; default: torchvision's weights as timm publishes them."""

@@ -25,3 +25,24 @@ def locked(folder: Path, site: str) -> Iterator[None]:
         for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
             remove_leftovers(place)
         yield
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process is at work in a folder, which is made where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def held_alone(folder: Path) -> Iterator[None]:
+    """Hold a site's part of a run for this process, or say that another has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise WsiFlError(f"{folder}: another job still works on this run; end it") from None
+        yield

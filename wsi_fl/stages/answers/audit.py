@@ -27,6 +27,7 @@ from wsi_fl.privacy.audit import (
     said_of_tests,
     tpr_at,
 )
+from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
@@ -143,7 +144,7 @@ def _audit_site(party: Party, index: int, *, merged: bool, level: float) -> dict
     if merged:
         others["merged"] = party.merged()
     account = read_json(folder.path / "ledger.json")
-    if pipeline.audit.canaries and folder.canaries() is None:
+    if pipeline.audit.canaries and folder.kept("canaries") is None:
         raise WsiFlError(
             f"{folder.path}/canaries.json is missing: nobody else knows what was planted; restore it"
         )
@@ -245,9 +246,6 @@ def _canaries(
 def print_audit(document: dict[str, Any]) -> None:
     """A row per model; then what is alarming."""
     from rich.table import Table
-
-    def number(value: float | None, digits: int = 3) -> str:
-        return "–" if value is None else f"{value:.{digits}f}"
 
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     table = Table(title=title, title_justify="left")

@@ -29,6 +29,7 @@ from wsi_fl.learning.metrics import (
     slide_level,
 )
 from wsi_fl.learning.validation import ANSWERS, answered, roles
+from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.outside import outside
 from wsi_fl.stages.answers.trained import answering, answers_with, settings_of
@@ -299,9 +300,6 @@ def _predictions(
 def print_evaluation(document: dict[str, Any]) -> None:
     """A row per site, then mean ± sd."""
     from rich.table import Table as Printed
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3f}"
 
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])

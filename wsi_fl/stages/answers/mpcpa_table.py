@@ -7,13 +7,13 @@ generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from wsi_fl.federation.courier import federated_transfers
 from wsi_fl.learning.metrics import SCORES
+from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.answers.compare_runs import opened, settings
+from wsi_fl.stages.answers.compare_runs import finished
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import begin
@@ -21,7 +21,7 @@ from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json, write_json
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 _OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
 
@@ -92,13 +92,8 @@ def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None
     """The last finished run that is the same in all that matters."""
     with Party.of(study, pipeline, method) as party:
         inputs = {name: party.data(name).digest() for name in party.names}
-    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
-        with suppress(WsiFlError):  # unfinished, or written by another version
-            run = opened(study, path)
-            same = run.settings == settings(method, pipeline) and run.inputs == inputs
-            if same and run.seed == pipeline.train.seed and not run.pipeline.privacy.enabled:
-                return run.folder
-    return None
+    run = finished(study, method, pipeline, inputs)
+    return run.folder if run else None
 
 
 def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, Any]:
@@ -136,8 +131,8 @@ def _document(
 def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for letter, method in (("A", _OWN), ("B", _BOTH)):
-        for number, one in enumerate(evaluations[method]["sites"], 1):
-            rows.append({"row": f"{letter}{number}", "site": one["site"], **_scores(one)})
+        for k, one in enumerate(evaluations[method]["sites"], 1):
+            rows.append({"row": f"{letter}{k}", "site": one["site"], **_scores(one)})
     for letter, method in (("A", _OWN), ("B", _BOTH)):
         rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
     for letter, method in (("A", _OWN), ("B", _BOTH)):
@@ -172,9 +167,6 @@ def _memorization(study: Study, site: str) -> dict[str, Any]:
 def print_mpcpa(document: dict[str, Any]) -> None:
     """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
     from rich.table import Table
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3f}"
 
     table = Table(title=f"on {document['n_test']} test images of all sites", title_justify="left")
     for heading in ("model", "accuracy", "macro-acc.", "AUROC"):

@@ -118,7 +118,7 @@ def _generated(party: Party) -> dict[str, Path]:
     """The images of each denoiser that a site of this run learned from; of each denoiser once."""
     keys: dict[str, str] = {}
     for site in party.names:
-        keys = (party.run.site(site).package() or {}) | keys
+        keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
     paths = {name: party.study.generated(keys[name]) for name in sorted(keys)}
     return {name: path for name, path in paths.items() if path.exists()}
 

@@ -274,9 +274,9 @@ def _kept_plan(folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int) -
     if not pipeline.privacy.enabled:
         return None
     try:
-        if kept := folder.plan():
+        if kept := folder.kept("plan"):
             return PrivacyPlan(**kept)
-        if early := folder.spending():
+        if early := folder.kept("spending"):
             return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
     except (UsageError, TypeError, KeyError, ValueError) as error:
         raise WsiFlError(f"{folder.path}: the privacy plan of this run is damaged ({error})") from None
@@ -285,8 +285,8 @@ def _kept_plan(folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int) -
 
 def remember_plan(site: Site) -> None:
     """Keep in the run what `agreed_plan` found: the account changes while the run goes on, the plan does not."""
-    if site.plan is not None and site.folder.plan() is None:
-        site.folder.remember_plan(asdict(site.plan))
+    if site.plan is not None and site.folder.kept("plan") is None:
+        site.folder.keep("plan", asdict(site.plan))
 
 
 def planned(site: Site, rounds: int) -> list[Mechanism]:

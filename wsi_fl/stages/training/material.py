@@ -43,7 +43,7 @@ def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data, n_stains
     """Return the canaries that the run remembers, or freshly tossed ones; None where none are planted."""
     if not pipeline.audit.canaries:
         return None
-    known = folder.canaries()
+    known = folder.kept("canaries")
     seed, included = (
         (int(known["seed"]), np.array([coin == "1" for coin in known["coins"]]))
         if known
@@ -55,10 +55,10 @@ def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data, n_stains
 def remember_canaries(site: Site) -> None:
     """Notes in the run what `agreed_canaries` tossed, before anything is trained."""
     found = site.canaries
-    if found is None or site.folder.canaries():
+    if found is None or site.folder.kept("canaries"):
         return
     coins = "".join("1" if coin else "0" for coin in found.included)
-    site.folder.remember_canaries({"n": len(coins), "seed": str(found.seed), "coins": coins})
+    site.folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
 
 
 def _training(party: Party, name: str) -> Examples:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors.torch import save_file
@@ -71,7 +72,7 @@ def bring_generated(party: Party, sites: Sequence[Site], comm: Comm, watcher: Wa
         NoCommonPlan: when the sites' denoisers do not fit together.
     """
     checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
-    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.package())} for site in sites]
+    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.kept("package"))} for site in sites]
     if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
         _exchange(party, sites, comm, watcher, checked=checked)
     for site in sites:
@@ -94,8 +95,8 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str
     return folder.denoiser_digest()
 
 
-def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
-    return bool(package and all(study.generated(key).exists() for key in package.values()))
+def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
+    return bool(package and all(study.generated(key).exists() for key in package["images"].values()))
 
 
 def _exchange(
@@ -144,7 +145,7 @@ def _exchange(
             )
             for other in sorted(vectors, key=lambda k: (k - site.index) % len(names))
         }
-        site.folder.remember_package({name: drawn[name] for name in names if name in drawn})
+        site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
 
 
 def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, content: str) -> Release:
@@ -178,11 +179,11 @@ def _patches(party: Party, site: str) -> Patches:
 
 def _learn_from(party: Party, site: Site) -> None:
     """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
-    package = site.folder.package()
+    package = site.folder.kept("package")
     assert package is not None
     parts = [] if party.method.generated == "all" else [site.train]
     size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.mpcpa.per_class
-    parts += [_generated(party.study, key, size, per_class) for key in package.values()]
+    parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
     site.train = joined(parts)
     site.units = rows_alone(len(site.train))
 

@@ -8,8 +8,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.book import Guarantee
-from wsi_fl.runs import RunFolder, hold_alone, note
+from wsi_fl.runs import RunFolder, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, plan
@@ -33,6 +33,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
+from wsi_fl.system.locks import held_alone
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 
@@ -74,7 +75,9 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     if warning and comm.running[0] in comm.sites:
         watcher.say(f"  {warning}", public=True)
     method = party.method
-    with _alone(sites):
+    with ExitStack() as stack:
+        for site in sites:  # one job at a time per run: two would send two noisy versions of the same round
+            stack.enter_context(held_alone(site.folder.path))
         for site in sites:
             remember_plan(site)
             remember_canaries(site)
@@ -93,16 +96,6 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
-
-
-@contextmanager
-def _alone(sites: Sequence[Site]) -> Iterator[None]:
-    """One job at a time per run: two would send two noisy versions of the same round."""
-    with ExitStack() as stack:
-        for site in sites:
-            site.folder.path.mkdir(parents=True, exist_ok=True)
-            hold_alone(stack.enter_context((site.folder.path / ".lock").open("w")), site.folder.path)
-        yield
 
 
 def rank_main(run_path: Path) -> None:
