@@ -1,16 +1,12 @@
-"""What a site's store holds for a run, as `train.data` says: patches, their features, or mosaics of whole slides.
-
-All that sets the three apart stands in one class each; `KINDS` names them.
-"""
+"""What a site's store holds for a run, as `train.data` says: patches, their features, or mosaics of whole slides."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -20,7 +16,7 @@ from wsi_fl.federation.preflight import Inputs
 from wsi_fl.learning.bags import allowed_classes, bag_examples
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory, resized
 from wsi_fl.models import Bags, Images, Shape, Vectors
-from wsi_fl.slides.stains.methods import AnyStain, restained
+from wsi_fl.slides.stains.methods import restained
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stages.site.stains import Released
 from wsi_fl.stores.features import FeatureStore
@@ -44,8 +40,7 @@ class Data:
         word: what its examples are called.
         cut_by: the command, and the section of a pipeline, by which slides become what it holds.
         of_images: whether models see pixels.
-        study, site: where it is, and whose.
-        store: the open file.
+        study, site, store: where it is, whose, and the open file.
     """
 
     word: ClassVar[str] = "patches"
@@ -126,9 +121,7 @@ class Data:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.store.close()
 
 
@@ -164,16 +157,14 @@ class Patches(Data):
         return self.store.meta.generator is not None
 
     def facts(self) -> dict[str, Any]:
-        more = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
-        return super().facts() | more
+        return super().facts() | {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
 
     def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
         if self.store.channels != 3:
             raise UsageError(f"site {self.site}: its store holds grey images; leave out stain.exchange")
         own = stains[self.site].stain
-        return [
-            partial(_moved, own, released.stain) for name, released in stains.items() if name != self.site
-        ]
+        others = [released.stain for name, released in stains.items() if name != self.site]
+        return [lambda _, pixels, other=other: restained(pixels, own, other) for other in others]  # type: ignore[misc]
 
 
 class Features(Data):
@@ -239,13 +230,11 @@ class Features(Data):
                 f"site {self.site}: its features are not in the stains that stains/ holds; run "
                 f"`wsi-fl features --site {self.site} --set stain.exchange=true`"
             )
-        reads: list[Callable[[NDArray[np.int64]], Any]] = [
-            partial(self.store.variant, name) for name in others
-        ]
+        reads: list[Any] = [partial(self.store.variant, name) for name in others]
         n_train = int((self.store.table.split == "train").sum())
         if n_train * self.store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
             reads = [read(np.arange(n_train)).__getitem__ for read in reads]
-        return [partial(_variant, read) for read in reads]
+        return [lambda rows, _, read=read: read(rows) for read in reads]  # type: ignore[misc]
 
 
 class Mosaics(Data):
@@ -269,8 +258,7 @@ class Mosaics(Data):
     def examples(self, split: str) -> Examples:
         store = self.store
         rows = np.flatnonzero(store.table.split == split)
-        table = store.table.take(rows)
-        meta = store.meta
+        table, meta = store.table.take(rows), store.meta
         allowed = allowed_classes(table.tumor_type, meta.classes, meta.tumor_types)
         for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
             label, kind = meta.classes[table.label[row]], table.tumor_type[row]
@@ -359,13 +347,3 @@ def _rows_of_split(store: PatchStore | PatchFeatures, split: str) -> Examples:
     rows = np.flatnonzero(store.table.split == split)
     table = store.table.take(rows)
     return Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
-
-
-def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], features: Any) -> Any:
-    del features
-    return read(rows)
-
-
-def _moved(own: AnyStain, other: AnyStain, rows: NDArray[np.int64], pixels: Any) -> Any:
-    del rows
-    return restained(pixels, own, other)
