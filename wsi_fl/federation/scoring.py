@@ -10,7 +10,7 @@ from wsi_fl.federation.methods import Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.competence import Measured, fitting_answer, measured
 from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.local import probabilities
+from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, macro_accuracy, scores
 from wsi_fl.learning.validation import ANSWERS, answered, best_answer, roles
 
@@ -97,4 +97,5 @@ def _told(found: Measured) -> dict[str, float | None]:
 
 def _said(site: Site, role: str, examples: Examples, alive: Callable[[], None]) -> Probabilities:
     """Probabilities of one of a site's models."""
-    return probabilities(site.learners[role].logits, examples, site.device, alive=alive)
+    said = probabilities(site.learners[role].logits, examples, site.device, alive=alive)
+    return undecided_where_broken(said, examples.allowed)
