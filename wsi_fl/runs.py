@@ -159,9 +159,10 @@ class RunFolder:
         return SiteFolder(self.path / "sites" / name)
 
 
-Kept = Literal["plan", "spending", "canaries", "package"]
+Kept = Literal["plan", "spending", "canaries", "package", "choice"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds (or, from early
-versions, its batch size and σ), the canaries planted among its rows, and the images that it learns from."""
+versions, its batch size and σ), the canaries planted among its rows, the images that it learns from, and what answers
+best: {"with": "private", "proxy" or "mean", "by": …}."""
 
 
 class SiteFolder:
@@ -218,13 +219,9 @@ class SiteFolder:
                 "run, or put the earlier file back into stains/"
             )
 
-    def remember_choice(self, choice: Mapping[str, Any]) -> None:
-        """Notes what answers best at this site: {"with": "private", "proxy" or "mean", "by": …}."""
-        write_json(self.path / "choice.json", choice)
-
     def choice(self, by: str = "validation") -> str | None:
-        """What `remember_choice` noted; None where nothing was to be chosen, or it was chosen otherwise."""
-        noted = _optional(self.path / "choice.json")
+        """Return what answers best at this site; None where nothing was to be chosen, or it was chosen otherwise."""
+        noted = self.kept("choice")
         return str(noted["with"]) if noted and noted.get("by", "validation") == by else None
 
     def remember_site(self, text: str) -> None:

@@ -95,7 +95,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
         if (choice := chosen(site, schedule, partial(report, last))) is not None:
-            site.folder.remember_choice(choice)
+            site.folder.keep("choice", choice)
 
 
 def _first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: Comm) -> dict[int, int]:

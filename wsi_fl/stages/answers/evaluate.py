@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -32,6 +30,7 @@ from wsi_fl.learning.validation import ANSWERS, answered, roles
 from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.outside import outside
+from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, answers_with, settings_of
 from wsi_fl.stages.site.data import Data, Table
 from wsi_fl.stages.site.kept import as_begun
@@ -40,7 +39,7 @@ from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
-from wsi_fl.system.files import write_json, write_text
+from wsi_fl.system.files import write_json
 from wsi_fl.types import BagTable, WsiFlError
 
 Probabilities = NDArray[np.float64]
@@ -145,9 +144,9 @@ def _evaluate_site(
     said = _predicted(party, site, {name: examples for name, (examples, _) in seen.items()})
     answer = answers_with(run, pipeline, site.name)
     predicted = said[answer]
-    folder = run.site(site.name).path
+    folder = run.site(site.name)
     tables = {name: seen[name][1] for name in predicted}
-    write_text(folder / "predictions.csv", _predictions(predicted, tables, meta.classes))
+    write_predictions(folder, predicted, tables, meta.classes)
     repeats = pipeline.evaluate.bootstrap
     slides = meta.spec.mpp > 0  # images of a partitioned data set are no slides
     own = (
@@ -279,25 +278,6 @@ def _pooled(tables: Mapping[str, Table]) -> Table:
     first = named[0]
     columns = {f.name: np.concatenate([getattr(table, f.name) for table in named]) for f in fields(first)}
     return type(first)(**columns)
-
-
-def _predictions(
-    predicted: Mapping[str, Probabilities], tables: Mapping[str, Table], classes: tuple[str, ...]
-) -> str:
-    """predictions.csv: a row per test patch, or per test slide."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    of_bags = any(isinstance(table, BagTable) for table in tables.values())
-    extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
-    writer.writerow(["site", "slide", "patient", *extra, "label", *(f"p_{name}" for name in classes)])
-    for site, values in predicted.items():
-        table = tables[site]
-        for row, p in enumerate(values):
-            known = [table.tumor_type[row]] if isinstance(table, BagTable) else table.xy_l0[row].tolist()
-            truth = classes[table.label[row]]
-            who = [site, table.slide[row], table.patient[row]]
-            writer.writerow([*who, *known, truth, *(f"{v:.6f}" for v in p)])
-    return text.getvalue()
 
 
 def print_evaluation(document: dict[str, Any]) -> None:
