@@ -36,7 +36,8 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, Denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import Denoiser as Network
 from wsi_fl.system.files import atomic
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
@@ -51,7 +52,7 @@ class Ready(TypedDict):
     images: bool
 
 
-class Offered(TypedDict):
+class Denoiser(TypedDict):
     """The schema of the denoiser that a site sends."""
 
     schema: Digest
@@ -111,8 +112,8 @@ def _exchange(
         site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
     }
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
-    mine: list[Offered] = [{"schema": schema_of(shapes[site.index])} for site in sites]
-    agreed = [one["schema"] for one in comm.gather(mine, Offered, patient=True)]
+    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
         raise NoCommonPlan(
@@ -162,7 +163,7 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
         return released
 
 
-def _drawn(party: Party, me: str, denoiser: Denoiser, shape: DdpmShape, other: str, watcher: Watcher) -> str:
+def _drawn(party: Party, me: str, denoiser: Network, shape: DdpmShape, other: str, watcher: Watcher) -> str:
     """The key of the images drawn from a denoiser of the package."""
     store, found = _patches(party, me).store, denoiser.to(device_of_rank())
     return images_of(party.study, party.pipeline, store, found, shape, site=other, watcher=watcher, part=me)[
