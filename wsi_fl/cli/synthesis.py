@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from wsi_fl.study.folder import Study
+from wsi_fl.cli.options import Json, Pipeline, find_study, show
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,11 +14,7 @@ app = typer.Typer(
     help="Generators of synthetic patches, what they can share, and whether they copy.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
-Pipeline = Annotated[
-    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
-]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -36,16 +30,6 @@ def _with_generator(overrides: list[str] | None, generator: str | None) -> list[
     return [*(overrides or []), *([f"synthesis.generator={generator}"] if generator else [])]
 
 
-def _study() -> Study:
-    from wsi_fl.study.folder import Study
-
-    return Study.find()
-
-
-def _out(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
-
-
 @app.command()
 def train(
     site: SiteName,
@@ -58,7 +42,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    study = _study()
+    study = find_study()
     from wsi_fl.stages.synthesis.train import print_trained, train_generator
     from wsi_fl.stages.work.console import Bars
 
@@ -71,7 +55,7 @@ def train(
             again=again,
             watcher=bars,
         )
-    _out(document) if as_json else print_trained(document)
+    show(document, as_json, print_trained)
 
 
 @app.command()
@@ -99,7 +83,7 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
-    study = _study()
+    study = find_study()
     from wsi_fl.stages.synthesis.sample import print_sampled, sample
 
     document = sample(
@@ -112,7 +96,7 @@ def sample(
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
-    _out(document) if as_json else print_sampled(document)
+    show(document, as_json, print_sampled)
 
 
 @app.command()
@@ -124,7 +108,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
-    study = _study()
+    study = find_study()
     from wsi_fl.stages.synthesis.check import check, print_check
     from wsi_fl.stages.work.console import Bars
 
@@ -136,6 +120,6 @@ def check(
             overrides=_with_generator(overrides, generator),
             watcher=bars,
         )
-    _out(document) if as_json else print_check(document)
+    show(document, as_json, print_check)
     if not document["passed"]:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from wsi_fl.slides.layouts import Sources
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import SiteFile as SiteConfig
+from wsi_fl.study.site import SiteFile as SiteConfig
 from wsi_fl.types import UsageError
 
 

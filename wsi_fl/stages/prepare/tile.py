@@ -37,7 +37,7 @@ from wsi_fl.stores.columns import Counts, link_shards
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.pipeline import SiteFile as SiteConfig
+from wsi_fl.study.site import SiteFile as SiteConfig
 from wsi_fl.system.locks import locked
 from wsi_fl.types import CLASSES, GridSpec, SetAside, SlideRecord, WsiFlError
 

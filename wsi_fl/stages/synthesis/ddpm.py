@@ -7,7 +7,7 @@ from typing import Any
 
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Ddpm as DdpmSection
+from wsi_fl.study.generating import Ddpm as DdpmSection
 from wsi_fl.synthesis.ddpm import DdpmShape, DdpmTerms, Sampling, steps_by_rule
 from wsi_fl.synthesis.denoisers import DenoiserFolder
 from wsi_fl.types import UsageError, WsiFlError

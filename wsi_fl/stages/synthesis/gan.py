@@ -18,7 +18,7 @@ from wsi_fl.models.lpips import RANDOM, Lpips, load_lpips
 from wsi_fl.stages.site.data import examples_of, open_store
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gan as GanSection
+from wsi_fl.study.generating import Gan as GanSection
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase

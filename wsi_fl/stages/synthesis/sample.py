@@ -16,7 +16,7 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.synthesis.sampling import balanced_labels, sampled
 from wsi_fl.synthesis.stylegan2 import Generator
