@@ -11,7 +11,7 @@ from wsi_fl.cli.options import Answering, Json, Run, find_study, show
 
 
 def evaluate(run: Run, overrides: Answering = None, as_json: Json = False) -> None:
-    """What answers for every site, on the merged multi-centric test set and on each site's part."""
+    """Measure what answers for every site, on the merged multi-centric test set and on each site's part."""
     study = find_study()
     from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
     from wsi_fl.stages.work.console import Bars
@@ -35,7 +35,7 @@ def predict(
     overrides: Answering = None,
     as_json: Json = False,
 ) -> None:
-    """A new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
+    """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = find_study()
     from wsi_fl.stages.answers.predict import predict, print_predictions
     from wsi_fl.stages.work.console import Bars
@@ -71,7 +71,7 @@ def compare(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Methods side by side: mean ± sd over sites and seeds, significance, communication."""
+    """Set methods side by side: mean ± sd over sites and seeds, significance, communication."""
     study = find_study()
     from wsi_fl.stages.answers.compare import compare, print_compare
     from wsi_fl.stages.work.console import Bars
@@ -103,7 +103,7 @@ def report(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """One self-contained HTML page with figures; of real sites' patients it shows pictures only when asked to."""
+    """Write one self-contained HTML page with figures; of real sites' patients it shows pictures only when asked to."""
     study = find_study()
     from wsi_fl.stages.answers.report import report
 

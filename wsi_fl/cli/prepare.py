@@ -101,7 +101,7 @@ def features(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Deep features of every patch of a patch store; with stain.exchange also in the other sites' stains."""
+    """Compute deep features of every patch of a patch store; with stain.exchange also in the other sites' stains."""
     one_or_all("features", site, every)
     study = find_study()
     from wsi_fl.stages.prepare.features import features, print_features

@@ -1,4 +1,4 @@
-"""`wsi-fl synthesize train | sample | check`: thin, like `cli`."""
+"""The commands `wsi-fl synthesize train | sample | check`."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
+    """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
     study = find_study()
     from wsi_fl.stages.synthesis.check import check, print_check
     from wsi_fl.stages.work.console import Bars

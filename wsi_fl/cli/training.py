@@ -82,7 +82,7 @@ def train(
 
 
 def rank(run: Path) -> None:
-    """One MPI rank of a run that `train` started."""
+    """Run one MPI rank of a run that `train` started."""
     from wsi_fl.stages.training.ranks import rank_main
 
     rank_main(run)
@@ -107,7 +107,7 @@ def privacy(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """ε of a plan, or the σ that a target ε asks for."""
+    """Compute the ε of a plan, or the σ that a target ε asks for."""
     from wsi_fl.stages.training.privacy import print_privacy, privacy
 
     document = privacy(
