@@ -18,7 +18,8 @@ _PATTERNS = {"store.pixels": "raw, native, none or jpeg:90 (a quality from 1 to 
 _INTRODUCTION = """\
 # Configuration
 
-This page is made from the models that validate the configuration; `wsi-fl config KEY` prints the same.
+This page is made from the models that validate the configuration; `wsi-fl config KEY` prints the same, and
+`wsi-fl config site` the keys of site files.
 
 A pipeline, `pipelines/*.toml`, says what to do. `--set section.key=value` overrides one of its keys for one command.
 `extends = "NAME"` as a first line takes all other keys from another pipeline. A site file, `sites/*.toml`, says where
