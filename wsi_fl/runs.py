@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from wsi_fl.system.files import append_line, atomic, read_json, read_lines, write_json, write_text
+from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError, WsiFlError
 
 _BUFFER = "buffer.safetensors"
@@ -42,8 +43,7 @@ class RunFolder:
         """The next free number, claimed under a lock: two runs started at once get two numbers."""
         runs.mkdir(parents=True, exist_ok=True)
         name = pipeline_stem(pipeline)
-        with (runs / ".lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with alone(runs / ".lock"):
             path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{name}"
             path.mkdir()
         return RunFolder(path)
@@ -75,8 +75,7 @@ class RunFolder:
             raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
         runs.mkdir(parents=True, exist_ok=True)
         path = runs / f"{number:05d}-{name}"
-        with (runs / ".lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with alone(runs / ".lock"):
             if next(runs.glob(f"{number:05d}-*"), None) is None:
                 path.mkdir()
                 describe(RunFolder(path))
@@ -154,8 +153,8 @@ class RunFolder:
     def refuse_if_busy(self) -> None:
         """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
         for lock in self.path.glob("sites/*/.lock"):
-            with lock.open("w") as handle:
-                hold_alone(handle, lock.parent)
+            with hold_alone(lock.parent):
+                pass
 
     def discard_if_unstarted(self) -> None:
         """Removes the directory of a run that failed before any site had finished anything."""
@@ -365,12 +364,9 @@ def note(path: Path, text: str) -> None:
         handle.write(f"{_now()} {text}\n")
 
 
-def hold_alone(handle: IO[str], folder: Path) -> None:
-    """Locks a site's part of a run for this process, or says that another has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise WsiFlError(f"{folder}: another job still works on this run; end it") from None
+def hold_alone(folder: Path) -> AbstractContextManager[None]:
+    """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
+    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it")
 
 
 def _now() -> str:

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.system.memory import Recycled
-
 Augment = Callable[[Tensor], Tensor]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
@@ -34,8 +32,6 @@ IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
 _AT_ONCE = 1 << 17
 """Values normalised at a time."""
-_MEMORY = Recycled(most=2)
-"""Of batches that are gone."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +176,7 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
     In pieces that fit the processor's cache, without torch's threads: twice as fast as whole arrays.
     """
-    out = _MEMORY.empty(pixels.shape, np.float32)
+    out = np.empty(pixels.shape, np.float32)
     there, here = out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
     for start in range(0, len(here), _AT_ONCE):
         some = there[start : start + _AT_ONCE]

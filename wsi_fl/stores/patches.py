@@ -31,14 +31,11 @@ from wsi_fl.stores.fields import (
     too_large,
 )
 from wsi_fl.stores.file import StoreFile
-from wsi_fl.system.memory import Recycled
 from wsi_fl.types import WsiFlError
 
 _OPEN_SHARDS = 128
 """Shards one reader keeps open, fewer where the system allows few files: joint training reads many stores."""
 _MOST_THREADS = 8
-_MEMORY = Recycled(most=2)
-"""Of batches that are gone."""
 _ROWS_PER_TASK = 4
 
 
@@ -151,7 +148,7 @@ class PatchStore(StoreFile):
         size = self.meta.spec.size_px
         with self._lock:
             channels = self._rows_of(str(self.table.slide[rows[0]])).shape[-1] if len(rows) else 3
-            out: NDArray[np.uint8] = _MEMORY.empty((len(rows), size, size, channels), np.uint8)
+            out: NDArray[np.uint8] = np.empty((len(rows), size, size, channels), np.uint8)
             at_work: list[Future[None]] = []
             try:
                 for slide, at in self._by_slide(rows):

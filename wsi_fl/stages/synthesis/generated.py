@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +20,7 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import DdpmShape, Denoiser, Sampling, drawn, schema_of, vector_of
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.system.files import remove_leftovers
+from wsi_fl.system.locks import alone
 
 _DRAWING = 2
 """Version of how samplers turn a denoiser into images; 2: DPM-Solver++ clips clean images."""
@@ -54,7 +52,9 @@ def drawn_once(
     """
     key = key_of(denoiser, shape, sampling, n_per_class, seed)
     path = study.generated(key)
-    with _waiting(path.parent):
+    with alone(path.parent / ".lock"):
+        for place in (path.parent, path.parent / "slides"):
+            remove_leftovers(place)
         if not path.exists():
             labels = balanced_labels(shape.n_classes, n_per_class)
             batches = drawn(
@@ -106,13 +106,3 @@ def synthetic_meta(site: str, store: PatchStore, resolution: int, provenance: di
     real = store.meta
     spec = reduced_spec(real.spec.size_px, real.spec.mpp, resolution)
     return StoreMeta(site, real.classes, spec, json.dumps(provenance, sort_keys=True))
-
-
-@contextmanager
-def _waiting(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        for place in (folder, folder / "slides"):
-            remove_leftovers(place)
-        yield
