@@ -36,7 +36,8 @@ from wsi_fl.stages.training.workshop import build_model, method_for
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_json
 from wsi_fl.types import WsiFlError
 

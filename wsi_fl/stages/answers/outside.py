@@ -15,7 +15,8 @@ from wsi_fl.stages.answers.trained import answering
 from wsi_fl.stages.site.data import open_data, shape_of, split_of
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SPLITS, UsageError
 
 

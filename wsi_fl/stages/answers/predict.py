@@ -21,7 +21,8 @@ from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 

@@ -19,7 +19,7 @@ from wsi_fl.stages.work.console import say
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import WsiFlError
 

@@ -33,7 +33,8 @@ from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_bytes, write_json
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError

@@ -21,7 +21,8 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import BagTable, GridSpec, PatchTable, UsageError, WsiFlError
 
 _HASHED = 4096

@@ -30,7 +30,8 @@ from wsi_fl.stages.training.workshop import (
 )
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Allowed, Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import Allowed, SiteFile
 from wsi_fl.types import NoCommonPlan, UsageError
 
 _TIMED_STEPS = 3
