@@ -288,7 +288,7 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
 
     second = _Proposal(number=1, name="proxyfl-small", identity="3" * 32)
     comm = Told(late, _Claimed(claimed=True), second, _Claimed(claimed=True))
-    run = _agreed_run(study, study.pipeline("small"), "proxyfl", "small", comm)
+    run = _agreed_run(Party.of(study, study.pipeline("small"), "proxyfl"), "small", comm)
     assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
     assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
     assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]

@@ -1,14 +1,17 @@
-"""`wsi-fl synthesize train | sample | check`: thin, like `cli`."""
+"""The commands `wsi-fl synthesize train | sample | check`."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from wsi_fl.cli.options import Json, Pipeline, find_study, show
+
 if TYPE_CHECKING:
+    from wsi_fl.stages.synthesis.kinds import Kind
     from wsi_fl.study.folder import Study
+    from wsi_fl.study.pipeline import Pipeline as PipelineFile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,11 +19,7 @@ app = typer.Typer(
     help="Generators of synthetic patches, what they can share, and whether they copy.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
-Pipeline = Annotated[
-    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
-]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -28,22 +27,20 @@ Set = Annotated[
     ),
 ]
 Generator = Annotated[
-    str | None, typer.Option(help="gan or ddpm. Default: synthesis.generator of the pipeline.")
+    str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
 ]
 
 
-def _with_generator(overrides: list[str] | None, generator: str | None) -> list[str]:
-    return [*(overrides or []), *([f"synthesis.generator={generator}"] if generator else [])]
+def _chosen(
+    name: str | None, overrides: list[str] | None, generator: str | None
+) -> tuple[Study, PipelineFile, Kind]:
+    """Return the study, its pipeline and the kind of generator that are asked for."""
+    from wsi_fl.stages.synthesis.kinds import kind_of
 
-
-def _study() -> Study:
-    from wsi_fl.study.folder import Study
-
-    return Study.find()
-
-
-def _out(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    study = find_study()
+    of_kind = [f"synthesis.generator={generator}"] if generator else []
+    pipeline = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
+    return study, pipeline, kind_of(pipeline.synthesis.generator)
 
 
 @app.command()
@@ -58,20 +55,13 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    study = _study()
     from wsi_fl.stages.synthesis.train import print_trained, train_generator
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize train") as bars:
-        document = train_generator(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=_with_generator(overrides, generator),
-            again=again,
-            watcher=bars,
-        )
-    _out(document) if as_json else print_trained(document)
+        chosen = _chosen(pipeline, overrides, generator)
+        document = train_generator(*chosen, site, again=again, watcher=bars)
+    show(document, as_json, print_trained)
 
 
 @app.command()
@@ -80,9 +70,7 @@ def sample(
     n_per_class: Annotated[int, typer.Option(help="Synthetic patches of each class.")],
     name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
     seed: Annotated[int, typer.Option(help="Of the latents.")] = 0,
-    generator: Annotated[
-        str | None, typer.Option(help="gan or ddpm. Default: the one that the site has.")
-    ] = None,
+    generator: Generator = None,
     as_site: Annotated[
         bool,
         typer.Option(
@@ -99,11 +87,10 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
-    study = _study()
     from wsi_fl.stages.synthesis.sample import print_sampled, sample
 
     document = sample(
-        study,
+        find_study(),
         site=site,
         n_per_class=n_per_class,
         name=name,
@@ -112,7 +99,7 @@ def sample(
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
-    _out(document) if as_json else print_sampled(document)
+    show(document, as_json, print_sampled)
 
 
 @app.command()
@@ -123,19 +110,13 @@ def check(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
-    study = _study()
-    from wsi_fl.stages.synthesis.check import check, print_check
+    """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
+    from wsi_fl.stages.synthesis.check import check_generator, print_check
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize check") as bars:
-        document = check(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=_with_generator(overrides, generator),
-            watcher=bars,
-        )
-    _out(document) if as_json else print_check(document)
+        chosen = _chosen(pipeline, overrides, generator)
+        document = check_generator(*chosen, site, watcher=bars)
+    show(document, as_json, print_check)
     if not document["passed"]:
         raise typer.Exit(1)

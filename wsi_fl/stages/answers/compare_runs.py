@@ -17,8 +17,8 @@ from wsi_fl.stages.site.party import Party, method_for
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Audit, Pipeline, Section
-from wsi_fl.study.toml import toml_value
+from wsi_fl.study.pipeline import Audit, Pipeline
+from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"

@@ -38,7 +38,8 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import write_json
 from wsi_fl.types import BagTable, WsiFlError
 

@@ -13,7 +13,7 @@ from wsi_fl.learning.metrics import scores
 from wsi_fl.stages.answers.trained import answering
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SPLITS, UsageError
 
 

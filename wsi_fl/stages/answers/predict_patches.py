@@ -29,7 +29,8 @@ from wsi_fl.stages.site.kept import remembered_patches
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import atomic, write_bytes, write_json
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 

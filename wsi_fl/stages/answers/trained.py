@@ -18,7 +18,8 @@ from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import method_for
 from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
 

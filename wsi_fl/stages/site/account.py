@@ -25,7 +25,8 @@ from wsi_fl.privacy.planner import planned as best_plan
 from wsi_fl.privacy.terms import Terms
 from wsi_fl.runs import RunFolder, SiteFolder
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 

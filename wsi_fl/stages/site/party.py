@@ -13,7 +13,8 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Data, kind_of, open_data
 from wsi_fl.stages.site.stains import Released, stains_of
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError
 
 

@@ -26,18 +26,17 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import Release
 from wsi_fl.stages.site.data import Patches, examples_of
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.synthesis.ddpm import trained_denoiser
-from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser, checked_as
-from wsi_fl.stages.synthesis.gan import check_state
-from wsi_fl.stages.synthesis.generated import images_of
-from wsi_fl.stages.synthesis.train_ddpm import train_denoiser
+from wsi_fl.stages.synthesis.check import check_generator
+from wsi_fl.stages.synthesis.ddpm import KIND as DDPM
+from wsi_fl.stages.synthesis.ddpm import checked_as, images_of, load_denoiser
+from wsi_fl.stages.synthesis.kinds import check_state
+from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
-from wsi_fl.synthesis.ddpm import Denoiser as Network
+from wsi_fl.synthesis.ddpm import denoiser_from, schema_of, vector_of
 from wsi_fl.system.files import atomic
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
@@ -82,18 +81,18 @@ def bring_generated(party: Party, sites: Sequence[Site], comm: Comm, watcher: Wa
 
 def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
     """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
-    train_denoiser(study, pipeline, site, watcher=watcher)
-    folder, _ = trained_denoiser(study, site)
-    state, reasons = check_state(folder, folder.denoiser_digest())
+    train_generator(study, pipeline, DDPM, site, watcher=watcher)
+    folder, _ = DDPM.trained(study, site)
+    state, reasons = check_state(folder, folder.digest("denoiser"))
     if state == "not run" or not checked_as(folder.check(), pipeline):
-        document = check_denoiser(study, pipeline, site, watcher=watcher)
+        document = check_generator(study, pipeline, DDPM, site, watcher=watcher)
         state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
     if state != "passed":
         why = f"the check was not passed: {'; '.join(reasons)}"
         if not pipeline.mpcpa.unchecked or study.site(site).real:
             raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
         watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
-    return folder.denoiser_digest()
+    return folder.digest("denoiser")
 
 
 def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
@@ -106,11 +105,9 @@ def _exchange(
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
     study, names = party.study, party.names
     for name, digest in checked.items():
-        if trained_denoiser(study, name)[0].denoiser_digest() != digest:
+        if DDPM.trained(study, name)[0].digest("denoiser") != digest:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
-    denoisers = {
-        site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
-    }
+    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
     mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
@@ -135,17 +132,19 @@ def _exchange(
         vectors = packages[site.index]
         if party.method.generated == "all":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
-        drawn = {
-            names[other]: _drawn(
-                party,
-                site.name,
-                denoiser_from(vectors[other], shapes[site.index]),
-                shapes[site.index],
-                names[other],
-                watcher,
+        shape, drawn = shapes[site.index], {}
+        for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
+            denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
+            drawn[names[other]], _ = images_of(
+                study,
+                party.pipeline,
+                _patches(party, site.name).store,
+                denoiser,
+                shape,
+                site=names[other],
+                watcher=watcher,
+                part=site.name,
             )
-            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names))
-        }
         site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
 
 
@@ -161,14 +160,6 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
         released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
         ledger.sending(round_, released.digest)
         return released
-
-
-def _drawn(party: Party, me: str, denoiser: Network, shape: DdpmShape, other: str, watcher: Watcher) -> str:
-    """The key of the images drawn from a denoiser of the package."""
-    store, found = _patches(party, me).store, denoiser.to(device_of_rank())
-    return images_of(party.study, party.pipeline, store, found, shape, site=other, watcher=watcher, part=me)[
-        0
-    ]
 
 
 def _patches(party: Party, site: str) -> Patches:

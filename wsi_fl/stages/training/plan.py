@@ -23,7 +23,7 @@ from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.training.workshop import assemble, brought, graph_of, schedule_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Allowed, SiteFile
+from wsi_fl.study.site import Allowed, SiteFile
 from wsi_fl.types import NoCommonPlan, UsageError
 
 _TIMED_STEPS = 3

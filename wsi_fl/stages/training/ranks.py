@@ -21,7 +21,7 @@ from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.book import Guarantee
-from wsi_fl.runs import RunFolder, note
+from wsi_fl.runs import RunFolder, hold_alone, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, plan
@@ -33,7 +33,6 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.system.locks import held_alone
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 
@@ -77,7 +76,7 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     method = party.method
     with ExitStack() as stack:
         for site in sites:  # one job at a time per run: two would send two noisy versions of the same round
-            stack.enter_context(held_alone(site.folder.path))
+            stack.enter_context(hold_alone(site.folder.path))
         for site in sites:
             remember_plan(site)
             remember_canaries(site)

@@ -37,7 +37,8 @@ from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger
 from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
 from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
