@@ -24,10 +24,18 @@ check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/.docs  ## the documentation as HTML, in docs/_build
+	$(BIN)/python -c "from pathlib import Path; from wsi_fl.study.reference import page; Path('docs/configuration.md').write_text(page(), 'utf-8')"
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+.venv/.docs: .venv/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 bench: env       ## measure; ratios within one run
 	for name in tiling dp_step transport communication; do $(BIN)/python benchmarks/$$name.py; done
 
 clean:           ## remove the environment and the demo
-	rm -rf .venv demo
+	rm -rf .venv demo docs/_build
 
-.PHONY: help env demo test check bench clean
+.PHONY: help env demo test check docs bench clean

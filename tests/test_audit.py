@@ -36,6 +36,7 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, print_audit
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.material import agreed_canaries
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import UsageError, WsiFlError
@@ -296,9 +297,9 @@ def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy
 def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
     study, summary, _ = noisy
     run = RunFolder(study.root / summary["run"])
-    pipeline = study.pipeline(str(run.path / "config.toml"))
-    for index, site in enumerate(study.sites(pipeline)):
-        proxy = _attacked(run, pipeline, site, open_data(study, site.name, pipeline), index)[1]
+    party = Party.of_run(study, run)
+    for index, site in enumerate(party.sites):
+        proxy = _attacked(party, index)[1]
         lines = [json.loads(line) for line in study.ledger(site.name).read_text().splitlines()]
         released = [
             line["released"] for line in lines if line["run"].startswith(run.name) and "released" in line
@@ -310,9 +311,9 @@ def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
 def test_what_was_planted_stays_at_the_site_and_is_planted_again_after_a_restart(noisy):
     study, summary, document = noisy
     run = RunFolder(study.root / summary["run"])
-    kept = run.site("S0").canaries()
+    kept = run.site("S0").kept("canaries")
     assert kept["n"] == len(kept["coins"]) == 400 and set(kept["coins"]) == {"0", "1"}
-    assert kept["coins"] != run.site("S1").canaries()["coins"]
+    assert kept["coins"] != run.site("S1").kept("canaries")["coins"]
     told = [json.dumps(summary), json.dumps(document), (run.path / "audit" / "audit.json").read_text()]
     told += [path.read_text() for path in run.path.glob("sites/*/metrics.jsonl")]
     assert not any(kept["coins"] in text or kept["seed"] in text for text in told)

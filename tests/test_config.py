@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import REMOVED, Pipeline, SiteFile
+from wsi_fl.study.pipeline import REMOVED, Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
 

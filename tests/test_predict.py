@@ -34,7 +34,8 @@ from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]

@@ -30,6 +30,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings as compared
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.training.workshop import assemble
@@ -432,8 +433,8 @@ def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
 @pytest.mark.parametrize("what", ["label", "length", "schema"])
 def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
     """One site of a run sends what it should not; the other two get what is right."""
-    pipeline = study.pipeline("small")
-    sites = [assemble(study, pipeline, "replay", RunFolder(study.runs / "x"), k) for k in range(3)]
+    party = Party.of(study, study.pipeline("small"), "replay")
+    sites = [assemble(party, k) for k in range(3)]
     for site in sites:
         release_buffer(site, 1)
         site.received = {9: site.buffer.values}

@@ -669,7 +669,7 @@ def mixed(study: Study) -> str:
         overviews.mkdir()
         (overviews / f"{name}_slide_0.png").write_bytes(overview(np.random.default_rng(0)))
     shutil.copytree(study.store("S1").parent, study.generated("key").parent)
-    RunFolder(study.root / run).site("S0").remember_package({"S1": "key"})
+    RunFolder(study.root / run).site("S0").keep("package", {"images": {"S1": "key"}})
     file = study.root / "sites" / "S1.toml"
     file.write_text(file.read_text().replace("real = false", f'{REAL}\nallow = ["patches"]'))
     return run

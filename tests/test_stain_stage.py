@@ -20,7 +20,7 @@ from wsi_fl.slides.stains.reinhard import restained, stain_of, tissue_moments
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.prepare import stain as stage
 from wsi_fl.stages.prepare.stain import stain
-from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.data import open_data, open_store
 from wsi_fl.stages.site.stains import read_stain, stains_of
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
@@ -239,15 +239,12 @@ def test_stains_survive_subsets_and_pools():
 
 
 def test_training_patches_are_moved_between_released_stains(study):
-    from wsi_fl.stages.site.data import split_of
-    from wsi_fl.stages.training.material import exchanged
-
     stain(study, site=None)
     pipeline = study.pipeline("small", EXCHANGE)
     stains = stains_of(study, pipeline)
-    with open_store(study, "S0") as store:
-        plain = split_of(pipeline, store, "train")
-        found = exchanged(study, pipeline, store, plain)
+    with open_data(study, "S0", pipeline) as data:
+        plain = data.examples("train")
+        found = in_stains(plain, data.restains(stains))
         rows = np.arange(6)
         pixels = plain.read(rows)
         expected = restained(pixels, stains["S0"].stain, stains["S2"].stain)

@@ -22,14 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.stores.contents import SlideSource
-from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.fields import StoreMeta, shard_is_current
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import (
     ShardMeta,
     content_of,
     fingerprint,
     pack,
-    shard_is_current,
     write_columns,
     write_positions,
     write_shard,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.prepare.stain import stain
-from wsi_fl.stages.site.data import is_synthetic, open_features, open_store
+from wsi_fl.stages.site.data import Features, open_store
 from wsi_fl.stages.synthesis.gan import KIND, load_gan
 from wsi_fl.stages.synthesis.sample import sample
 from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
@@ -352,12 +352,12 @@ def test_features_of_synthetic_patches_say_so_too(checked, tmp_path):
     write_feature_shard(shard, "0", np.zeros((len(table), 3), np.float32), {})
     for said in (meta, replace(meta, generator=None)):  # as early versions wrote it
         write_patch_features(study.features("both"), FeaturesMeta(said, "e", {}), table, [shard])
-        with open_features(study, "both") as store:
-            assert store.meta.generator == said.generator
-            assert is_synthetic(study, "both", store)
+        with Features(study, "both") as data:
+            assert data.store.meta.generator == said.generator
+            assert data.is_synthetic()
     study.store("both").unlink()
-    with open_features(study, "both") as store:
-        assert not is_synthetic(study, "both", store)
+    with Features(study, "both") as data:
+        assert not data.is_synthetic()
 
 
 def test_a_real_hospitals_generator_becomes_no_site_of_others_unless_it_says_so(checked, tmp_path):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,10 +42,8 @@ class RunFolder:
     @staticmethod
     def create(runs: Path, method: str, pipeline: str) -> RunFolder:
         """The next free number, claimed under a lock: two runs started at once get two numbers."""
-        runs.mkdir(parents=True, exist_ok=True)
-        name = pipeline_stem(pipeline)
         with alone(runs / ".lock"):
-            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{name}"
+            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{pipeline_stem(pipeline)}"
             path.mkdir()
         return RunFolder(path)
 
@@ -74,7 +72,6 @@ class RunFolder:
         """
         if not _NAME.fullmatch(name):
             raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
-        runs.mkdir(parents=True, exist_ok=True)
         path = runs / f"{number:05d}-{name}"
         with alone(runs / ".lock"):
             if next(runs.glob(f"{number:05d}-*"), None) is None:
@@ -109,8 +106,11 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The document of a finished run."""
-        path = self.path / "summary.json"
-        return dict(read_json(path)) if path.exists() else None
+        return _optional(self.path / "summary.json")
+
+    def evaluation(self) -> dict[str, Any] | None:
+        """Return the document of `evaluate`; None where the run was not evaluated."""
+        return _optional(self.path / "evaluation.json")
 
     @property
     def roster_path(self) -> Path:
@@ -136,13 +136,8 @@ class RunFolder:
     def note_loss(self, site: str, reason: str) -> dict[str, Any]:
         """Writes down that a site was lost, in the round after its last one; returns the line."""
         done = [line["round"] for line in self.site(site).metrics()]
-        line = {
-            "site": site,
-            "event": "lost",
-            "round": max(done, default=0) + 1,
-            "reason": reason,
-            "time": _now(),
-        }
+        round_ = max(done, default=0) + 1
+        line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
         append_line(self.roster_path, line)
         return line
 
@@ -166,6 +161,12 @@ class RunFolder:
         return SiteFolder(self.path / "sites" / name)
 
 
+Kept = Literal["plan", "spending", "canaries", "package", "choice"]
+"""What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds (or, from early
+versions, its batch size and σ), the canaries planted among its rows, the images that it learns from, and what answers
+best: {"with": "private", "proxy" or "mean", "by": …}."""
+
+
 class SiteFolder:
     """What one site keeps of a run: `sites/<name>/`."""
 
@@ -185,19 +186,21 @@ class SiteFolder:
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        path = self.path / "store.json"
-        known = read_json(path) if path.exists() else {"sha256": digest}
+        kept = _optional(self.path / "store.json") or {}
+        known = {"sha256": digest} | kept
         if known["sha256"] != digest:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
             )
-        if not path.exists() or not facts.keys() <= known.keys():  # earlier versions noted less
-            write_json(path, {**facts, **known})
+        if (
+            not kept or not facts.keys() <= kept.keys()
+        ):  # a new run, or one of an earlier version, which noted less
+            write_json(self.path / "store.json", {**facts, **known})
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""
-        path = self.path / "store.json"
-        return str(read_json(path)["sha256"]) if path.exists() else None
+        kept = _optional(self.path / "store.json")
+        return str(kept["sha256"]) if kept else None
 
     def store_facts(self) -> dict[str, Any]:
         """The facts that `remember_store` noted."""
@@ -209,63 +212,32 @@ class SiteFolder:
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        path = self.path / "stains.json"
-        if not path.exists():
-            write_json(path, dict(digests))
-            return
-        began = read_json(path)
-        if changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
+        began = _optional(self.path / "stains.json")
+        if began is None:
+            write_json(self.path / "stains.json", dict(digests))
+        elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
                 f"site {self.path.name}: the stain of {changed[0]} was released anew since this run began; start a new "
                 "run, or put the earlier file back into stains/"
             )
 
-    def remember_choice(self, choice: Mapping[str, Any]) -> None:
-        """Notes what answers best at this site: {"with": "private", "proxy" or "mean", "by": …}."""
-        write_json(self.path / "choice.json", choice)
-
     def choice(self, by: str = "validation") -> str | None:
-        """What `remember_choice` noted; None where nothing was to be chosen, or it was chosen otherwise."""
-        path = self.path / "choice.json"
-        noted = read_json(path) if path.exists() else {"by": None}
-        return str(noted["with"]) if noted.get("by", "validation") == by else None
+        """Return what answers best at this site; None where nothing was to be chosen, or it was chosen otherwise."""
+        noted = self.kept("choice")
+        return str(noted["with"]) if noted and noted.get("by", "validation") == by else None
 
     def remember_site(self, text: str) -> None:
         """Keep the site file as it is when the run begins; it never changes."""
         if not (self.path / SITE_FILE).exists():
             write_text(self.path / SITE_FILE, text)
 
-    def remember_plan(self, plan: Mapping[str, Any]) -> None:
-        """Keep the privacy plan of the site's rounds, before the first one; it never changes."""
-        write_json(self.path / "plan.json", plan)
+    def keep(self, what: Kept, document: Mapping[str, Any]) -> None:
+        """Write one of the site's own documents of the run; see `Kept`."""
+        write_json(self.path / f"{what}.json", document)
 
-    def plan(self) -> dict[str, Any] | None:
-        """Return what `remember_plan` kept; of earlier versions, which kept less, None."""
-        path = self.path / "plan.json"
-        return dict(read_json(path)) if path.exists() else None
-
-    def spending(self) -> dict[str, Any] | None:
-        """Return what runs of earlier versions kept of a target ε: {"batch_size", "round": {"sigma", …}}."""
-        path = self.path / "spending.json"
-        return dict(read_json(path)) if path.exists() else None
-
-    def remember_canaries(self, canaries: Mapping[str, Any]) -> None:
-        """Notes which canaries are planted at this site, before its first round; it stays at the site."""
-        write_json(self.path / "canaries.json", canaries)
-
-    def canaries(self) -> dict[str, Any] | None:
-        """What `remember_canaries` noted."""
-        path = self.path / "canaries.json"
-        return dict(read_json(path)) if path.exists() else None
-
-    def remember_package(self, images: Mapping[str, str]) -> None:
-        """Notes which generated images the site learns from: {site whose denoiser drew them: key of their store}."""
-        write_json(self.path / "package.json", {"images": dict(images)})
-
-    def package(self) -> dict[str, str] | None:
-        """What `remember_package` noted."""
-        path = self.path / "package.json"
-        return dict(read_json(path)["images"]) if path.exists() else None
+    def kept(self, what: Kept) -> dict[str, Any] | None:
+        """Return what `keep` wrote; None where nothing was."""
+        return _optional(self.path / f"{what}.json")
 
     def note_transfer(self, transfer: Mapping[str, Any]) -> None:
         """Writes down what the site, or the server beside it, sent: {"what", "from", "to", "bytes", "seconds"}.
@@ -368,6 +340,10 @@ def note(path: Path, text: str) -> None:
 def hold_alone(folder: Path) -> AbstractContextManager[None]:
     """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
     return alone(folder / ".lock", f"{folder}: another job still works on this run; end it")
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return dict(read_json(path)) if path.exists() else None
 
 
 def _now() -> str:

@@ -1,11 +1,12 @@
-"""`wsi-fl synthesize train | sample | check`: thin, like `cli`."""
+"""The commands `wsi-fl synthesize train | sample | check`."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from wsi_fl.cli.options import Json, Pipeline, find_study, show
 
 if TYPE_CHECKING:
     from wsi_fl.stages.synthesis.kinds import Kind
@@ -18,11 +19,7 @@ app = typer.Typer(
     help="Generators of synthetic patches, what they can share, and whether they copy.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
-Pipeline = Annotated[
-    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
-]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,26 +31,16 @@ Generator = Annotated[
 ]
 
 
-def _study() -> Study:
-    from wsi_fl.study.folder import Study
-
-    return Study.find()
-
-
 def _chosen(
     name: str | None, overrides: list[str] | None, generator: str | None
 ) -> tuple[Study, PipelineFile, Kind]:
-    """(study, pipeline, kind of generator)."""
+    """Return the study, its pipeline and the kind of generator that are asked for."""
     from wsi_fl.stages.synthesis.kinds import kind_of
 
-    study = _study()
+    study = find_study()
     of_kind = [f"synthesis.generator={generator}"] if generator else []
     pipeline = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
     return study, pipeline, kind_of(pipeline.synthesis.generator)
-
-
-def _out(document: dict[str, Any]) -> None:
-    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
 
 
 @app.command()
@@ -74,7 +61,7 @@ def train(
     with Bars("synthesize train") as bars:
         chosen = _chosen(pipeline, overrides, generator)
         document = train_generator(*chosen, site, again=again, watcher=bars)
-    _out(document) if as_json else print_trained(document)
+    show(document, as_json, print_trained)
 
 
 @app.command()
@@ -103,7 +90,7 @@ def sample(
     from wsi_fl.stages.synthesis.sample import print_sampled, sample
 
     document = sample(
-        _study(),
+        find_study(),
         site=site,
         n_per_class=n_per_class,
         name=name,
@@ -112,7 +99,7 @@ def sample(
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
-    _out(document) if as_json else print_sampled(document)
+    show(document, as_json, print_sampled)
 
 
 @app.command()
@@ -123,13 +110,13 @@ def check(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
+    """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
     from wsi_fl.stages.synthesis.check import check_generator, print_check
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize check") as bars:
         chosen = _chosen(pipeline, overrides, generator)
         document = check_generator(*chosen, site, watcher=bars)
-    _out(document) if as_json else print_check(document)
+    show(document, as_json, print_check)
     if not document["passed"]:
         raise typer.Exit(1)

@@ -86,8 +86,8 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
         last = {"site": site.name, "round": schedule.rounds, "step": 1, "steps": 1}
-        if (choice := choose_answer(site, method, schedule, partial(report, last))) is not None:
-            site.folder.remember_choice(choice)
+        if (choice := choose_answer(site, schedule, partial(report, last))) is not None:
+            site.folder.keep("choice", choice)
 
 
 def _carriers(method: Method, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
@@ -239,7 +239,7 @@ def _log_round(
         line["rejected"], site.rejected = site.rejected, []
     alive = partial(report, {"site": site.name, "round": round_, "step": 1, "steps": 1})
     if round_ % schedule.eval_every == 0 or round_ == schedule.rounds:
-        line |= evaluate(site, method, schedule, alive)
+        line |= evaluate(site, schedule, alive)
     line |= {
         "messages": traffic.messages,
         "bytes": traffic.bytes,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
 
 from wsi_fl.federation import topology
 from wsi_fl.federation.topology import Topology
@@ -44,13 +43,13 @@ class Method:
     """What distinguishes one method from another.
 
     Attributes:
+        name: as its paper writes it.
+        does: what it does, in a few words.
         prepare: builds the site's learners, once.
         step: one local step on a batch; returns the loss of each role.
         exchange: the graph of a round.
-        predict: logits of its private model, for evaluation.
         travels: role whose parameters are exchanged, or None.
-        learns_from_private: whether the model under differential privacy has a teacher trained without it, so
-            that its ε is nominal unless β = 0.
+        federated: whether sites learn with one another: neither alone nor from one pool.
         pooled: whether every model trains on all sites' data: what nobody may do, and what all are measured against.
         generated: whose generated images a site learns from too: the others', all sites' and nothing else, or nobody's.
         learns: what a round is learned from; None for nothing.
@@ -58,17 +57,23 @@ class Method:
         bare: whether what leaves a site is without differential privacy by design.
     """
 
+    name: str
+    does: str
     prepare: Callable[[MakeLearner], Learners]
     step: Callable[[Learners, Batch, Weights, torch.Generator], dict[str, float]]
-    exchange: Topology
-    predict: Callable[[Learners, Tensor], Tensor]
-    travels: str | None
-    learns_from_private: bool = False
+    exchange: Topology = topology.none
+    travels: str | None = None
+    federated: bool = True
     pooled: bool = False
     generated: Literal["", "others", "all"] = ""
     learns: Callable[[Material], Lesson | None] = real_alone
     carries: Topology | None = None
     bare: bool = False
+
+    @property
+    def learns_from_private(self) -> bool:
+        """Whether the model under privacy has a teacher trained without it, so that its ε is nominal unless β = 0."""
+        return self.step is _mutual
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -77,9 +82,27 @@ class Method:
         return (*model, "buffer") if self.carries is not None else model
 
     @property
+    def ignores(self) -> tuple[str, ...]:
+        """The keys and sections of a pipeline that change nothing about what its models learn."""
+        found: tuple[str, ...] = () if self.generated else ("ddpm.", "mpcpa.")
+        if not self.bare:
+            found += ("replay.",)
+        elif self.carries is None:
+            found += ("replay.buffer", "replay.unchecked")
+        if self.travels is None:
+            found += ("topology.", "train.optimizer_after_exchange")
+        return found if self.learns_from_private else found + _OF_PROXIES
+
+    @property
     def talks(self) -> bool:
         """Whether sites send each other anything."""
         return self.travels is not None or self.carries is not None
+
+
+_OF_PROXIES = (
+    *("train.alpha", "train.beta", "train.val_fraction"),
+    *("model.proxy", "predict.with"),
+)
 
 
 def _private_with_dp(make: MakeLearner) -> Learners:
@@ -124,10 +147,6 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
     return losses
 
 
-def _private_logits(learners: Learners, x: Tensor) -> Tensor:
-    return learners["private"].logits(x)
-
-
 def replay(variant: str = "replay", seed: int = 0) -> Method:
     """Experience replay with synthetic samples (Pennisi et al., section III-C), or one of its variants.
 
@@ -142,11 +161,12 @@ def replay(variant: str = "replay", seed: int = 0) -> Method:
     """
     order = topology.random_permutation(seed)
     standard = Method(
-        prepare=_common,
-        step=_supervised,
-        exchange=order,
-        predict=_private_logits,
-        travels="private",
+        "Replay",
+        "models and synthetic patches go round",
+        _common,
+        _supervised,
+        order,
+        "private",
         learns=real_and_received,
         carries=order,
         bare=True,
@@ -162,73 +182,27 @@ def replay(variant: str = "replay", seed: int = 0) -> Method:
 
 
 METHODS: dict[str, Method] = {
-    "regular": Method(
-        prepare=_private_with_dp,
-        step=_supervised,
-        exchange=topology.none,
-        predict=_private_logits,
-        travels=None,
-    ),
-    "joint": Method(
-        prepare=_private_with_dp,
-        step=_supervised,
-        exchange=topology.none,
-        predict=_private_logits,
-        travels=None,
-        pooled=True,
-    ),
+    "regular": Method("Regular", "each site alone", _private_with_dp, _supervised, federated=False),
+    "joint": Method("Joint", "all data pooled", _private_with_dp, _supervised, federated=False, pooled=True),
     "fedavg": Method(
-        prepare=_common_with_dp,
-        step=_supervised,
-        exchange=topology.star,
-        predict=_private_logits,
-        travels="private",
+        "FedAvg", "one averaged model, central", _common_with_dp, _supervised, topology.star, "private"
     ),
     "avgpush": Method(
-        prepare=_common_with_dp,
-        step=_supervised,
-        exchange=topology.exponential,
-        predict=_private_logits,
-        travels="private",
+        "AvgPush",
+        "one averaged model, no centre",
+        _common_with_dp,
+        _supervised,
+        topology.exponential,
+        "private",
     ),
-    "cwt": Method(
-        prepare=_common_with_dp,
-        step=_supervised,
-        exchange=topology.ring,
-        predict=_private_logits,
-        travels="private",
-    ),
-    "fml": Method(
-        prepare=_private_and_dp_proxy,
-        step=_mutual,
-        exchange=topology.star,
-        predict=_private_logits,
-        travels="proxy",
-        learns_from_private=True,
-    ),
+    "cwt": Method("CWT", "one model, passed round", _common_with_dp, _supervised, topology.ring, "private"),
+    "fml": Method("FML", "proxies averaged, central", _private_and_dp_proxy, _mutual, topology.star, "proxy"),
     "proxyfl": Method(
-        prepare=_private_and_dp_proxy,
-        step=_mutual,
-        exchange=topology.exponential,
-        predict=_private_logits,
-        travels="proxy",
-        learns_from_private=True,
+        "ProxyFL", "proxies travel, no centre", _private_and_dp_proxy, _mutual, topology.exponential, "proxy"
     ),
     "generated": Method(
-        prepare=_private,
-        step=_supervised,
-        exchange=topology.none,
-        predict=_private_logits,
-        travels=None,
-        generated="all",
+        "Generated", "all sites' generated data alone", _private, _supervised, generated="all"
     ),
-    "mpcpa": Method(
-        prepare=_private,
-        step=_supervised,
-        exchange=topology.none,
-        predict=_private_logits,
-        travels=None,
-        generated="others",
-    ),
+    "mpcpa": Method("MPCPA", "own and others' generated data", _private, _supervised, generated="others"),
     "replay": replay(),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wsi_fl.report import sections, words
-from wsi_fl.report.figures import ACCENT, INK, MUTED, Chart, new_figure, shortened, to_svg
+from wsi_fl.report.figures import ACCENT, INK, MUTED, Bar, Chart, comparison, new_figure, to_svg
 from wsi_fl.report.page import Json, Page
 
 RULES = {
@@ -31,7 +31,7 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
         "rules": [(RULES[name], scores) for name, scores in together["rules"].items()],
         "findings": list(_findings(page, together)),
         "table": table,
-        "chart": models_chart(table["rows"], colors) if table else None,
+        "chart": models_chart(table["rows"]) if table else None,
         "curve": curve_chart(curve, colors) if len(curve) > 2 else None,
         "rule": RULES[table["aggregate"]] if table else None,
         "failed": [row["site"] for row in table["memorization"] if not row["passed"]] if table else [],
@@ -53,26 +53,19 @@ def _findings(page: Page, together: Json) -> Sequence[words.Finding]:
     return [words.Finding(tone, text)]
 
 
-def models_chart(rows: Sequence[Json], colors: Mapping[str, str]) -> Chart:
+def models_chart(rows: Sequence[Json]) -> Chart:
     """Accuracy of every model of the comparison, below each other; aggregations stand out."""
     labels = [f"{row['row']}, {row['site']}" if "site" in row else row["row"] for row in rows]
-    left_in = min(1.75, 0.2 + 0.07 * max(len(shortened(label)) for label in labels))
-    with new_figure(height_in=0.62 + 0.25 * len(rows), left_in=left_in, bottom_in=0.45) as (figure, axes):
-        for y, row in enumerate(rows):
-            decisive = row["row"] in _DECISIVE
-            color = ACCENT if decisive else colors.get(row.get("site", ""), MUTED)
-            axes.plot(row["accuracy"], y, "o", color=color, ms=7 if decisive else 5)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_yticks(range(len(rows)), [shortened(label) for label in labels])
-        for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-            label.set_color(ACCENT if row["row"] in _DECISIVE else INK)
-        axes.set_xlabel("accuracy")
-        axes.margins(x=0.08)
-        svg = to_svg(figure, "Own and generated images")
-    said = "; ".join(
-        f"{label} {words.number(row['accuracy'])}" for label, row in zip(labels, rows, strict=True)
+    bars = [
+        Bar(label, row["accuracy"], None, dp=True, this=row["row"] in _DECISIVE)
+        for label, row in zip(labels, rows, strict=True)
+    ]
+    return Chart(
+        comparison(bars, "Own and generated images").svg,
+        "Accuracy on the merged test set: "
+        + "; ".join(f"{bar.label} {words.number(bar.mean)}" for bar in bars)
+        + ".",
     )
-    return Chart(svg, f"Accuracy on the merged test set: {said}.")
 
 
 def curve_chart(points: Sequence[Json], colors: Mapping[str, str]) -> Chart:

@@ -58,7 +58,7 @@ def _against(row: Json, test: Json, own: Json | None) -> Finding:
     d, p = test["difference"], test["p_holm"]
     reached = f"{_spoken(row)} reaches {number(row['accuracy']['mean'], 2)}{_price(row)}"
     text = f"{reached}, {_side(d)} {ALONE} ({_evidence(test)})"
-    if row["method"] in words.NOT_FEDERATED:
+    if not words.is_federated(row["method"]):
         return Finding("unclear", f"{text}{_meaning(row)}.")
     at_home = (
         f" On a hospital's own test part: {_side(own['difference'])} it ({_evidence(own)})." if own else ""
@@ -173,8 +173,8 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
 
 
 def _shown(row: Json) -> dict[str, Any]:
-    name, does = words.METHODS.get(row["method"], (row["method"], ""))
-    return {**row, "name": name, "does": does, "set": settings_words(row["settings"])}
+    named = {"name": words.method_name(row["method"]), "does": words.method_does(row["method"])}
+    return {**row, **named, "set": settings_words(row["settings"])}
 
 
 def settings_words(settings: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +27,14 @@ _NAMED = 6
 """With more rows than this a legend would hide the curves."""
 _TOP = -0.85
 """Upper end of the rows, the first of which is 0: room for what the dashed line is called."""
-_TOKENS = {
+TOKENS = {
     "ink": figures.INK,
     "muted": figures.MUTED,
     "line": figures.LINE,
     "paper": figures.PAPER,
     **{f"s{k}": figures.site_color(k, N_COLORS) for k in range(N_COLORS)},
 }
+"""What stands for the page's colours, by the name of their variable."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ def palette() -> dict[str, str]:
     """The colours of the page's light theme by the name of their variable (``ink``, ``s0``, …)."""
     css = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
     light = css[: css.index("@media")]
-    return {name: color for name, color in re.findall(r"--(\w+): (#\w+)", light) if name in _TOKENS}
+    return {name: color for name, color in re.findall(r"--(\w+): (#\w+)", light) if name in TOKENS}
 
 
 def png_style() -> Any:
     """Matplotlib's settings for a figure that looks like the page's charts, in real colours."""
-    real = {_TOKENS[name]: color for name, color in palette().items()}
+    real = {TOKENS[name]: color for name, color in palette().items()}
     style = {key: real.get(value, value) for key, value in figures.STYLE.items() if isinstance(value, str)}
     return {**figures.STYLE, **style, "figure.dpi": 160, "savefig.facecolor": palette()["paper"]}
 
@@ -113,7 +113,7 @@ def charts(series: Sequence[Series], what: str) -> list[tuple[str, str, Chart]]:
 
 def _chart(draw: Draw, series: Sequence[Series], alt: str, **size: float) -> Chart:
     with figures.new_figure(**size) as (figure, axes):
-        draw(axes, series, _TOKENS)
+        draw(axes, series, TOKENS)
         return Chart(figures.to_svg(figure, alt.split(":", maxsplit=1)[0]), alt)
 
 
@@ -138,9 +138,7 @@ def png(series: Sequence[Series], what: str) -> bytes:
                 axes.set_yticks(range(len(series)), [""] * len(series))
             elif draw is draw_curves and axes.lines:
                 _name_lines(axes, series)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": None})
-    return out.getvalue()
+        return figures.to_png(figure)
 
 
 def _name_lines(axes: Axes, series: Sequence[Series]) -> None:
@@ -166,10 +164,8 @@ def draw_accuracies(axes: Axes, series: Sequence[Series], colors: Mapping[str, s
         if one.baseline:
             axes.axvline(one.mean, color=colors["ink"], lw=1.1, ls=(0, (4, 3)), zorder=1)
             marked = one.mean
-        axes.errorbar(
-            one.mean, y, xerr=one.sd or 0, color=color, marker="o", ms=7, mew=1.6, mec=color,
-            mfc=color if one.dp else colors["paper"], elinewidth=1.8, zorder=4,
-        )  # fmt: skip
+        fill = color if one.dp else colors["paper"]
+        figures.mark(axes, one.mean, y, [one.sd or 0] * 2, color, fill=fill)
     _rows(axes, series, colors)
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
     axes.margins(x=0.08)
@@ -231,11 +227,9 @@ def draw_bytes(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]) 
 
 def _rows(axes: Axes, series: Sequence[Series], colors: Mapping[str, str]) -> None:
     axes.set_ylim(len(series) - 0.5, _TOP)
-    axes.set_yticks(range(len(series)), ["\n".join(_lines(one)) for one in series])
-    axes.grid(axis="y", visible=False)
-    for text, one in zip(axes.get_yticklabels(), series, strict=True):
-        text.set_color(colors["ink"])
-        text.set_fontweight("bold" if one.baseline else "normal")
+    names = ["\n".join(_lines(one)) for one in series]
+    figures.name_rows(axes, names, [colors["ink"]] * len(series), [one.baseline for one in series])
+    for text in axes.get_yticklabels():
         text.set_linespacing(1.1)
 
 

@@ -107,14 +107,7 @@ def curves(
     many = len(series) > N_COLORS
     mean = mean_curve(series) if len(series) > 1 else []
     with new_figure() as (figure, axes):
-        for site, points in series.items():
-            axes.plot(
-                *_columns(points),
-                color=colors[site],
-                alpha=0.3 if many else 0.95,
-                lw=0.9 if many else 1.5,
-                **_marker(points),
-            )
+        lines(axes, series, colors, width=1.5)
         if mean:
             axes.plot(*_columns(mean), color=INK, lw=2.4, **_marker(mean))
         if reference:
@@ -139,13 +132,7 @@ def budget_curves(
     near = {site: b for site, b in budgets.items() if b <= 4 * top}
     shared = len(set(budgets.values())) == 1 and len(budgets) == len(series)
     with new_figure() as (figure, axes):
-        for site, points in series.items():
-            axes.plot(
-                *_columns(points),
-                color=colors[site],
-                alpha=0.35 if len(series) > N_COLORS else 0.95,
-                **_marker(points),
-            )
+        lines(axes, series, colors)
         for budget in sorted(set(near.values())):
             owners = [s for s, b in near.items() if b == budget]
             words = "budget" if shared or len(series) > N_COLORS else f"budget {', '.join(owners)}"
@@ -170,28 +157,15 @@ def comparison(rows: Sequence[Bar], what: str) -> Chart:
             color = ACCENT if row.this else MUTED
             if row.this:
                 axes.axhspan(y - 0.5, y + 0.5, color=ACCENT, alpha=0.09, lw=0)
-            axes.errorbar(
-                row.mean,
-                y,
-                xerr=row.sd or 0,
-                color=color,
-                marker="o",
-                ms=6.5,
-                mec=color,
-                mew=1.6,
-                mfc=color if row.dp else PAPER,
-                elinewidth=1.6,
-            )
+            spread = [row.sd or 0] * 2
+            mark(axes, row.mean, y, spread, color, fill=color if row.dp else PAPER)
             for site_color_, value in row.sites:
                 axes.plot(value, y + 0.3, ".", color=site_color_, ms=4, alpha=0.9)
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_yticks(range(len(rows)), [shortened(row.label) for row in rows])
-        axes.grid(axis="y", visible=False)
+        names = [shortened(row.label) for row in rows]
+        name_rows(axes, names, [ACCENT if row.this else INK for row in rows], [row.this for row in rows])
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.margins(x=0.08)
-        for label, row in zip(axes.get_yticklabels(), rows, strict=True):
-            label.set_color(ACCENT if row.this else INK)
-            label.set_fontweight("bold" if row.this else "normal")
         svg = to_svg(figure, what)
     said = "; ".join(f"{r.label} {number(r.mean)}{f' ± {number(r.sd)}' if r.sd else ''}" for r in rows)
     return Chart(svg, f"{what}, mean ± standard deviation over sites: {said}.")
@@ -204,15 +178,7 @@ def reliability(series: Mapping[str, Points], colors: Mapping[str, str], what: s
     start = 0.5 if lowest >= 0.5 else 0.0
     with new_figure(width_in=4.4 if many else 3.3) as (figure, axes):
         axes.plot([start, 1], [start, 1], color=MUTED, lw=1, ls=(0, (4, 3)))
-        for site, points in series.items():
-            axes.plot(
-                *_columns(points),
-                color=colors[site],
-                alpha=0.35 if many else 1.0,
-                lw=0.9 if many else 1.8,
-                marker=None if many else "o",
-                ms=4,
-            )
+        lines(axes, series, colors, marker="" if many else "o")
         axes.set(xlim=(start, 1.01), ylim=(0, 1.03), xlabel="confidence", ylabel="accuracy")
         axes.set_xticks(np.linspace(start, 1, 6))
         svg = to_svg(figure, what)
@@ -233,6 +199,43 @@ def matrix(values: Sequence[Sequence[float | None]], limits: tuple[float, float]
     return Chart(
         svg, f"{what}: {len(grid)} models by {grid.shape[1]} test parts, mean {number(np.nanmean(grid))}."
     )
+
+
+def lines(
+    axes: Axes, series: Mapping[str, Points], colors: Mapping[str, str], width: float = 1.8, marker: str = ""
+) -> None:
+    """Draw a line per site; faint ones where there are more sites than colours."""
+    many = len(series) > N_COLORS
+    for site, points in series.items():
+        shown = {"marker": marker, "ms": 4} if marker else _marker(points)
+        alpha, lw = (0.3, 0.9) if many else (0.95, width)
+        axes.plot(*_columns(points), color=colors[site], alpha=alpha, lw=lw, **shown)
+
+
+def mark(
+    axes: Axes, x: float, y: float, below_above: Sequence[float], color: str, *, fill: str, marker: str = "o"
+) -> None:
+    """Draw a value and its interval, `below_above` of it, in the row y."""
+    axes.errorbar(
+        x, y, xerr=[[one] for one in below_above], color=color, marker=marker, ms=7, mec=color, mew=1.6,
+        mfc=fill, elinewidth=1.7, zorder=4,
+    )  # fmt: skip
+
+
+def name_rows(axes: Axes, names: Sequence[str], colors: Sequence[str], bold: Sequence[bool]) -> None:
+    """Name the rows of a chart on its left."""
+    axes.set_yticks(range(len(names)), names)
+    axes.grid(axis="y", visible=False)
+    for text, color, heavy in zip(axes.get_yticklabels(), colors, bold, strict=True):
+        text.set_color(color)
+        text.set_fontweight("bold" if heavy else "normal")
+
+
+def to_png(figure: Figure) -> bytes:
+    """Return the figure as a PNG that says nothing of what made it."""
+    out = io.BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": None})
+    return out.getvalue()
 
 
 @contextmanager

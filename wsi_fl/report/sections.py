@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.report import figures, pictures, words
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.page import Json, Page
@@ -26,7 +27,7 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     evaluated = (page.evaluation or {}).get("sites", ())
     reached = words.known((merged.get("accuracy") or {}).get("mean"))
     references = words.references(_others(page))
-    compared = reached and n_sites > 1 and page.method not in words.NOT_FEDERATED
+    compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if v["method"] == "regular"} if compared else {}
     gain_over = next(iter(alone), None)
     return {
@@ -36,7 +37,7 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "merged": merged,
         "reached": reached,
         "whose": "private models"
-        if page.method in ("proxyfl", "fml") and all(s.get("with", "private") == "private" for s in evaluated)
+        if _has_proxy(page.method) and all(s.get("with", "private") == "private" for s in evaluated)
         else "models",
         "references": references,
         "verdicts": [
@@ -52,6 +53,10 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         "lost": list(page.summary.get("lost", ())),
         "events": list(_events(page)),
     }
+
+
+def _has_proxy(method: str) -> bool:
+    return method in METHODS and METHODS[method].travels == "proxy"
 
 
 def _events(page: Page) -> Iterable[str]:
@@ -102,7 +107,7 @@ def rows(page: Page) -> list[dict[str, Any]]:
     others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in _others(page)]
     runs = [this, *others] if page.evaluation else others
     for row in runs:
-        row["name"], row["does"] = words.METHODS.get(row["method"], (row["method"], ""))
+        row["name"], row["does"] = words.method_name(row["method"]), words.method_does(row["method"])
     return sorted(runs, key=lambda r: -(_mean(r, "accuracy") if _mean(r, "accuracy") is not None else -1.0))
 
 
@@ -179,7 +184,7 @@ def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]
     series = {keys: _series(page, *keys) for keys in _ACCURACIES}
     ylim = _limits(v for keys, s in series.items() if keys[1] == "accuracy" for p in s.values() for _, v in p)
     references = words.references(_others(page))
-    alone = references.get("a site alone without DP", {}) if page.method not in words.NOT_FEDERATED else {}
+    alone = references.get("a site alone without DP", {}) if words.is_federated(page.method) else {}
     charts = []
     for keys, (title, text) in _ACCURACIES.items():
         if series[keys]:

@@ -7,21 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from wsi_fl.federation.methods import METHODS
+
 DASH = "–"
-METHODS = {
-    "regular": ("Regular", "each site alone"),
-    "joint": ("Joint", "all data pooled"),
-    "fedavg": ("FedAvg", "one averaged model, central"),
-    "avgpush": ("AvgPush", "one averaged model, no centre"),
-    "cwt": ("CWT", "one model, passed round"),
-    "fml": ("FML", "proxies averaged, central"),
-    "proxyfl": ("ProxyFL", "proxies travel, no centre"),
-    "replay": ("Replay", "models and synthetic patches go round"),
-    "mpcpa": ("MPCPA", "own and others' generated data"),
-    "generated": ("Generated", "all sites' generated data alone"),
-}
-"""What a method is called and, in a few words, what it does."""
-NOT_FEDERATED = ("regular", "joint")
 SMALLEST_DIFFERENCE = 0.01
 """A difference in mean accuracy below this is never called a gain or a loss."""
 _NUMBER_WORDS = "No,One,Two,Three,Four,Five,Six,Seven,Eight,Nine,Ten,Eleven,Twelve"
@@ -176,8 +164,18 @@ def group(site: str, found: Mapping[str, Any]) -> str:
 
 
 def method_name(method: str) -> str:
-    """The name of a method as its paper writes it; an unknown one as it is."""
-    return METHODS.get(method, (method, ""))[0]
+    """Return the name of a method as its paper writes it; an unknown one as it is."""
+    return METHODS[method].name if method in METHODS else method
+
+
+def method_does(method: str) -> str:
+    """Return what a method does, in a few words; "" for an unknown one."""
+    return METHODS[method].does if method in METHODS else ""
+
+
+def is_federated(method: str) -> bool:
+    """Return whether sites learn with one another by a method."""
+    return method not in METHODS or METHODS[method].federated
 
 
 def sites_word(n_sites: int) -> str:

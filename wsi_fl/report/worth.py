@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from wsi_fl.report import figures
-from wsi_fl.report.comparison_figures import palette, png_style
+from wsi_fl.report.comparison_figures import TOKENS, palette, png_style
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.words import known, number
 
@@ -22,12 +21,6 @@ _KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("
 """Colour, marker and place in the row of each model."""
 _SAYS = {"alone": "alone, without DP", "joined": "joined", "pooled": "all data pooled, which nobody may do"}
 _ROW_IN, _LEFT_IN, _RIGHT_IN, _WIDTH_IN = 0.55, 0.95, 3.0, 8.6
-_TOKENS = {
-    "ink": figures.INK,
-    "muted": figures.MUTED,
-    "paper": figures.PAPER,
-    "s0": figures.site_color(0, figures.N_COLORS),
-}
 
 
 def rows_of(document: Json) -> list[tuple[str, Json]]:
@@ -48,7 +41,7 @@ def chart(document: Json) -> Chart:
         for name, row in rows
     )
     with figures.new_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
-        _draw(axes, rows, _TOKENS)
+        _draw(axes, rows, TOKENS)
         return Chart(figures.to_svg(figure, "What joining brings"), f"Accuracy by site. {said}.")
 
 
@@ -64,26 +57,11 @@ def png(document: Json) -> bytes:
         _tell(axes, rows, palette())
         for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
             if any(row.get(kind) for _, row in rows):
-                axes.plot(
-                    [],
-                    [],
-                    marker,
-                    color=palette()[color],
-                    mfc=_fill(kind, palette()),
-                    label=_SAYS[kind],
-                    zorder=k,
-                )
-        axes.legend(
-            loc="lower left",
-            bbox_to_anchor=(-0.02, 1.0),
-            ncols=3,
-            frameon=False,
-            fontsize=9,
-            handletextpad=0.2,
-        )
-        out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": None})
-    return out.getvalue()
+                fill = _fill(kind, palette())
+                axes.plot([], [], marker, color=palette()[color], mfc=fill, label=_SAYS[kind], zorder=k)
+        place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "ncols": 3}
+        axes.legend(**place, frameon=False, fontsize=9, handletextpad=0.2)
+        return figures.to_png(figure)
 
 
 def _fill(kind: str, colors: Mapping[str, str]) -> str:
@@ -95,32 +73,14 @@ def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
     axes.set_ylim(len(rows) - 0.45, -0.55)
     for y, (_, row) in enumerate(rows):
         for kind, (color, marker, offset) in _KINDS.items():
-            value = row.get(kind)
-            if not value:
-                continue
-            if known(value["low"]):
-                axes.plot(
-                    [value["low"], value["high"]],
-                    [y + offset] * 2,
-                    color=colors[color],
-                    lw=1.6,
-                    solid_capstyle="butt",
-                )
-            axes.plot(
-                value["mean"],
-                y + offset,
-                marker,
-                color=colors[color],
-                mfc=_fill(kind, colors),
-                ms=7,
-                mew=1.6,
-                zorder=4,
-            )
-    axes.set_yticks(range(len(rows)), [figures.shortened(name, 14) for name, _ in rows])
-    axes.grid(axis="y", visible=False)
-    for text, (name, _) in zip(axes.get_yticklabels(), rows, strict=True):
-        text.set_color(colors["ink"])
-        text.set_fontweight("bold" if name == "all sites" else "normal")
+            if value := row.get(kind):
+                mean, low, high = (value[key] for key in ("mean", "low", "high"))
+                around = [mean - low, high - mean] if known(low) else [0, 0]
+                fill = _fill(kind, colors)
+                figures.mark(axes, mean, y + offset, around, colors[color], fill=fill, marker=marker)
+    names = [figures.shortened(name, 14) for name, _ in rows]
+    bold = [name == "all sites" for name, _ in rows]
+    figures.name_rows(axes, names, [colors["ink"]] * len(rows), bold)
     if len(rows) > 1:
         axes.axhline(len(rows) - 1.5, color=colors["muted"], lw=0.7)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
@@ -136,15 +96,11 @@ def _tell(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
         "va": "center",
     }
     for y, (_, row) in enumerate(rows):
-        axes.annotate(
-            f"joining: {gain_words(row)}",
-            (1.0, y - 0.13),
-            (12, 0),
-            fontsize=9.5,
-            color=colors["ink"],
-            **place,
-        )
-        axes.annotate(price(row), (1.0, y + 0.2), (12, 0), fontsize=8.5, color=colors["muted"], **place)
+        for text, below, size, color in (
+            (f"joining: {gain_words(row)}", -0.13, 9.5, "ink"),
+            (price(row), 0.2, 8.5, "muted"),
+        ):
+            axes.annotate(text, (1.0, y + below), (12, 0), fontsize=size, color=colors[color], **place)
 
 
 def gain_words(row: Json) -> str:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from wsi_fl import __version__
 from wsi_fl.stores.columns import created
-from wsi_fl.stores.fields import encoded_text, spec_attrs
+from wsi_fl.stores.fields import encoded_text, read_spec, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
 from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
@@ -127,7 +127,7 @@ class FeatureStore(StoreFile):
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
-        spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+        spec = read_spec(attrs)
         types = {name: tuple(classes) for name, classes in json.loads(attrs["tumor_types"]).items()}
         classes = tuple(json.loads(attrs["classes"]))
         recipe = json.loads(attrs.get("recipe", "{}"))

@@ -70,6 +70,30 @@ def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
     return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
+def read_spec(attrs: Any) -> GridSpec:
+    """Return the grid that attributes say, as `spec_attrs` wrote them."""
+    return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+
+
+def read_unread(node: Any) -> list[tuple[int, int, str]]:
+    """Return (x, y, reason) of the patches of a shard that could not be read, in level-0 pixels."""
+    if "unread_xy_l0" not in node:
+        return []
+    reasons = node["unread_reason"].asstr()[:]
+    return [(x, y, str(why)) for (x, y), why in zip(node["unread_xy_l0"][:].tolist(), reasons, strict=True)]
+
+
+def shard_is_current(path: Path, wanted: str) -> bool | None:
+    """Return whether the shard of a slide has this fingerprint; None when there is no shard."""
+    if not path.exists():
+        return None
+    try:
+        with h5py.File(path, "r") as file:
+            return bool(file.attrs.get("fingerprint") == wanted)
+    except OSError:
+        return False
+
+
 def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) -> None:
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
@@ -83,7 +107,7 @@ def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) ->
 
 def read_meta(file: h5py.File) -> StoreMeta:
     attrs = file.attrs
-    spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
+    spec = read_spec(attrs)
     generator = str(attrs["generator"]) if "generator" in attrs else None
     min_tissue = float(attrs["min_tissue"]) if "min_tissue" in attrs else None
     return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec, generator, min_tissue)

@@ -10,12 +10,12 @@ from typing import Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from wsi_fl import __version__
 from wsi_fl.stores.columns import created
 from wsi_fl.stores.features import Bag
-from wsi_fl.stores.fields import encoded_text, first_line, spec_attrs, too_large
+from wsi_fl.stores.fields import encoded_text, read_spec, read_unread, spec_attrs
+from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, WsiFlError
 
@@ -91,48 +91,27 @@ def current_mosaic(path: Path, wanted: str) -> bool | None:
         return False
 
 
+class _Shard(StoreFile):
+    format = SHARD_FORMAT, SHARD_VERSION
+    command = "mosaic"
+
+    def _load(self, file: h5py.File) -> None:
+        attrs = file.attrs
+        self.content = MosaicShard(
+            spec=read_spec(attrs),
+            mpp_l0=float(attrs["mpp_l0"]),
+            n_candidates=int(attrs["n_candidates"]),
+            bag=Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:]),
+            unread=tuple(read_unread(file)),
+            **{name: str(attrs[name]) for name in ("slide", "quickhash", "fingerprint", "encoder", "note")},
+        )
+
+
 def read_mosaic(path: Path) -> MosaicShard:
-    """A shard as it was written.
+    """Return a shard as it was written.
 
     Raises:
         WsiFlError: when it is missing, damaged, of another format or of a newer version.
     """
-    if not path.exists():
-        raise WsiFlError(f"{path}: no such mosaic; make it with `wsi-fl mosaic`")
-    try:
-        with h5py.File(path, "r") as file:
-            attrs = file.attrs
-            if attrs.get("format") != SHARD_FORMAT:
-                raise WsiFlError(f"{path}: not a {SHARD_FORMAT} (format {attrs.get('format')!r})")
-            if attrs["version"] not in range(1, SHARD_VERSION + 1):
-                raise WsiFlError(
-                    f"{path}: {SHARD_FORMAT} version {attrs['version']}, this wsi-fl reads up to {SHARD_VERSION}; "
-                    "update wsi-fl"
-                )
-            return _loaded(file)
-    except (KeyError, OSError, TypeError, ValueError) as error:
-        raise WsiFlError(f"{path}: damaged ({first_line(error)}); run `wsi-fl mosaic` again") from None
-    except MemoryError as error:
-        raise WsiFlError(f"{path}: {too_large(error)}; run `wsi-fl mosaic` again") from None
-
-
-def _loaded(file: h5py.File) -> MosaicShard:
-    attrs = file.attrs
-    spec = GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
-    bag = Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:])
-    return MosaicShard(
-        spec=spec,
-        mpp_l0=float(attrs["mpp_l0"]),
-        n_candidates=int(attrs["n_candidates"]),
-        bag=bag,
-        unread=_unread(file),
-        **{name: str(attrs[name]) for name in ("slide", "quickhash", "fingerprint", "encoder", "note")},
-    )
-
-
-def _unread(file: h5py.File) -> tuple[tuple[int, int, str], ...]:
-    if "unread_xy_l0" not in file:
-        return ()
-    places: list[list[int]] = file["unread_xy_l0"][:].tolist()
-    reasons: NDArray[Any] = file["unread_reason"].asstr()[:]
-    return tuple((x, y, str(reason)) for (x, y), reason in zip(places, reasons, strict=True))
+    with _Shard(path) as shard:
+        return shard.content

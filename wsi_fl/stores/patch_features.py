@@ -56,17 +56,6 @@ def write_shard(path: Path, fingerprint: str, features: Features, variants: Mapp
             file[f"variants/{site}"] = values
 
 
-def shard_is_current(path: Path, fingerprint: str) -> bool | None:
-    """Whether the shard is whole and has this fingerprint; None when there is no shard."""
-    if not path.exists():
-        return None
-    try:
-        with h5py.File(path, "r") as file:
-            return bool(file.attrs.get("fingerprint") == fingerprint)
-    except OSError:
-        return False
-
-
 def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shards: Sequence[Path]) -> None:
     """Writes `features.h5` from the shards of all slides, in the table's order; holds one slide's at a time."""
     others = sorted(set(meta.stains) - {meta.store.site})

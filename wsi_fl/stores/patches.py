@@ -10,6 +10,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -78,13 +79,17 @@ class PatchStore(StoreFile):
         return len(self.table)
 
     def close(self) -> None:
+        self.rest()
+        super().close()
+
+    def rest(self) -> None:
+        """Close the shards, and end the threads, until patches are read again."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
         self._shards.clear()
-        super().close()
 
-    @property
+    @cached_property
     def channels(self) -> int:
         """3 for RGB, 1 for grey; every shard of a store has as many as the first."""
         return self._rows_of(self.slides[0]).shape[-1] if self.slides else 3

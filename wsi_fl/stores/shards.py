@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
-from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, spec_attrs, write_root
+from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, read_unread, spec_attrs, write_root
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.system.bulk import BulkFile, Pile
 from wsi_fl.system.files import atomic
@@ -61,26 +61,10 @@ def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
     return digest.hexdigest()
 
 
-def shard_is_current(path: Path, wanted: str) -> bool | None:
-    """Whether the shard has this fingerprint; None when there is no shard."""
-    if not path.exists():
-        return None
-    try:
-        with h5py.File(path, "r") as file:
-            return bool(file.attrs.get("fingerprint") == wanted)
-    except OSError:
-        return False
-
-
 def content_of(path: Path) -> tuple[str, list[tuple[int, int, str]]]:
     """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
     with h5py.File(path, "r") as file:
-        content = str(file.attrs.get("content", "raw"))
-        if "unread_xy_l0" not in file:
-            return content, []
-        corners = file["unread_xy_l0"][:].tolist()
-        reasons = file["unread_reason"].asstr()[:]
-        return content, [(x, y, str(reason)) for (x, y), reason in zip(corners, reasons, strict=True)]
+        return str(file.attrs.get("content", "raw")), read_unread(file)
 
 
 def write_shard(

@@ -3,61 +3,58 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ValidationError
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from wsi_fl.types import UsageError
 
 S = TypeVar("S", bound=BaseModel)
 
 
+class Section(BaseModel):
+    """A table of settings; the docstring of each key is its meaning for people."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Beginnings of its keys that make no other method: they change nothing about what is learned from a given store or
+    answered, repeat it, or are told of anyway; "" for all."""
+
+
 def dump_toml(model: BaseModel, first_line: str = "") -> str:
-    """The model as TOML that loads back to it; None is left out."""
-    lines = [first_line] if first_line else []
+    """Return the model as TOML that loads back to it; None and empty tables are left out."""
     values = model.model_dump(exclude_none=True, by_alias=True)
-    plain = {k: v for k, v in values.items() if not isinstance(v, dict)}
-    lines += [f"{key} = {toml_value(value)}" for key, value in plain.items()]
-    for section, content in values.items():
-        if isinstance(content, dict) and content:
-            lines += ["", f"[{section}]"] if lines else [f"[{section}]"]
-            lines += [f"{toml_key(key)} = {toml_value(value)}" for key, value in content.items()]
-    return "\n".join(lines) + "\n"
-
-
-def toml_key(key: str) -> str:
-    """A key, quoted where it has to be.
-
-    Example:
-        >>> toml_key("alpha"), toml_key("Head and Neck")
-        ('alpha', '"Head and Neck"')
-    """
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+    text = tomli_w.dumps({key: value for key, value in values.items() if value != {}})
+    return f"{first_line}\n{text}" if first_line else text
 
 
 def toml_value(value: Any) -> str:
-    """One TOML value.
+    """Return one TOML value on one line.
+
+    Raises:
+        TypeError: for what is no value of a key, such as a table or None.
 
     Example:
         >>> toml_value('C:\\\\x "y"'), toml_value([1, True]), toml_value(1e-05)
         ('"C:\\\\\\\\x \\\\"y\\\\""', '[1, true]', '1e-05')
     """
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(item) for item in value) + "]"
-    raise TypeError(f"no TOML for {type(value).__name__}")
+    if isinstance(value, Mapping):
+        raise TypeError("a table is no value")
+    return tomli_w.dumps({"x": value})[len("x = ") : -1]
 
 
 def validated(model: type[S], values: Mapping[str, Any], label: str) -> S:
-    """The model of these values; UsageError in one line that begins with `label`."""
+    """Return the model of these values.
+
+    Raises:
+        UsageError: in one line that begins with `label` and names the key and what is allowed.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -94,7 +91,7 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
 
 
 def toml_or_repr(value: Any) -> str:
-    """For messages: TOML where there is any."""
+    """Return the value as TOML where there is any, else as Python shows it, for messages."""
     try:
         return toml_value(value)
     except TypeError:

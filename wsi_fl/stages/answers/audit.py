@@ -14,7 +14,7 @@ from torch import nn
 
 from wsi_fl.federation.methods import Method
 from wsi_fl.learning.canaries import Canaries
-from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import cross_entropies
 from wsi_fl.privacy.audit import (
     ADJACENCY,
@@ -27,16 +27,15 @@ from wsi_fl.privacy.audit import (
     said_of_tests,
     tpr_at,
 )
+from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.answers.trained import method_of
-from wsi_fl.stages.site.data import Store, example_word, held_out, may_merge, open_data, remember, store_path
 from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.material import agreed_canaries, learned_from
-from wsi_fl.stages.training.workshop import build_model, method_for
+from wsi_fl.stages.training.workshop import build_model
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json, write_json
 from wsi_fl.types import WsiFlError
 
@@ -56,23 +55,29 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    pipeline = load_pipeline(run.path / "config.toml")
     if run.summary() is None:
         raise WsiFlError(
             f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
         )
-    sites, tests = study.sites(pipeline), _n_tests(run, pipeline)
-    merged, level = may_merge(sites) and len(sites) > 1, level_of_each(CONFIDENCE, tests)
-    here = _sites_here(study, run, pipeline, merged)
+    with Party.of_run(study, run) as party:
+        document = _document(party, watcher)
+    write_json(run.path / "audit" / "audit.json", document)
+    return document
+
+
+def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
+    tests, merged = _n_tests(party), party.may_merge and len(party.sites) > 1
+    here, level = _sites_here(party, merged), level_of_each(CONFIDENCE, tests)
     rows = []
-    for done, (index, site) in enumerate(here):
-        watcher.update("audit", done, len(here), site.name)
-        rows.append(_audit_site(study, run, pipeline, site, index, merged=merged, level=level))
-        watcher.update("audit", done + 1, len(here), site.name)
-    document = {
-        "run": study.relative(run.path),
-        "method": method_of(run),
-        "examples": example_word(pipeline),
+    for done, index in enumerate(here):
+        name = party.names[index]
+        watcher.update("audit", done, len(here), name)
+        rows.append(_audit_site(party, index, merged=merged, level=level))
+        watcher.update("audit", done + 1, len(here), name)
+    return {
+        "run": party.study.relative(party.run.path),
+        "method": party.name,
+        "examples": party.kind.word,
         "confidence": CONFIDENCE,
         "tests": tests,
         "level": level,
@@ -80,35 +85,28 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
         "adjacency": ADJACENCY,
         "sites": rows,
     }
-    write_json(run.path / "audit" / "audit.json", document)
-    return document
 
 
-def _sites_here(study: Study, run: RunFolder, pipeline: Pipeline, merged: bool) -> list[tuple[int, SiteFile]]:
-    """(place in the run, site) of those that finished and whose stores are here."""
-    lost = _lost(run)
+def _sites_here(party: Party, merged: bool) -> list[int]:
+    """The places in the run of the sites that finished and whose stores are here."""
+    lost = party.lost
     here = [
-        (index, site)
-        for index, site in enumerate(study.sites(pipeline))
-        if site.name not in lost and (merged or store_path(study, site.name, pipeline).exists())
+        index
+        for index, name in enumerate(party.names)
+        if name not in lost and (merged or party.has_store(name))
     ]
     if not here:
-        raise WsiFlError(f"{study.root}/stores: no store of a site of this run; an audit needs one")
+        raise WsiFlError(f"{party.study.root}/stores: no store of a site of this run; an audit needs one")
     return here
 
 
-def _lost(run: RunFolder) -> set[str]:
-    return {loss["site"] for loss in run.losses()}
-
-
-def _n_tests(run: RunFolder, pipeline: Pipeline) -> int:
+def _n_tests(party: Party) -> int:
     """How many models of the run have an ε that canaries test: all sites', wherever they are audited."""
-    if not pipeline.audit.canaries:
+    if not party.pipeline.audit.canaries:
         return 0
-    sites, lost = (run.summary() or {}).get("sites", ()), _lost(run)
+    sites, lost = (party.run.summary() or {}).get("sites", ()), party.lost
     tested = [site for site in sites if site["guarantee"] != "none" and site["site"] not in lost]
-    method = method_for(method_of(run), pipeline)
-    return len(tested) * sum(_with_dp(method, pipeline, role) for _, role in _models_of(method))
+    return len(tested) * sum(_with_dp(party, role) for _, role in _models_of(party.method))
 
 
 def _models_of(method: Method) -> list[tuple[str, str]]:
@@ -119,8 +117,8 @@ def _models_of(method: Method) -> list[tuple[str, str]]:
     return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
 
 
-def _with_dp(method: Method, pipeline: Pipeline, role: str) -> bool:
-    return pipeline.privacy.enabled and (role == "proxy" or method.travels != "proxy")
+def _with_dp(party: Party, role: str) -> bool:
+    return party.pipeline.privacy.enabled and (role == "proxy" or party.method.travels != "proxy")
 
 
 @dataclass(frozen=True)
@@ -137,46 +135,35 @@ class _Attacked:
     network: nn.Module
 
 
-def _audit_site(
-    study: Study,
-    run: RunFolder,
-    pipeline: Pipeline,
-    site: SiteFile,
-    index: int,
-    *,
-    merged: bool,
-    level: float,
-) -> dict[str, Any]:
-    method, device = method_for(method_of(run), pipeline), device_of_rank()
-    store = open_data(study, site.name, pipeline)
-    folder = run.site(site.name)
-    remember(folder, store)
-    members, _ = learned_from(study, pipeline, method, site.name)
-    others = {"own": held_out(study, site.name, pipeline)}
+def _audit_site(party: Party, index: int, *, merged: bool, level: float) -> dict[str, Any]:
+    name, device, pipeline = party.names[index], device_of_rank(), party.pipeline
+    data, folder = party.data(name), party.run.site(name)
+    folder.remember_store(data.digest(), data.facts())
+    members, _ = learned_from(party, name)
+    others = {"own": data.held_out}
     if merged:
-        others["merged"] = joined([held_out(study, one.name, pipeline) for one in study.sites(pipeline)])
+        others["merged"] = party.merged()
     account = read_json(folder.path / "ledger.json")
-    if pipeline.audit.canaries and folder.canaries() is None:
+    if pipeline.audit.canaries and folder.kept("canaries") is None:
         raise WsiFlError(
             f"{folder.path}/canaries.json is missing: nobody else knows what was planted; restore it"
         )
-    planted = agreed_canaries(folder, pipeline, store)
+    planted = agreed_canaries(folder, pipeline, data)
     rows = []
-    for model in _attacked(run, pipeline, site, store, index):
+    for model in _attacked(party, index):
         found: dict[str, Any] = {"model": model.name, "dp": model.dp}
         found["membership"] = _membership(model, members, others, pipeline.evaluate.bootstrap, device)
         upper = account["epsilon"] if model.dp and account["guarantee"] != "none" else None
         found["canaries"] = _canaries(model, planted, upper, account["delta"], level, device)
         rows.append(found)
     kept = ("epsilon", "delta", "guarantee", "unit")
-    return {"site": site.name, **{key: account[key] for key in kept}, "models": rows}
+    return {"site": name, **{key: account[key] for key in kept}, "models": rows}
 
 
-def _attacked(
-    run: RunFolder, pipeline: Pipeline, site: SiteFile, store: Store, index: int
-) -> list[_Attacked]:
+def _attacked(party: Party, index: int) -> list[_Attacked]:
     """What a site has trained: the model it keeps, and what it sent, from the checkpoint before the last exchange."""
-    method, folder = method_for(method_of(run), pipeline), run.site(site.name)
+    method, site = party.method, party.sites[index]
+    folder, data = party.run.site(site.name), party.data(site.name)
     rounds = folder.checkpoints()
     if not rounds:
         raise WsiFlError(
@@ -186,9 +173,9 @@ def _attacked(
 
     def of_role(name: str, role: str, tensors: Mapping[str, torch.Tensor]) -> _Attacked:
         common = method.travels == "private"
-        network = build_model(site, pipeline, store, role, index, common=common)
+        network = build_model(site, party.pipeline, data, role, index, common=common)
         network.load_state_dict(tensors)  # all of its initial weights
-        return _Attacked(name, _with_dp(method, pipeline, role), network.to(device_of_rank()).eval())
+        return _Attacked(name, _with_dp(party, role), network.to(device_of_rank()).eval())
 
     def sent(role: str) -> dict[str, torch.Tensor]:
         prefix = f"{role}/model/"
@@ -259,9 +246,6 @@ def _canaries(
 def print_audit(document: dict[str, Any]) -> None:
     """A row per model; then what is alarming."""
     from rich.table import Table
-
-    def number(value: float | None, digits: int = 3) -> str:
-        return "–" if value is None else f"{value:.{digits}f}"
 
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
     table = Table(title=title, title_justify="left")

@@ -27,10 +27,10 @@ from wsi_fl.stages.answers.compare_rows import (
 from wsi_fl.stages.answers.compare_runs import Run, named, with_baseline
 from wsi_fl.stages.answers.compare_worth import worth
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.data import example_word
+from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import read_json, write_bytes, write_text
+from wsi_fl.system.files import write_bytes, write_text
 
 
 def compare(
@@ -85,7 +85,7 @@ def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[st
     rows.sort(key=lambda row: -(spread_of(row, "accuracy")["mean"] or 0.0) if row.runs else 1.0)
     table = [described(row) for row in rows]
     tests = comparisons(rows, reference, alone, MEASURED if on == "merged" else SCORES)
-    word = example_word(first.pipeline)
+    word = kind_of(first.pipeline).word
     return {
         "runs": [],
         "worth": None,
@@ -104,11 +104,11 @@ def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
     """The run's evaluation, made now where there is none of what it is by now: a lost site may have come back, or
     another answer was asked for than the run's own.
     """
-    path, finished = run.folder.path / "evaluation.json", run.folder.path / "summary.json"
-    if path.exists() and path.stat().st_mtime_ns >= finished.stat().st_mtime_ns:
-        document, wanted = dict(read_json(path)), run.pipeline.predict.with_
-        if document.get("with", wanted) == wanted:
-            return document
+    document, wanted = run.folder.evaluation(), run.pipeline.predict.with_
+    made, finished = (run.folder.path / f"{name}.json" for name in ("evaluation", "summary"))
+    current = document and made.stat().st_mtime_ns >= finished.stat().st_mtime_ns
+    if document and current and document.get("with", wanted) == wanted:
+        return document
     watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
     return evaluate(study, str(run.folder.path), watcher=watcher)
 

@@ -12,38 +12,16 @@ from typing import Any
 
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.report import inputs_of
-from wsi_fl.stages.site.data import (
-    example_word,
-    may_merge,
-    of_images,
-    open_data,
-    require_current,
-    store_digest,
-    store_path,
-)
+from wsi_fl.stages.site.data import kind_of
+from wsi_fl.stages.site.party import Party, method_for
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.training.workshop import method_for
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Audit, Pipeline
-from wsi_fl.study.toml import toml_value
-from wsi_fl.system.files import read_json
+from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
-_NO_EFFECT = (
-    *("sites", "slides.", "tile.", "store.", "mosaic.", "features.", "subtypes.", "comm.", "evaluate."),
-    *("predict.threshold", "predict.top_k", "synthesis.", "gan.", "lpips.", "mpcpa.aggregate"),
-    *("mpcpa.unchecked", "mpcpa.curve"),
-)
-"""Settings that change nothing about what is learned from a given store, or answered."""
-_REPEATS = (
-    "train.seed",
-    "train.eval_every",
-    "privacy.enabled",
-    "privacy.insecure_seed",
-)
-"""Settings that make no other method: repetitions, how often one looks, how fast, and what the row says anyway."""
 
 
 @dataclass(frozen=True)
@@ -76,36 +54,21 @@ class Run:
 
 def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     """The keys that can change what this method learns from given stores, with their values."""
-    flat = _flat(pipeline)
-    row, private = method_for(method, pipeline), pipeline.privacy.enabled
-    without = [*_NO_EFFECT]
-    if not of_images(pipeline):
+    without = ["sites", "subtypes.", *method_for(method, pipeline).ignores]
+    for name, section in pipeline:
+        if isinstance(section, Section):
+            without += [f"{name}.{key}" for key in section.without_effect]
+    if not kind_of(pipeline).of_images:
         without += ["train.augment", "train.input_px"]
     if not pipeline.stain.exchange:
         without += ["stain.method", "stain.sigma", "stain.clip"]
-    if not private:
+    if not pipeline.privacy.enabled:
         without += ["privacy.", "train.after_budget"]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own
         without += ["privacy.sigma", "train.batch_size"]
-    if not row.generated:
-        without += ["ddpm.", "mpcpa."]
-    if not row.bare:
-        without.append("replay.")
-    elif row.carries is None:
-        without += ["replay.buffer", "replay.unchecked"]
-    if row.travels is None:
-        without += ["topology.", "train.optimizer_after_exchange"]
-    if not row.learns_from_private:  # it has no proxy
-        without += [
-            "train.alpha",
-            "train.beta",
-            "train.val_fraction",
-            "model.proxy",
-            "predict.with",
-        ]
-    elif private and pipeline.privacy.mode == "strict":
-        without.append("train.beta")
-    return {k: v for k, v in flat.items() if k not in _REPEATS and not k.startswith(tuple(without))}
+    if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":
+        without += ["train.beta"]
+    return {key: value for key, value in _flat(pipeline).items() if not key.startswith(tuple(without))}
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
@@ -144,8 +107,9 @@ def opened(study: Study, path: Path) -> Run:
     if summary is None:
         again = study.relative(path)
         raise WsiFlError(f"{again}: has not finished; continue it with `wsi-fl train --resume {again}`")
-    method = read_json(path / "manifest.json")["method"]
-    return Run(folder, method, load_pipeline(path / "config.toml"), inputs_of(folder), summary)
+    return Run(
+        folder, folder.manifest["method"], load_pipeline(path / "config.toml"), inputs_of(folder), summary
+    )
 
 
 def named(study: Study, words: Iterable[str]) -> list[Run]:
@@ -164,7 +128,7 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
     for run in runs[1:]:
         if run.inputs != runs[0].inputs:
             raise UsageError(
-                f"{study.relative(run.folder.path)}: learned from other {example_word(run.pipeline)} than "
+                f"{study.relative(run.folder.path)}: learned from other {kind_of(run.pipeline).word} than "
                 f"{study.relative(runs[0].folder.path)} ({_odd_site(runs[0], run)}); compare runs on the same stores"
             )
     return runs
@@ -201,7 +165,9 @@ def with_baseline(
     """
     first, runs = given[0], list(given)
     seeds = sorted({run.seed for run in given} - {run.seed for run in given if is_baseline(run, first)})
-    found = {seed: _on_disk(study, first, seed) for seed in seeds}
+    found = {
+        seed: finished(study, BASELINE, _alone(first.pipeline, seed=seed), first.inputs) for seed in seeds
+    }
     runs += [run for run in found.values() if run is not None]
     missing = [seed for seed, run in found.items() if run is None]
     if not missing:
@@ -226,8 +192,8 @@ def _trained(study: Study, first: Run, seed: int, watcher: Watcher) -> Run:
     watcher.say(
         f"  no run yet of a hospital alone without DP, seed {seed}; training it: {_command(name, overrides)}"
     )
-    sites = study.sites(first.pipeline)
-    backend = "local" if may_merge(sites) or len(sites) == 1 else "mpi"
+    party = Party.of(study, first.pipeline, BASELINE)
+    backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
     summary = train(
         study, method=BASELINE, pipeline_name=name, overrides=overrides, backend=backend, watcher=watcher
     )
@@ -240,12 +206,27 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 def is_baseline(run: Run, first: Run) -> bool:
     """Whether `run` is every hospital alone, with the settings and stores of the first run."""
+    return _is(run, BASELINE, _alone(first.pipeline), first.inputs)
+
+
+def _is(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> bool:
+    """Whether a run is the same in all that matters, whatever its seed."""
     return (
-        run.method == BASELINE
-        and not run.pipeline.privacy.enabled
-        and run.inputs == first.inputs
-        and run.settings == baseline_settings(first)
+        run.method == method
+        and run.pipeline.privacy.enabled == pipeline.privacy.enabled
+        and run.inputs == inputs
+        and run.settings == settings(method, pipeline)
     )
+
+
+def finished(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> Run | None:
+    """Return the last finished run of a method with these settings and this seed on these stores, if there is one."""
+    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
+        with suppress(WsiFlError):  # unfinished, or written by another version
+            run = opened(study, path)
+            if run.seed == pipeline.train.seed and _is(run, method, pipeline, inputs):
+                return run
+    return None
 
 
 def baseline_settings(first: Run) -> dict[str, Any]:
@@ -265,36 +246,28 @@ def _alone(pipeline: Pipeline, **train_keys: Any) -> Pipeline:
     return pipeline.model_copy(update=changed)
 
 
-def _on_disk(study: Study, first: Run, seed: int) -> Run | None:
-    """The last finished baseline of this seed in the study."""
-    for path in sorted(study.runs.glob(f"[0-9]*-{BASELINE}-*"), reverse=True):
-        with suppress(WsiFlError):  # unfinished, or written by another version
-            run = opened(study, path)
-            if run.seed == seed and is_baseline(run, first):
-                return run
-    return None
-
-
 def _cannot_train(study: Study, first: Run) -> str:
     """Why the baseline cannot be trained here; empty when it can."""
-    for site in study.sites(first.pipeline):
-        if not store_path(study, site.name, first.pipeline).exists():
-            return f"the store of {site.name} is not here"
-        if site.allows("patches"):
-            with open_data(study, site.name, first.pipeline) as store:
-                if store_digest(store) != first.inputs.get(site.name):
-                    return f"the store of {site.name} was made anew since these runs"
-                try:
-                    require_current(study, site.name, store)
-                except UsageError:
-                    return f"the features of {site.name} are of patches before it was tiled again"
+    with Party.of(study, first.pipeline, BASELINE) as party:
+        for site in party.sites:
+            if not party.has_store(site.name):
+                return f"the store of {site.name} is not here"
+            if not site.allows("patches"):
+                continue
+            data = party.data(site.name)
+            if data.digest() != first.inputs.get(site.name):
+                return f"the store of {site.name} was made anew since these runs"
+            try:
+                data.require_current()
+            except UsageError:
+                return f"the features of {site.name} are of patches before it was tiled again"
     return ""
 
 
 def _recipe(study: Study, first: Run, seed: int) -> tuple[str, list[str]]:
     """(pipeline, overrides) that give the first run's settings without DP, with this seed."""
     wanted = _flat(_alone(first.pipeline, seed=seed))
-    name = str(read_json(first.folder.path / "manifest.json")["pipeline"])
+    name = str(first.folder.manifest["pipeline"])
     with suppress(UsageError):  # the pipeline may be gone
         base = _flat(study.pipeline(name))
         base["sites"] = base["sites"] or study.site_names()

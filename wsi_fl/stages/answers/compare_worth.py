@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.significance import clustered_interval
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import Row, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
-
-Right = dict[tuple[str, ...], float]
-"""Test example (site, patient, and what else names it) → whether the model was right."""
+from wsi_fl.stages.answers.predictions import Right, read_right
 
 
 def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
@@ -49,9 +47,9 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
 
 def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
     alone = [row for row in rows if row.runs and is_alone(row, first)]
-    federated = [row for row in rows if row.runs and row.method not in words.NOT_FEDERATED]
+    federated = [row for row in rows if row.runs and words.is_federated(row.method)]
     joined = sorted(federated, key=lambda row: first not in row.runs)
-    pooled = sorted((row for row in rows if row.runs and row.method == "joint"), key=lambda row: row.dp)
+    pooled = sorted((row for row in rows if row.runs and METHODS[row.method].pooled), key=lambda row: row.dp)
     if not alone or not joined:
         return None
     return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})
@@ -61,31 +59,12 @@ def _by_site(row: Row, names: Iterable[str], on: str) -> dict[str, dict[int, Rig
     """Site → seed → its predictions."""
     return {
         name: {
-            run.seed: _right(run, name, on)
+            run.seed: right
             for run in row.runs
-            if (run.folder.site(name).path / "predictions.csv").exists()
+            if (right := read_right(run.folder.site(name), on)) is not None
         }
         for name in names
     }
-
-
-def _right(run: Run, site: str, on: str) -> Right:
-    """From predictions.csv of a site's own model, of its own part alone where nothing was merged."""
-    with (run.folder.site(site).path / "predictions.csv").open(newline="", encoding="utf-8") as file:
-        table = csv.reader(file)
-        header = next(table)
-        label, first = (
-            header.index("label"),
-            next(k for k, name in enumerate(header) if name.startswith("p_")),
-        )
-        classes = [name.removeprefix("p_") for name in header[first:]]
-        found: Right = {}
-        for line in table:
-            if on == "merged" or line[0] == site:
-                best = int(np.argmax([float(p) for p in line[first:]]))
-                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
-                found[key] = float(classes[best] == line[label])
-    return found
 
 
 def _over_sites(parts: Iterable[Mapping[int, Right]]) -> dict[int, Right]:

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -29,27 +27,20 @@ from wsi_fl.learning.metrics import (
     slide_level,
 )
 from wsi_fl.learning.validation import ANSWERS, answered, roles
+from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.outside import outside
-from wsi_fl.stages.answers.trained import answering, answers_with, method_of, settings_of
-from wsi_fl.stages.site.data import (
-    Store,
-    Table,
-    example_word,
-    may_merge,
-    of_slides,
-    open_data,
-    remember,
-    shape_of,
-    split_of,
-    store_path,
-)
+from wsi_fl.stages.answers.predictions import write_predictions
+from wsi_fl.stages.answers.trained import answering, answers_with, settings_of
+from wsi_fl.stages.site.data import Data, Table
 from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
-from wsi_fl.system.files import write_json, write_text
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import write_json
 from wsi_fl.types import BagTable, WsiFlError
 
 Probabilities = NDArray[np.float64]
@@ -69,54 +60,53 @@ def evaluate(
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    pipeline = settings_of(study, run, overrides)
-    sites = study.sites(pipeline)
-    merged = may_merge(sites)
-    if not merged:  # a hospital has its own store alone
-        sites = [site for site in sites if store_path(study, site.name, pipeline).exists()]
-    parts = {site.name: _test_part(study, pipeline, site) for site in sites}
+    with Party.of_run(study, run, settings_of(study, run, overrides)) as party:
+        document = _document(party, watcher)
+    write_json(run.path / "evaluation.json", document)
+    return document
+
+
+def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
+    pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
+    sites = [
+        site for site in party.sites if merged or party.has_store(site.name)
+    ]  # a hospital has its own alone
+    parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     if not any(len(part) for part, _ in parts.values()):
-        command, word = ("mosaic" if of_slides(pipeline) else "tile"), example_word(pipeline)
-        raise WsiFlError(f"no site has test {word}; {command} with {command}.test_fraction above 0")
+        command = party.kind.cut_by
+        raise WsiFlError(
+            f"no site has test {party.kind.word}; {command} with {command}.test_fraction above 0"
+        )
     rows, answers = [], []
-    lost = {loss["site"] for loss in run.losses()}
-    for index, site in enumerate(sites):
-        if site.name in lost:
-            continue
-        watcher.update("evaluate", index, len(sites), site.name)
+    taking_part = [site for site in sites if site.name not in lost]
+    for index, site in enumerate(taking_part):
+        watcher.update("evaluate", index, len(taking_part), site.name)
         seen = parts if merged else {site.name: parts[site.name]}
-        row, answer = _evaluate_site(study, run, pipeline, site, seen)
+        row, answer = _evaluate_site(party, site, seen)
         rows.append(row)
         answers.append(answer)
-        watcher.update("evaluate", index + 1, len(sites), site.name)
+        watcher.update("evaluate", index + 1, len(taking_part), site.name)
     if not rows:
-        raise WsiFlError(f"{run.name}: every site whose store is here was lost and has no model")
-    taking_part = [site for site in sites if site.name not in lost]
-    weights = [_n_training(study, pipeline, site) for site in taking_part]
-    document = {
-        "run": study.relative(run.path),
-        "method": method_of(run),
-        "examples": example_word(pipeline),
+        raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
+    weights = [float((party.data(one.name).store.table.split == "train").sum()) for one in taking_part]
+    several = merged and len(rows) > 1
+    return {
+        "run": party.study.relative(party.run.path),
+        "method": party.name,
+        "examples": party.kind.word,
         "with": pipeline.predict.with_,
         "merged": _over_sites(rows) if merged else None,
         "internal": _over_sites([row["own"] for row in rows]),
-        "external": _over_sites([row["external"] for row in rows]) if merged and len(rows) > 1 else None,
+        "external": _over_sites([row["external"] for row in rows]) if several else None,
         "models": _over_models(rows, merged=merged),
-        "aggregated": _aggregated(pipeline, weights, answers, parts) if merged and len(rows) > 1 else None,
-        "external_set": outside(study, run, pipeline, taking_part, weights),
+        "aggregated": _aggregated(pipeline, weights, answers, parts) if several else None,
+        "external_set": outside(party, taking_part, weights),
         "parts": {name: _over_sites([row["parts"][name] for row in rows]) for name in _shared_parts(rows)}
         if merged
         else None,
         "sites": rows,
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
-    write_json(run.path / "evaluation.json", document)
-    return document
-
-
-def _n_training(study: Study, pipeline: Pipeline, site: SiteFile) -> float:
-    with open_data(study, site.name, pipeline) as store:
-        return float((store.table.split == "train").sum())
 
 
 def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -140,30 +130,26 @@ def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str
     return found
 
 
-def _test_part(study: Study, pipeline: Pipeline, site: SiteFile) -> tuple[Examples, Table]:
-    store = open_data(study, site.name, pipeline)
-    table = store.table.take(np.flatnonzero(store.table.split == "test"))
-    return split_of(pipeline, store, "test"), table
+def _test_part(data: Data) -> tuple[Examples, Table]:
+    table = data.store.table
+    return data.held_out, table.take(np.flatnonzero(table.split == "test"))
 
 
 def _evaluate_site(
-    study: Study,
-    run: RunFolder,
-    pipeline: Pipeline,
-    site: SiteFile,
-    seen: Mapping[str, tuple[Examples, Table]],
+    party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, Table]]
 ) -> tuple[dict[str, Any], dict[str, Probabilities]]:
     """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
-    store = open_data(study, site.name, pipeline)
-    remember(run.site(site.name), store)
-    said = _predicted(run, pipeline, site, store, {name: examples for name, (examples, _) in seen.items()})
+    run, pipeline, data = party.run, party.pipeline, party.data(site.name)
+    meta = data.store.meta
+    run.site(site.name).remember_store(data.digest(), data.facts())
+    said = _predicted(party, site, {name: examples for name, (examples, _) in seen.items()})
     answer = answers_with(run, pipeline, site.name)
     predicted = said[answer]
-    folder = run.site(site.name).path
+    folder = run.site(site.name)
     tables = {name: seen[name][1] for name in predicted}
-    write_text(folder / "predictions.csv", _predictions(predicted, tables, store.meta.classes))
+    write_predictions(folder, predicted, tables, meta.classes)
     repeats = pipeline.evaluate.bootstrap
-    slides = store.meta.spec.mpp > 0  # images of a partitioned data set are no slides
+    slides = meta.spec.mpp > 0  # images of a partitioned data set are no slides
     own = (
         _metrics(predicted[site.name], tables[site.name], repeats, slides=slides)
         if site.name in predicted
@@ -209,13 +195,14 @@ def _scores(predicted: Mapping[str, Probabilities], tables: Mapping[str, Table],
 
 
 def _predicted(
-    run: RunFolder, pipeline: Pipeline, site: SiteFile, store: Store, sets: Mapping[str, Examples]
+    party: Party, site: SiteFile, sets: Mapping[str, Examples]
 ) -> dict[str, dict[str, Probabilities]]:
     """By answer, the probabilities on every set that is not empty; of a proxy and the mean where there is a proxy."""
     import torch
 
-    shape, device = shape_of(pipeline, store), device_of_rank()
-    found = answering(run, pipeline, site, store.meta.classes, shape, device, every=True)
+    data, device = party.data(site.name), device_of_rank()
+    classes = data.store.meta.classes
+    found = answering(party.run, party.pipeline, site, classes, data.shape, device, every=True)
     some = {name: one for name, one in sets.items() if len(one)}
     with torch.no_grad():
         by_role = {
@@ -294,31 +281,9 @@ def _pooled(tables: Mapping[str, Table]) -> Table:
     return type(first)(**columns)
 
 
-def _predictions(
-    predicted: Mapping[str, Probabilities], tables: Mapping[str, Table], classes: tuple[str, ...]
-) -> str:
-    """predictions.csv: a row per test patch, or per test slide."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    of_bags = any(isinstance(table, BagTable) for table in tables.values())
-    extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
-    writer.writerow(["site", "slide", "patient", *extra, "label", *(f"p_{name}" for name in classes)])
-    for site, values in predicted.items():
-        table = tables[site]
-        for row, p in enumerate(values):
-            known = [table.tumor_type[row]] if isinstance(table, BagTable) else table.xy_l0[row].tolist()
-            truth = classes[table.label[row]]
-            who = [site, table.slide[row], table.patient[row]]
-            writer.writerow([*who, *known, truth, *(f"{v:.6f}" for v in p)])
-    return text.getvalue()
-
-
 def print_evaluation(document: dict[str, Any]) -> None:
     """A row per site, then mean ± sd."""
     from rich.table import Table as Printed
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3f}"
 
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])

@@ -7,20 +7,20 @@ generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from wsi_fl.learning.metrics import SCORES
+from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.answers.compare_runs import opened, settings
+from wsi_fl.stages.answers.compare_runs import finished
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.data import may_merge, open_data, store_digest
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import begin
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json, write_json
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError
 
 _OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
 
@@ -41,8 +41,8 @@ def mpcpa_table(
     watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    sites = study.sites(pipeline)
-    if not may_merge(sites) or len(sites) < 2:
+    party = Party.of(study, pipeline, _BOTH)
+    if not party.may_merge or len(party.sites) < 2:
         raise UsageError(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
             'all allow = ["patches"]'
@@ -70,7 +70,7 @@ def mpcpa_table(
     for n in pipeline.mpcpa.curve:
         fewer = pipeline.model_copy(update={"mpcpa": pipeline.mpcpa.model_copy(update={"per_class": n})})
         curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
-    document = _document(study, pipeline, runs, evaluations)
+    document = _document(party, runs, evaluations)
     document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
     write_json(runs[_BOTH].path / "mpcpa.json", document)
     return document
@@ -89,35 +89,27 @@ def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[st
 
 def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None:
     """The last finished run that is the same in all that matters."""
-    inputs = {}
-    for site in study.sites(pipeline):
-        with open_data(study, site.name, pipeline) as store:
-            inputs[site.name] = store_digest(store)
-    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
-        with suppress(WsiFlError):  # unfinished, or written by another version
-            run = opened(study, path)
-            same = run.settings == settings(method, pipeline) and run.inputs == inputs
-            if same and run.seed == pipeline.train.seed and not run.pipeline.privacy.enabled:
-                return run.folder
-    return None
+    with Party.of(study, pipeline, method) as party:
+        inputs = {name: party.data(name).digest() for name in party.names}
+    run = finished(study, method, pipeline, inputs)
+    return run.folder if run else None
 
 
 def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, Any]:
-    path = run.path / "evaluation.json"
-    if path.exists() and (known := dict(read_json(path))).get("aggregated"):
+    known = run.evaluation()
+    if known and known.get("aggregated"):
         known["aggregated"]["rule"] = pipeline.mpcpa.aggregate
         return known
     return evaluate(study, str(run.path))
 
 
 def _document(
-    study: Study,
-    pipeline: Pipeline,
+    party: Party,
     runs: Mapping[str, RunFolder],
     evaluations: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
-    summaries = {method: read_json(run.path / "summary.json") for method, run in runs.items()}
-    n_sites, rounds = len(study.sites(pipeline)), pipeline.train.rounds
+    study, pipeline = party.study, party.pipeline
+    summary = runs[_BOTH].summary() or {}
     together = {name: evaluations[m]["aggregated"] for name, m in (("A", _OWN), ("B", _BOTH))}
     return {
         "run": study.relative(runs[_BOTH].path),
@@ -128,18 +120,20 @@ def _document(
         "rows": list(_rows(pipeline, evaluations)),
         "aggregated": {name: one["rules"] for name, one in together.items()},
         "transfers": {
-            "mpcpa": summaries[_BOTH]["communication"]["messages"],
-            "fedavg": 2 * n_sites * rounds,  # a model to the server and back, every round
+            "mpcpa": summary["communication"]["messages"],
+            "fedavg": 2
+            * len(party.sites)
+            * pipeline.train.rounds,  # a model to the server and back, every round
         },
-        "memorization": [_memorization(study, site.name) for site in study.sites(pipeline)],
+        "memorization": [_memorization(study, name) for name in party.names],
     }
 
 
 def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for letter, method in (("A", _OWN), ("B", _BOTH)):
-        for number, one in enumerate(evaluations[method]["sites"], 1):
-            rows.append({"row": f"{letter}{number}", "site": one["site"], **_scores(one)})
+        for k, one in enumerate(evaluations[method]["sites"], 1):
+            rows.append({"row": f"{letter}{k}", "site": one["site"], **_scores(one)})
     for letter, method in (("A", _OWN), ("B", _BOTH)):
         rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
     for letter, method in (("A", _OWN), ("B", _BOTH)):
@@ -174,9 +168,6 @@ def _memorization(study: Study, site: str) -> dict[str, Any]:
 def print_mpcpa(document: dict[str, Any]) -> None:
     """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
     from rich.table import Table
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3f}"
 
     table = Table(title=f"on {document['n_test']} test images of all sites", title_justify="left")
     for heading in ("model", "accuracy", "macro-acc.", "AUROC"):

@@ -16,12 +16,13 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.answers.trained import answers_with, trained_site
-from wsi_fl.stages.site.data import of_slides
+from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 
@@ -93,7 +94,7 @@ def _predictor(
     study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None, watcher: Watcher
 ) -> One:
     """Predicts a slide as the run learned: as a bag, or patch by patch."""
-    if of_slides(pipeline):
+    if kind_of(pipeline).word == "slides":
         return partial(predict_bag, study, load_bag_predictor(study, run, pipeline, site, tumor_type))
     if tumor_type is not None:
         raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")

@@ -25,13 +25,15 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.trained import Answering, answering
 from wsi_fl.stages.prepare.mosaic import work_of
 from wsi_fl.stages.prepare.mosaic_slides import Work, bag_of_slide
-from wsi_fl.stages.site.data import open_mosaic, remembered_mosaics
+from wsi_fl.stages.site.data import open_mosaic
 from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.kept import remembered_mosaics
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import atomic, write_bytes, write_json
 from wsi_fl.types import SlideRecord, UsageError, WsiFlError
 

@@ -23,12 +23,14 @@ from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering
 from wsi_fl.stages.prepare.tile import spec_of
-from wsi_fl.stages.site.data import of_images, remembered_patches
+from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.kept import remembered_patches
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import atomic, write_bytes, write_json
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
@@ -73,7 +75,7 @@ def load_predictor(
 ) -> Predictor:
     """The trained models of a site, and how slides are cut for them."""
     inputs = _inputs(study, run, pipeline, site.name, watcher)
-    encoder = None if of_images(pipeline) else _encoder(study, run, pipeline, site.name)
+    encoder = None if kind_of(pipeline).of_images else _encoder(study, run, pipeline, site.name)
     models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
     return Predictor(run, site, pipeline, inputs, models, encoder)
 
@@ -108,7 +110,7 @@ def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher
     return Inputs(
         classes=tuple(facts["classes"]),
         spec=spec,
-        input_px=(of_images(pipeline) and pipeline.train.input_px) or spec.size_px,
+        input_px=(kind_of(pipeline).of_images and pipeline.train.input_px) or spec.size_px,
         min_tissue=pipeline.tile.min_tissue if min_tissue is None else float(min_tissue),
         n_features=facts.get("n_features"),
     )

@@ -13,13 +13,13 @@ from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.site.data import Store, example_word, open_data, store_path
+from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.pipeline import SiteFile
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import WsiFlError
 
@@ -42,7 +42,8 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     path = run.path / "report" / "index.html"
-    page = _page(study, run, pictures=pictures)
+    with Party.of_run(study, run) as party:
+        page = _page(party, pictures=pictures)
     write_text(path, render(page))
     if page.left_out:
         names = ", ".join(_without_repeats(page.left_out))
@@ -54,48 +55,44 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
     return path
 
 
-def _page(study: Study, run: RunFolder, *, pictures: bool) -> Page:
-    manifest = run.manifest
-    pipeline = load_pipeline(run.path / "config.toml")
-    sites = study.sites(pipeline)
-    here = [site for site in sites if store_path(study, site.name, pipeline).exists()]
+def _page(party: Party, *, pictures: bool) -> Page:
+    study, run = party.study, party.run
+    here = [site for site in party.sites if party.has_store(site.name)]
     if not here:
         raise WsiFlError(f"{study.root}/stores: no store of a site of this run; a report needs one")
     shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
-    stores = {site.name: open_data(study, site.name, pipeline) for site in (shown or here[:1])}
-    with_pixels = {site.name: s for site in shown if isinstance(s := stores[site.name], PatchStore)}
+    opened = {site.name: party.data(site.name) for site in (shown or here[:1])}
+    with_pixels = {site.name: s for site in shown if isinstance(s := opened[site.name].store, PatchStore)}
+    manifest, summary = run.manifest, run.summary()
+    if summary is None:
+        raise WsiFlError(
+            f"{run.path}/summary.json: the run has not finished; continue it with `wsi-fl train --resume`"
+        )
     inputs = inputs_of(run)
     return Page(
         run=run.name,
-        method=manifest["method"],
+        method=party.name,
         pipeline=manifest["pipeline"],
-        classes=next(iter(stores.values())).meta.classes,
+        classes=next(iter(opened.values())).store.meta.classes,
         config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
         manifest=manifest | {"inputs": inputs},
-        summary=_required(run.path / "summary.json"),
-        evaluation=_optional(run.path / "evaluation.json"),
-        metrics={site.name: run.site(site.name).metrics() for site in sites},
-        baselines=list(_baselines(study, run, manifest, inputs)),
-        stores=[_store_row(name, store) for name, store in stores.items()],
+        summary=summary,
+        evaluation=run.evaluation(),
+        metrics={name: run.site(name).metrics() for name in party.names},
+        baselines=list(_baselines(party, inputs)),
+        stores=[_store_row(data) for data in opened.values()],
         groups=_groups(run),
         audit=_optional(run.path / "audit" / "audit.json"),
         mpcpa=_optional(run.path / "mpcpa.json"),
-        examples=example_word(pipeline),
-        **_pictures(study, run, sites, with_pixels, of_patients=pictures),
+        examples=party.kind.word,
+        **_pictures(party, with_pixels, of_patients=pictures),
     )
 
 
-def _pictures(
-    study: Study,
-    run: RunFolder,
-    sites: Sequence[SiteFile],
-    stores: dict[str, PatchStore],
-    *,
-    of_patients: bool,
-) -> dict[str, Any]:
+def _pictures(party: Party, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
     """What the page shows of pixels; images of a denoiser that learned from patients count as pictures of them."""
-    simulated = {site.name for site in sites if not site.real}
-    generated = _generated(study, run, [site.name for site in sites])
+    study, simulated = party.study, {site.name for site in party.sites if not site.real}
+    generated = _generated(party)
     overviews = {name: png for name, store in stores.items() if (png := _overviews(study, name, store))}
     found = {"patches": list(stores), "overviews": list(overviews), "generated": list(generated)}
     real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
@@ -117,12 +114,12 @@ def _without_repeats(sites: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in sites.values() for name in names))
 
 
-def _generated(study: Study, run: RunFolder, sites: Sequence[str]) -> dict[str, Path]:
+def _generated(party: Party) -> dict[str, Path]:
     """The images of each denoiser that a site of this run learned from; of each denoiser once."""
     keys: dict[str, str] = {}
-    for site in sites:
-        keys = (run.site(site).package() or {}) | keys
-    paths = {name: study.generated(keys[name]) for name in sorted(keys)}
+    for site in party.names:
+        keys = (party.run.site(site).kept("package") or {"images": {}})["images"] | keys
+    paths = {name: party.study.generated(keys[name]) for name in sorted(keys)}
     return {name: path for name, path in paths.items() if path.exists()}
 
 
@@ -143,28 +140,21 @@ def inputs_of(run: RunFolder) -> dict[str, str]:
     return {path.name: digest for path in folders if (digest := run.site(path.name).store_digest())}
 
 
-def _required(path: Path) -> Any:
-    if not path.exists():
-        raise WsiFlError(f"{path}: the run has not finished; continue it with `wsi-fl train --resume`")
-    return read_json(path)
-
-
 def _optional(path: Path) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _baselines(
-    study: Study, run: RunFolder, manifest: dict[str, Any], inputs: dict[str, str]
-) -> Iterable[dict[str, Any]]:
+def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
-    per_class = load_pipeline(run.path / "config.toml").mpcpa.per_class
-    for path in sorted(study.runs.glob("[0-9]*-*")):
-        evaluation, summary = _optional(path / "evaluation.json"), _optional(path / "summary.json")
-        if path.name == run.name or not evaluation or not summary or evaluation["merged"] is None:
+    per_class, pipeline = party.pipeline.mpcpa.per_class, party.run.manifest["pipeline"]
+    for path in sorted(party.study.runs.glob("[0-9]*-*")):
+        run = RunFolder(path)
+        evaluation, summary = run.evaluation(), run.summary()
+        if path.name == party.run.name or not evaluation or not summary or evaluation["merged"] is None:
             continue
-        other = read_json(path / "manifest.json")
-        if inputs_of(RunFolder(path)) != inputs or other["pipeline"] != manifest["pipeline"]:
+        other = run.manifest
+        if inputs_of(run) != inputs or other["pipeline"] != pipeline:
             continue
         if other["method"] == "mpcpa" and load_pipeline(path / "config.toml").mpcpa.per_class != per_class:
             continue  # a point of the curve over generated images
@@ -181,14 +171,14 @@ def _baselines(
     return latest.values()
 
 
-def _store_row(name: str, store: Store) -> dict[str, Any]:
-    table, classes = store.table, store.meta.classes
+def _store_row(data: Data) -> dict[str, Any]:
+    store, table, classes = data.store, data.store.table, data.store.meta.classes
     counts = {
         split: {c: int(((table.label == k) & (table.split == split)).sum()) for k, c in enumerate(classes)}
         for split in ("train", "val", "test")
     }
     return {
-        "site": name,
+        "site": data.site,
         **{c: sum(counts[split][c] for split in counts) for c in classes},
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
@@ -14,9 +15,11 @@ from wsi_fl.learning.validation import answered, roles
 from wsi_fl.models import Images, Shape, Vectors, build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.training.workshop import architecture, method_for, method_named
+from wsi_fl.stages.site.party import method_for
+from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
 
@@ -105,7 +108,7 @@ class Answering:
 
 def has_proxy(run: RunFolder) -> bool:
     """Whether the sites of a run have a proxy beside their private model."""
-    return method_named(method_of(run)).travels == "proxy"
+    return METHODS[method_of(run)].travels == "proxy"
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:

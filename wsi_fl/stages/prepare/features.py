@@ -23,8 +23,9 @@ from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
+from wsi_fl.stores.fields import shard_is_current
 from wsi_fl.stores.mosaics import fingerprint
-from wsi_fl.stores.patch_features import FeaturesMeta, shard_is_current, write_patch_features, write_shard
+from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

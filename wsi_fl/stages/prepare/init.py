@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study, shipped
-from wsi_fl.study.pipeline import SiteFile
-from wsi_fl.study.toml import dump_toml, toml_key, toml_value, validated
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import write_text
 from wsi_fl.types import SlideRecord, UsageError
 
@@ -181,10 +183,7 @@ def _subtypes(records: Sequence[SlideRecord]) -> dict[str, list[str]]:
 
 
 def _subtypes_text(subtypes: Mapping[str, Sequence[str]]) -> str:
-    if not subtypes:
-        return ""
-    lines = [f"{toml_key(kind)} = {toml_value(list(found))}" for kind, found in subtypes.items()]
-    return "\n".join(["", "[subtypes]", *lines, ""])
+    return "\n" + tomli_w.dumps({"subtypes": subtypes}) if subtypes else ""
 
 
 def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:

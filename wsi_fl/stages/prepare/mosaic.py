@@ -27,7 +27,8 @@ from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.features import FeatureMeta, write_features
 from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Mosaic, Pipeline
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.preparing import Mosaic
 from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError

@@ -15,7 +15,7 @@ from wsi_fl.stores.images import DataSet, Images, read_data_set
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.stores.skew import parse_skew
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError

@@ -11,7 +11,8 @@ from pathlib import Path
 from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
 

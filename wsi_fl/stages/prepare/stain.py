@@ -27,13 +27,14 @@ from wsi_fl.slides.pictures.stain import draw_stains
 from wsi_fl.slides.stains.methods import STAIN_METHODS
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.account import require_budget
-from wsi_fl.stages.site.data import is_synthetic, open_store
+from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.stains import check_own, read_stain, stain_ledger
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_bytes, write_json
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
@@ -101,7 +102,7 @@ def _release_of(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
     require_budget(one.site)
     with locked(copy.parent, name):
         with one.open() as store:
-            worth: Guarantee = "none" if is_synthetic(study, name, store) else "guaranteed"
+            worth: Guarantee = "none" if store.meta.generator is not None else "guaranteed"
         ledger = stain_ledger(study, one.site, one.pipeline, worth)
         kept = None if again else _kept(ledger, copy, path)
         if kept is None:

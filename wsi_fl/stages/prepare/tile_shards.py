@@ -20,11 +20,11 @@ from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams
 from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.contents import SlideSource, quality_of
+from wsi_fl.stores.fields import shard_is_current
 from wsi_fl.stores.shards import (
     ShardMeta,
     content_of,
     fingerprint,
-    shard_is_current,
     write_positions,
     write_shard,
     write_streams,

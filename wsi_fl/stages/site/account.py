@@ -25,7 +25,8 @@ from wsi_fl.privacy.planner import planned as best_plan
 from wsi_fl.privacy.terms import Terms
 from wsi_fl.runs import RunFolder, SiteFolder
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -277,9 +278,9 @@ def _kept_plan(
     if not pipeline.privacy.enabled:
         return None
     try:
-        if kept := folder.plan():
+        if kept := folder.kept("plan"):
             return PrivacyPlan(**kept)
-        if early := folder.spending():
+        if early := folder.kept("spending"):
             return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
         if (recorded := ledger.recorded_plan()) and "batch_size" in recorded:
             return _round_of(site, pipeline, n, recorded["batch_size"], recorded["sigma"])
@@ -290,8 +291,8 @@ def _kept_plan(
 
 def remember_plan(site: Site) -> None:
     """Keep in the run what `agreed_plan` found: the account changes while the run goes on, the plan does not."""
-    if site.plan is not None and site.folder.plan() is None:
-        site.folder.remember_plan(asdict(site.plan))
+    if site.plan is not None and site.folder.kept("plan") is None:
+        site.folder.keep("plan", asdict(site.plan))
 
 
 def planned(site: Site, rounds: int) -> list[Mechanism]:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import lru_cache
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
+from wsi_fl.federation.preflight import Inputs
 from wsi_fl.learning.bags import allowed_classes, bag_examples
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory, resized
 from wsi_fl.models import Bags, Images, Shape, Vectors
-from wsi_fl.runs import SiteFolder
+from wsi_fl.slides.stains.methods import restained
 from wsi_fl.stages.site.slide_pixels import SlidePixels
-from wsi_fl.stores.features import FeatureMeta, FeatureStore
-from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stages.site.stains import Released
+from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
-from wsi_fl.types import BagTable, GridSpec, PatchTable, UsageError, WsiFlError
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.types import BagTable, PatchTable, UsageError, WsiFlError
 
 _HASHED = 4096
 """Rows of features hashed at a time."""
@@ -31,84 +33,285 @@ Store = PatchStore | FeatureStore | PatchFeatures
 Table = PatchTable | BagTable
 
 
-def of_slides(pipeline: Pipeline) -> bool:
-    """Whether an example is a whole slide."""
-    return pipeline.train.data == "mosaics"
+class Data:
+    """A site's store, open, as the models of a pipeline see it; a context manager.
+
+    Attributes:
+        word: what its examples are called.
+        cut_by: the command, and the section of a pipeline, by which slides become what it holds.
+        of_images: whether models see pixels.
+        study, site, store: where it is, whose, and the open file.
+    """
+
+    word: ClassVar[str] = "patches"
+    cut_by: ClassVar[Literal["tile", "mosaic"]] = "tile"
+    of_images: ClassVar[bool] = False
+    store: Store
+
+    def __init__(self, study: Study, site: str, input_px: int | None = None) -> None:
+        """Open the site's store.
+
+        Args:
+            input_px: the size that pictures are reduced to, `train.input_px`; as stored where it is None.
+
+        Raises:
+            WsiFlError: when there is none; says which command makes it.
+        """
+        self.study, self.site, self._input_px = study, site, input_px
+        self.store = self._opened()
+
+    def _opened(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> Shape:
+        """What models see of an example."""
+        raise NotImplementedError
+
+    @staticmethod
+    def path(study: Study, site: str) -> Path:
+        """Return where a site's store of this kind is, or would be."""
+        raise NotImplementedError
+
+    def examples(self, split: str) -> Examples:
+        """Return the examples of one split as the models see them, in memory where they fit.
+
+        Raises:
+            WsiFlError: when a slide has a label that its tumour type does not have.
+        """
+        raise NotImplementedError
+
+    def inputs(self) -> Inputs:
+        """Return what other sites must know of what the models see, for the preflight."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a run must know of the store once the store is gone."""
+        meta = self.store.meta
+        return {"classes": list(meta.classes), "spec": asdict(meta.spec)}
+
+    def digest(self) -> str:
+        """Return the SHA-256 over what a run uses: examples, labels and splits. It stays with the site."""
+        raise NotImplementedError
+
+    def is_synthetic(self) -> bool:
+        """Return whether the examples were drawn by a generator, or computed from patches that were."""
+        return False
+
+    def require_current(self) -> None:
+        """Refuse features of other patches than the site's patch store holds, where that is still there.
+
+        Raises:
+            UsageError: when slides, positions, labels or splits differ.
+        """
+
+    def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
+        """Return what shows training examples in the stain of each other site; maps rest on releases alone.
+
+        Raises:
+            UsageError: when the store holds grey images, or features in other stains.
+        """
+        raise NotImplementedError
+
+    @cached_property
+    def held_out(self) -> Examples:
+        """The test examples, read once."""
+        return self.examples("test")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.store.close()
 
 
-def of_images(pipeline: Pipeline) -> bool:
-    """Whether models see pixels."""
-    return pipeline.train.data == "patches"
+class Patches(Data):
+    """Patches as pixels."""
+
+    of_images = True
+    store: PatchStore
+
+    def _opened(self) -> PatchStore:
+        return open_store(self.study, self.site)
+
+    @property
+    def shape(self) -> Images:
+        return Images(self.store.channels, self._input_px or self.store.meta.spec.size_px)
+
+    @staticmethod
+    def path(study: Study, site: str) -> Path:
+        return study.store(site)
+
+    def examples(self, split: str) -> Examples:
+        found = examples_of(self.store, split, self.shape.size_px)
+        self.store.rest()  # a process may hold the stores of hundreds of sites
+        return found
+
+    def inputs(self) -> Inputs:
+        return {"channels": self.shape.channels, "input_px": self.shape.size_px}
+
+    def digest(self) -> str:
+        return store_digest(self.store)
+
+    def is_synthetic(self) -> bool:
+        return self.store.meta.generator is not None
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
+
+    def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
+        if self.store.channels != 3:
+            raise UsageError(f"site {self.site}: its store holds grey images; leave out stain.exchange")
+        own = stains[self.site].stain
+        others = [released.stain for name, released in stains.items() if name != self.site]
+        return [lambda _, pixels, other=other: restained(pixels, own, other) for other in others]  # type: ignore[misc]
 
 
-def example_word(pipeline: Pipeline) -> str:
-    """What examples are called."""
-    return "slides" if of_slides(pipeline) else "patches"
+class Features(Data):
+    """The features of patches."""
+
+    store: PatchFeatures
+
+    def _opened(self) -> PatchFeatures:
+        return PatchFeatures(_there(self.study, self.site, self.study.features(self.site), "features"))
+
+    @property
+    def shape(self) -> Vectors:
+        return Vectors(self.store.n_features)
+
+    @staticmethod
+    def path(study: Study, site: str) -> Path:
+        return study.features(site)
+
+    def examples(self, split: str) -> Examples:
+        return in_memory(_rows_of_split(self.store, split), chunk=_HASHED)
+
+    def inputs(self) -> Inputs:
+        return {"n_features": self.store.n_features, "encoder": self.store.encoder}
+
+    def digest(self) -> str:
+        digest = _hashed(self.store.table, self.store.table.xy_l0)
+        digest.update(self.store.encoder.encode())
+        for first in range(0, len(self.store), _HASHED):
+            rows = np.arange(first, min(first + _HASHED, len(self.store)))
+            digest.update(self.store.read(rows).tobytes())
+        return digest.hexdigest()
+
+    def is_synthetic(self) -> bool:
+        """Features of early versions do not say; then the patch store is asked, where it is still there."""
+        known = self.store.meta.generator is not None
+        if known or not self.study.store(self.site).exists():
+            return known
+        with open_store(self.study, self.site) as patches:
+            return patches.meta.generator is not None
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {"min_tissue": self.store.meta.min_tissue, **self.inputs()}
+
+    def require_current(self) -> None:
+        if not self.study.store(self.site).exists():
+            return
+        with open_store(self.study, self.site) as patches:
+            meta, table = patches.meta, patches.table
+        columns = ("slide", "xy_l0", "label", "patient", "split")
+        if (meta.spec, meta.classes) != (self.store.meta.spec, self.store.meta.classes) or any(
+            not np.array_equal(getattr(table, name), getattr(self.store.table, name)) for name in columns
+        ):
+            variants = " --set stain.exchange=true" if self.store.stains else ""
+            raise UsageError(
+                f"{self.study.relative(self.store.path)}: features of patches as they were before the site was tiled "
+                f"again; run `wsi-fl features --site {self.site}{variants}`"
+            )
+
+    def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
+        others = [name for name in stains if name != self.site]
+        if others and any(self.store.stains.get(name) != found.digest for name, found in stains.items()):
+            raise UsageError(
+                f"site {self.site}: its features are not in the stains that stains/ holds; run "
+                f"`wsi-fl features --site {self.site} --set stain.exchange=true`"
+            )
+        reads: list[Any] = [partial(self.store.variant, name) for name in others]
+        n_train = int((self.store.table.split == "train").sum())
+        if n_train * self.store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
+            reads = [read(np.arange(n_train)).__getitem__ for read in reads]
+        return [lambda rows, _, read=read: read(rows) for read in reads]  # type: ignore[misc]
 
 
-def store_path(study: Study, site: str, pipeline: Pipeline) -> Path:
-    places = {"patches": study.store, "features": study.features, "mosaics": study.mosaic}
-    return places[pipeline.train.data](site)
+class Mosaics(Data):
+    """Slides as bags of features."""
+
+    word = "slides"
+    cut_by = "mosaic"
+    store: FeatureStore
+
+    def _opened(self) -> FeatureStore:
+        return open_mosaic(self.study, self.site)
+
+    @property
+    def shape(self) -> Bags:
+        return Bags(self.store.n_features)
+
+    @staticmethod
+    def path(study: Study, site: str) -> Path:
+        return study.mosaic(site)
+
+    def examples(self, split: str) -> Examples:
+        store = self.store
+        rows = np.flatnonzero(store.table.split == split)
+        table, meta = store.table.take(rows), store.meta
+        allowed = allowed_classes(table.tumor_type, meta.classes, meta.tumor_types)
+        for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
+            label, kind = meta.classes[table.label[row]], table.tumor_type[row]
+            raise WsiFlError(
+                f"{store.path}: slide {table.slide[row]} is labelled {label}, which {kind} does not have in "
+                "[subtypes]; correct one of them and run `wsi-fl mosaic` again"
+            )
+        n_bytes = int(store.sizes[rows].sum()) * store.n_features * np.float32().nbytes
+        return bag_examples(
+            lambda k: store.bag(int(rows[k])).features,
+            table,
+            allowed,
+            n_features=store.n_features,
+            in_memory=n_bytes <= IN_MEMORY_BYTES,
+        )
+
+    def inputs(self) -> Inputs:
+        meta, n = self.store.meta, self.store.n_features
+        types = {kind: list(classes) for kind, classes in meta.tumor_types.items()}
+        return {"n_features": n, "encoder": meta.encoder, "tumor_types": types}
+
+    def digest(self) -> str:
+        digest = _hashed(self.store.table, self.store.table.tumor_type)
+        for k in range(len(self.store)):
+            bag = self.store.bag(k)
+            digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
+        return digest.hexdigest()
+
+    def facts(self) -> dict[str, Any]:
+        return super().facts() | {**self.inputs(), "recipe": dict(self.store.meta.recipe)}
 
 
-def open_data(study: Study, site: str, pipeline: Pipeline) -> Store:
-    """The store that a pipeline trains on; says which command makes a missing one."""
-    doors: dict[str, Callable[[Study, str], Store]] = {
-        "patches": open_store,
-        "features": open_features,
-        "mosaics": open_mosaic,
-    }
-    return doors[pipeline.train.data](study, site)
+KINDS: dict[str, type[Data]] = {"patches": Patches, "features": Features, "mosaics": Mosaics}
+
+
+def kind_of(pipeline: Pipeline) -> type[Data]:
+    """Return the kind of store that a pipeline trains on."""
+    return KINDS[pipeline.train.data]
+
+
+def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
+    """Open the store that a pipeline trains on; says which command makes a missing one."""
+    return kind_of(pipeline)(study, site, pipeline.train.input_px)
 
 
 def open_store(study: Study, site: str) -> PatchStore:
-    """The patch store of a site."""
+    """Open the patch store of a site."""
     return PatchStore(_there(study, site, study.store(site), "tile"), SlidePixels(study, site))
 
 
 def open_mosaic(study: Study, site: str) -> FeatureStore:
-    """The feature store of a site's mosaics."""
+    """Open the feature store of a site's mosaics."""
     return FeatureStore(_there(study, site, study.mosaic(site), "mosaic"))
-
-
-def open_features(study: Study, site: str) -> PatchFeatures:
-    """The features of a site's patches."""
-    return PatchFeatures(_there(study, site, study.features(site), "features"))
-
-
-def require_current(study: Study, site: str, store: Store) -> None:
-    """Refuses features of other patches than the site's patch store holds, where that is still there.
-
-    Raises:
-        UsageError: when slides, positions, labels or splits differ.
-    """
-    if not isinstance(store, PatchFeatures) or not study.store(site).exists():
-        return
-    with open_store(study, site) as patches:
-        meta, table = patches.meta, patches.table
-    same_grid = (meta.spec, meta.classes) == (store.meta.spec, store.meta.classes)
-    columns = ("slide", "xy_l0", "label", "patient", "split")
-    if not same_grid or any(
-        not np.array_equal(getattr(table, name), getattr(store.table, name)) for name in columns
-    ):
-        variants = " --set stain.exchange=true" if store.stains else ""
-        raise UsageError(
-            f"{study.relative(store.path)}: features of patches as they were before the site was tiled again; run "
-            f"`wsi-fl features --site {site}{variants}`"
-        )
-
-
-def is_synthetic(study: Study, site: str, store: Store) -> bool:
-    """Return whether what a store holds was drawn by a generator, or computed from patches that were.
-
-    Features of early versions do not say so; then the site's patch store is asked, where it is still there.
-    """
-    if isinstance(store, FeatureStore):  # mosaics are of slides
-        return False
-    if store.meta.generator is None and isinstance(store, PatchFeatures) and study.store(site).exists():
-        with open_store(study, site) as patches:
-            return patches.meta.generator is not None
-    return store.meta.generator is not None
 
 
 def _there(study: Study, site: str, path: Path, command: str) -> Path:
@@ -119,154 +322,28 @@ def _there(study: Study, site: str, path: Path, command: str) -> Path:
     return path
 
 
-def store_digest(store: Store) -> str:
-    """SHA-256 over what a run used: patches or features, labels and splits. It stays with the site."""
-    table = store.table
-    known = table.tumor_type if isinstance(table, BagTable) else table.xy_l0
+def store_digest(store: PatchStore) -> str:
+    """Return the SHA-256 over the patches of a store, their labels and splits."""
+    return _hashed(store.table, store.table.xy_l0).hexdigest()
+
+
+def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
+    """SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
     digest = hashlib.sha256()
     for column in (known, table.label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
-    if isinstance(store, FeatureStore):
-        for k in range(len(store)):
-            bag = store.bag(k)
-            digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
-    if isinstance(store, PatchFeatures):
-        digest.update(store.encoder.encode())
-        for first in range(0, len(store), _HASHED):
-            digest.update(store.read(np.arange(first, min(first + _HASHED, len(store)))).tobytes())
-    return digest.hexdigest()
-
-
-def remember(folder: SiteFolder, store: Store) -> None:
-    """Notes in a run which store a site works on, and what its models must know without it.
-
-    Raises:
-        UsageError: when it is not the store the run began with.
-    """
-    folder.remember_store(store_digest(store), _facts(store))
-
-
-def _facts(store: Store) -> dict[str, Any]:
-    meta = store.meta
-    facts: dict[str, Any] = {"classes": list(meta.classes), "spec": asdict(meta.spec)}
-    if isinstance(meta, StoreMeta):
-        facts["min_tissue"] = meta.min_tissue
-    if isinstance(store, PatchStore):
-        return facts | {"channels": store.channels}
-    if isinstance(store, PatchFeatures):
-        return facts | {"encoder": store.encoder, "n_features": store.n_features}
-    types = {kind: list(classes) for kind, classes in store.meta.tumor_types.items()}
-    features = {"encoder": store.meta.encoder, "n_features": store.n_features}
-    return facts | features | {"tumor_types": types, "recipe": dict(store.meta.recipe)}
-
-
-def remembered_patches(study: Study, folder: SiteFolder) -> dict[str, Any]:
-    """What the patches were like that a site's models learned from: `classes`, `spec` and, where known, more.
-
-    Empty where an early version began the run, which noted nothing, and the site's store is no longer as it was.
-    """
-    site, digest = folder.path.name, folder.store_digest()
-    facts = folder.store_facts() if digest else {}
-    if "spec" in facts or not study.store(site).exists():
-        return facts
-    with open_store(study, site) as store:
-        return _facts(store) if digest in (None, store_digest(store)) else facts
-
-
-def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
-    """What the mosaics were like that a site's models learned from, and what these see."""
-    facts = folder.store_facts()
-    types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
-    spec = GridSpec(**facts["spec"])
-    recipe = facts.get("recipe", {})
-    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec, recipe)
-    return meta, Bags(facts["n_features"])
-
-
-def input_px(pipeline: Pipeline, store: PatchStore) -> int:
-    return pipeline.train.input_px or store.meta.spec.size_px
-
-
-def shape_of(pipeline: Pipeline, store: Store) -> Shape:
-    """What models see of this store."""
-    if isinstance(store, FeatureStore):
-        return Bags(store.n_features)
-    if isinstance(store, PatchFeatures):
-        return Vectors(store.n_features)
-    return Images(store.channels, input_px(pipeline, store))
+    return digest
 
 
 def examples_of(
     store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
 ) -> Examples:
-    """The patches of one split, reduced to input_px, in memory where they fit."""
-    rows = np.flatnonzero(store.table.split == split)
-    table = store.table.take(rows)
-    found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
+    """Return the patches of one split, reduced to input_px, in memory where they fit."""
+    found = _rows_of_split(store, split)
     return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
-def bags_of(store: FeatureStore, split: str) -> Examples:
-    """The slides of one split, each with the classes that its tumour type may have.
-
-    Raises:
-        WsiFlError: when a slide's label is not among them.
-    """
+def _rows_of_split(store: PatchStore | PatchFeatures, split: str) -> Examples:
     rows = np.flatnonzero(store.table.split == split)
     table = store.table.take(rows)
-    meta = store.meta
-    allowed = allowed_classes(table.tumor_type, meta.classes, meta.tumor_types)
-    for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
-        label, kind = meta.classes[table.label[row]], table.tumor_type[row]
-        raise WsiFlError(
-            f"{store.path}: slide {table.slide[row]} is labelled {label}, which {kind} does not have in [subtypes]; "
-            "correct one of them and run `wsi-fl mosaic` again"
-        )
-    n_bytes = int(store.sizes[rows].sum()) * store.n_features * np.float32().nbytes
-    return bag_examples(
-        lambda k: store.bag(int(rows[k])).features,
-        table,
-        allowed,
-        n_features=store.n_features,
-        in_memory=n_bytes <= IN_MEMORY_BYTES,
-    )
-
-
-def vectors_of(store: PatchFeatures, split: str, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
-    """The features of the patches of one split, in memory where they fit."""
-    rows = np.flatnonzero(store.table.split == split)
-    table = store.table.take(rows)
-    found = Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)
-    return in_memory(found, in_memory_bytes, chunk=_HASHED)
-
-
-def split_of(pipeline: Pipeline, store: Store, split: str) -> Examples:
-    """The examples of one split as the models see them."""
-    if isinstance(store, FeatureStore):
-        return bags_of(store, split)
-    if isinstance(store, PatchFeatures):
-        return vectors_of(store, split)
-    return examples_of(store, split, input_px(pipeline, store))
-
-
-def held_out(study: Study, site: str, pipeline: Pipeline) -> Examples:
-    """The test examples of a site, read once by a process that trains many sites."""
-    path = store_path(study, site, pipeline)
-    open_data(study, site, pipeline).close()
-    return _held_out(study.root, site, path.stat().st_mtime_ns, pipeline.train.data, pipeline.train.input_px)
-
-
-@lru_cache(maxsize=512)
-def _held_out(root: Path, site: str, written_ns: int, data: str, input_px: int | None) -> Examples:
-    del written_ns  # a store made anew is another one
-    if data == "mosaics":
-        return bags_of(open_mosaic(Study(root), site), "test")
-    if data == "features":
-        return vectors_of(open_features(Study(root), site), "test")
-    store = open_store(Study(root), site)
-    return examples_of(store, "test", input_px or store.meta.spec.size_px)
-
-
-def may_merge(sites: Sequence[SiteFile]) -> bool:
-    """Whether one place may read what all sites hold for testing."""
-    return all(site.allows("patches") for site in sites)
+    return Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Mosaic
+from wsi_fl.study.preparing import Mosaic
 
 
 def encoder_of(study: Study, settings: Mosaic, threads: int, section: str = "mosaic") -> Encoder:

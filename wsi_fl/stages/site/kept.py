@@ -1,12 +1,17 @@
-"""What a run promised when it began, against what the site files say today."""
+"""What a run keeps of its sites: what they promised when it began, and what their models learned from."""
 
 from __future__ import annotations
 
-from wsi_fl.runs import SITE_FILE, RunFolder
+from typing import Any
+
+from wsi_fl.models import Bags
+from wsi_fl.runs import SITE_FILE, RunFolder, SiteFolder
+from wsi_fl.stages.site.data import Patches
 from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.job import launched_ranks
+from wsi_fl.stores.features import FeatureMeta
 from wsi_fl.study.folder import Study
-from wsi_fl.types import UsageError
+from wsi_fl.types import GridSpec, UsageError
 
 
 def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
@@ -39,3 +44,26 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
                 f"sites/{name}.toml: delta = {now:g} is smaller than the {began.delta:g} of this run; start a new run"
             )
     return seen
+
+
+def remembered_patches(study: Study, folder: SiteFolder) -> dict[str, Any]:
+    """Return what the patches were like that a site's models learned from: `classes`, `spec` and, where known, more.
+
+    Empty where an early version began the run, which noted nothing, and the site's store is no longer as it was.
+    """
+    site, digest = folder.path.name, folder.store_digest()
+    facts = folder.store_facts() if digest else {}
+    if "spec" in facts or not study.store(site).exists():
+        return facts
+    with Patches(study, site) as data:
+        return data.facts() if digest in (None, data.digest()) else facts
+
+
+def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
+    """Return what the mosaics were like that a site's models learned from, and what these see."""
+    facts = folder.store_facts()
+    types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
+    spec = GridSpec(**facts["spec"])
+    recipe = facts.get("recipe", {})
+    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec, recipe)
+    return meta, Bags(facts["n_features"])

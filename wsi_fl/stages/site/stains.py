@@ -16,7 +16,8 @@ from wsi_fl.privacy.terms import Terms
 from wsi_fl.slides.stains.methods import STAIN_METHODS, AnyStain
 from wsi_fl.stages.site.account import open_ledger, terms_of
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 

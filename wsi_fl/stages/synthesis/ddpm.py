@@ -41,7 +41,8 @@ from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Ddpm, Pipeline
+from wsi_fl.study.generating import Ddpm
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
     DdpmState,

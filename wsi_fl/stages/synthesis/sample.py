@@ -11,7 +11,7 @@ from wsi_fl.stages.synthesis.synthetic import as_pixels, synthetic_meta, write_s
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import SiteFile
+from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.system.files import write_text

@@ -8,66 +8,49 @@ from wsi_fl.federation.buffers import Buffer, BufferShape, packed
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, resized
-from wsi_fl.runs import SiteFolder
-from wsi_fl.stages.site.data import input_px, store_digest
+from wsi_fl.stages.site.data import Patches
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.synthesis.gan import KIND as GAN
 from wsi_fl.stages.synthesis.kinds import outcome
 from wsi_fl.stages.synthesis.synthetic import as_pixels
-from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.types import UsageError, WsiFlError
 
 
-def agreed_buffer(
-    study: Study,
-    pipeline: Pipeline,
-    method: Method,
-    store: PatchStore,
-    folder: SiteFolder,
-    *,
-    index: int,
-) -> Buffer | None:
-    """The buffer that the run remembers, or one freshly drawn; None where the method carries none.
+def agreed_buffer(party: Party, index: int) -> Buffer | None:
+    """Return the buffer that the run remembers of a site, or one freshly drawn; None where the method carries none.
 
     Raises:
         WsiFlError: when the site has no generator, or one whose check was not passed.
     """
-    if method.carries is None:
+    data = party.data(party.names[index])
+    if party.method.carries is None or not isinstance(data, Patches):
         return None
-    shape = BufferShape(
-        pipeline.replay.buffer, input_px(pipeline, store), store.channels, len(store.meta.classes)
-    )
-    known = folder.buffer()
+    seen, n_classes = data.shape, len(data.store.meta.classes)
+    shape = BufferShape(party.pipeline.replay.buffer, seen.size_px, seen.channels, n_classes)
+    known = party.run.site(data.site).buffer()
     if known is not None:
         values, provenance = known
         return Buffer(shape, values, provenance)
-    return _drawn(study, pipeline, store, shape, index)
+    return _drawn(party, data, shape, index)
 
 
-def _drawn(
-    study: Study,
-    pipeline: Pipeline,
-    store: PatchStore,
-    shape: BufferShape,
-    index: int,
-) -> Buffer:
+def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
-    site = store.meta.site
+    study, site, settings = party.study, data.site, party.pipeline.replay
     folder, document = GAN.trained(study, site)
-    if document["store"]["sha256"] != store_digest(store):
+    if document["store"]["sha256"] != data.digest():
         raise UsageError(
             f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
             f"testing now; run `wsi-fl synthesize train --site {site} --again`"
         )
     found = GAN.provenance(folder, document)
-    if found["check"] != "passed" and not pipeline.replay.unchecked:
+    if found["check"] != "passed" and not settings.unchecked:
         raise WsiFlError(
             f"site {site}: no buffer leaves it, the check of its generator was {outcome(found)}. "
             "replay.unchecked = true shares it all the same"
         )
-    seed = int(np.random.SeedSequence((pipeline.train.seed, index)).generate_state(1)[0])
+    seed = int(np.random.SeedSequence((party.pipeline.train.seed, index)).generate_state(1)[0])
     labels = balanced_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
     found |= {"seed": seed}
     images = np.concatenate(list(as_pixels(GAN.draw(folder, found, labels))))

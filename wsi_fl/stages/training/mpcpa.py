@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors.torch import save_file
@@ -17,15 +18,14 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.courier import Courier, Vector
 from wsi_fl.federation.documents import Digest, Round
-from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import Release
-from wsi_fl.runs import RunFolder
-from wsi_fl.stages.site.data import examples_of, input_px, open_store
+from wsi_fl.stages.site.data import Patches, examples_of
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.synthesis.check import check_generator
 from wsi_fl.stages.synthesis.ddpm import KIND as DDPM
 from wsi_fl.stages.synthesis.ddpm import checked_as, images_of, load_denoiser
@@ -64,21 +64,19 @@ class Classifier(TypedDict):
     rounds: Round
 
 
-def bring_generated(
-    study: Study, pipeline: Pipeline, method: Method, sites: Sequence[Site], comm: Comm, watcher: Watcher
-) -> None:
-    """Gives the sites the generated images that they learn from; whatever was done before is not done again.
+def bring_generated(party: Party, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+    """Give the sites the generated images that they learn from; whatever was done before is not done again.
 
     Raises:
         WsiFlError: when a site's denoiser looks as if it copied: it is not released.
         NoCommonPlan: when the sites' denoisers do not fit together.
     """
-    checked = {site.name: _ready(study, pipeline, site.name, watcher) for site in sites}
-    mine: list[Ready] = [{"images": _all_there(study, site.folder.package())} for site in sites]
+    checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
+    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.kept("package"))} for site in sites]
     if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
-        _exchanged(study, pipeline, method, sites, comm, watcher, checked=checked)
+        _exchange(party, sites, comm, watcher, checked=checked)
     for site in sites:
-        _learn_from(study, pipeline, method, site)
+        _learn_from(party, site)
 
 
 def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
@@ -97,21 +95,15 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str
     return folder.digest("denoiser")
 
 
-def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
-    return bool(package and all(study.generated(key).exists() for key in package.values()))
+def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
+    return bool(package and all(study.generated(key).exists() for key in package["images"].values()))
 
 
-def _exchanged(
-    study: Study,
-    pipeline: Pipeline,
-    method: Method,
-    sites: Sequence[Site],
-    comm: Comm,
-    watcher: Watcher,
-    *,
-    checked: Mapping[str, str],
+def _exchange(
+    party: Party, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, checked: Mapping[str, str]
 ) -> None:
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
+    study, names = party.study, party.names
     for name, digest in checked.items():
         if DDPM.trained(study, name)[0].digest("denoiser") != digest:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
@@ -119,7 +111,6 @@ def _exchanged(
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
     mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
-    names = [site.name for site in study.sites(pipeline)]
     if len(set(agreed)) > 1:
         odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
         raise NoCommonPlan(
@@ -139,23 +130,22 @@ def _exchanged(
     packages = courier.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
     for site in sites:
         vectors = packages[site.index]
-        if method.generated == "all":
+        if party.method.generated == "all":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
         shape, drawn = shapes[site.index], {}
-        with open_store(study, site.name) as store:
-            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
-                denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
-                drawn[names[other]], _ = images_of(
-                    study,
-                    pipeline,
-                    store,
-                    denoiser,
-                    shape,
-                    site=names[other],
-                    watcher=watcher,
-                    part=site.name,
-                )
-        site.folder.remember_package({name: drawn[name] for name in names if name in drawn})
+        for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
+            denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
+            drawn[names[other]], _ = images_of(
+                study,
+                party.pipeline,
+                _patches(party, site.name).store,
+                denoiser,
+                shape,
+                site=names[other],
+                watcher=watcher,
+                part=site.name,
+            )
+        site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
 
 
 def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, content: str) -> Release:
@@ -172,14 +162,20 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
         return released
 
 
-def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) -> None:
+def _patches(party: Party, site: str) -> Patches:
+    """The patches of a site: the plan refuses other data."""
+    data = party.data(site)
+    assert isinstance(data, Patches)
+    return data
+
+
+def _learn_from(party: Party, site: Site) -> None:
     """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
-    package = site.folder.package()
+    package = site.folder.kept("package")
     assert package is not None
-    parts = [] if method.generated == "all" else [site.train]
-    with open_store(study, site.name) as store:
-        size = input_px(pipeline, store)
-    parts += [_generated(study, key, size, pipeline.mpcpa.per_class) for key in package.values()]
+    parts = [] if party.method.generated == "all" else [site.train]
+    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.mpcpa.per_class
+    parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
     site.train = joined(parts)
     site.units = rows_alone(len(site.train))
 
@@ -192,10 +188,8 @@ def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> E
     return subset(every, np.arange(n))
 
 
-def hand_over_models(
-    study: Study, pipeline: Pipeline, run: RunFolder, sites: Sequence[Site], comm: Comm
-) -> None:
-    """Every classifier goes to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
+def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
+    """Send every classifier to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
 
     What sites are called there, is as the study has it: a peer's word becomes no part of a path.
     """
@@ -210,12 +204,12 @@ def hand_over_models(
         site.index: _released(site.ledger, last, learners[site.index].vector(), agreed[site.index], "model")
         for site in sites
     }
-    names = [site.name for site in study.sites(pipeline)]
+    names = party.names
     courier = Courier(sites, comm, names)
     began = time.perf_counter()
     held = courier.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
     for index, vector in held.items():
-        path = run.path / "aggregate" / f"{names[index]}.safetensors"
+        path = party.run.path / "aggregate" / f"{names[index]}.safetensors"
         with atomic(path) as temporary:
             save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
     for site in sites:

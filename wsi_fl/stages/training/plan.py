@@ -11,46 +11,38 @@ import numpy as np
 import torch
 
 from wsi_fl.federation import preflight
-from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.federation.topology import over
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
-from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.account import planned, require_budget, spends, spent_words
-from wsi_fl.stages.site.data import example_word, of_images, of_slides, open_data, store_path
+from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.stains import stains_of
-from wsi_fl.stages.training.workshop import (
-    assemble,
-    brought,
-    graph_of,
-    method_for,
-    schedule_of,
-)
+from wsi_fl.stages.training.workshop import assemble, brought, graph_of, schedule_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Allowed, Pipeline, SiteFile
+from wsi_fl.study.site import Allowed, SiteFile
 from wsi_fl.types import NoCommonPlan, UsageError
 
 _TIMED_STEPS = 3
 
 
-def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores: bool = True) -> None:
-    """Everything that can be known to be wrong before anything is started.
+def check(party: Party, backend: str, *, stores: bool = True) -> None:
+    """Refuse everything that can be known to be wrong before anything is started.
 
     Args:
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
     """
-    row = method_for(method, pipeline)
-    graph = graph_of(study, pipeline) or row.exchange
+    row, pipeline, sites, method = party.method, party.pipeline, party.sites, party.name
+    graph = graph_of(party) or row.exchange
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
-    sites = study.sites(pipeline)
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     if row.bare:
-        _check_bare(pipeline, method, row, sites)
+        _check_bare(party)
     if pipeline.audit.canaries and (row.bare or row.generated):
         raise UsageError(
             f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
@@ -61,25 +53,25 @@ def check(study: Study, pipeline: Pipeline, method: str, backend: str, *, stores
     if row.travels is not None and not spends(pipeline):
         _check_models_may_leave(sites)
     if row.generated:
-        _check_generated(sites, pipeline, method)
-    _check_stores_stay_apart(sites, row, method, backend)
+        _check_generated(party)
+    _check_stores_stay_apart(party, backend)
     if pipeline.stain.exchange:
-        if of_slides(pipeline):
+        if party.kind.word == "slides":
             raise UsageError("stain.exchange is for patches and their features; mosaics keep their stain")
-        stains_of(study, pipeline)
+        stains_of(party.study, pipeline)
     for site in sites:
-        if stores and (site.allows("patches") or not store_path(study, site.name, pipeline).exists()):
-            open_data(study, site.name, pipeline).close()
+        if stores and (site.allows("patches") or not party.has_store(site.name)):
+            open_data(party.study, site.name, pipeline).store.close()
 
 
-def _check_stores_stay_apart(sites: Sequence[SiteFile], row: Method, method: str, backend: str) -> None:
+def _check_stores_stay_apart(party: Party, backend: str) -> None:
     """The store of a real hospital is opened by its own process alone, unless its file allows more."""
-    shut = [site.name for site in sites if not site.allows("patches")]
-    if shut and row.pooled:
+    shut = [site.name for site in party.sites if not site.allows("patches")]
+    if shut and party.method.pooled:
         raise UsageError(
-            f'sites/{shut[0]}.toml: {method} needs every site\'s patches; allow = ["patches"] would let them'
+            f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; allow = ["patches"] would let them'
         )
-    if shut and backend == "local" and len(sites) > 1:
+    if shut and backend == "local" and len(party.sites) > 1:
         raise UsageError(
             f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
         )
@@ -95,23 +87,25 @@ def _check_models_may_leave(sites: Sequence[SiteFile]) -> None:
             )
 
 
-def _check_generated(sites: Sequence[SiteFile], pipeline: Pipeline, method: str) -> None:
+def _check_generated(party: Party) -> None:
     """Generators and the models that learned from their images leave without differential privacy, if at all."""
-    if not of_images(pipeline):
+    method = party.name
+    if not party.kind.of_images:
         raise UsageError(f"{method} generates images; set train.data = 'patches'")
-    if pipeline.privacy.enabled:
+    if party.pipeline.privacy.enabled:
         raise UsageError(f"{method} has no differential privacy and claims none; set privacy.enabled=false")
     needed: tuple[Allowed, ...] = ("generator", "model")
     for what in needed:
-        if shut := [site.name for site in sites if not site.allows(what)]:
+        if shut := [site.name for site in party.sites if not site.allows(what)]:
             raise UsageError(
                 f"sites/{shut[0]}.toml: {method} lets a {what} leave this site without differential privacy; "
                 'allow = ["generator", "model"] would let it'
             )
 
 
-def _check_bare(pipeline: Pipeline, name: str, method: Method, sites: Sequence[SiteFile]) -> None:
+def _check_bare(party: Party) -> None:
     """What a method must be told in so many words that shares models or buffers without differential privacy."""
+    pipeline, name, method, sites = party.pipeline, party.name, party.method, party.sites
     if pipeline.privacy.enabled:
         raise UsageError(
             f"{name} lets models and synthetic samples leave without differential privacy; say that you know, by "
@@ -130,25 +124,26 @@ def _check_bare(pipeline: Pipeline, name: str, method: Method, sites: Sequence[S
         return
     if len(sites) < 2:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
-    if not of_images(pipeline) or pipeline.stain.exchange:
+    if not party.kind.of_images or pipeline.stain.exchange:
         raise UsageError(
             "a buffer holds patches in their own stain; use train.data = 'patches' and stain.exchange = false"
         )
 
 
-def warn_of_other_patches(study: Study, pipeline: Pipeline) -> None:
-    """Says when stores belong to no site, or were made otherwise than the pipeline would."""
-    sites = study.sites(pipeline)
-    named = {site.name for site in sites}
-    file = store_path(study, sites[0].name, pipeline).name
-    left = sorted(p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in named)
-    if left and pipeline.sites is None:
+def warn_of_other_patches(party: Party) -> None:
+    """Say when stores belong to no site, or were made otherwise than the pipeline would."""
+    study, first = party.study, party.names[0]
+    file = party.kind.path(study, first).name
+    left = sorted(
+        p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in party.names
+    )
+    if left and party.pipeline.sites is None:
         say(f"  stores/{left[0]} has no site file, so this site takes no part", style="yellow")
-    if not sites[0].allows("patches"):
+    if not party.sites[0].allows("patches"):
         return
-    with open_data(study, sites[0].name, pipeline) as store:
-        spec = store.meta.spec
-    would = pipeline.mosaic if of_slides(pipeline) else pipeline.tile
+    with open_data(study, first, party.pipeline) as data:
+        spec = data.store.meta.spec
+    would = getattr(party.pipeline, party.kind.cut_by)
     if spec.mpp and (spec.size_px, spec.mpp) != (would.size_px, would.mpp):
         say(
             f"  the stores hold patches of {spec.size_px} px at {spec.mpp:g} µm, this pipeline would cut "
@@ -196,21 +191,19 @@ def dry_run(
 ) -> dict[str, Any]:
     """The preflight, and what the plan costs: ε of every site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
-    pipeline = study.pipeline(name, overrides)
-    check(study, pipeline, method, backend)
-    warn_of_other_patches(study, pipeline)
-    sites = study.sites(pipeline)
-    folder = RunFolder(study.runs / "dry-run")
-    assembled = [assemble(study, pipeline, method, folder, index) for index in range(len(sites))]
-    documents = [brought(site, study, pipeline, method) for site in assembled]
-    preflight.compare(documents)
-    limits = {site.name: site.max_epsilon for site in sites}
-    if warning := check_budgets(documents, limits, pipeline.train.rounds):
-        say(f"  {warning}", "yellow")
-    rows = [
-        _cost(study, site, pipeline, method) | {"affordable_rounds": document["affordable"]}
-        for site, document in zip(assembled, documents, strict=True)
-    ]
+    with Party.of(study, study.pipeline(name, overrides), method) as party:
+        check(party, backend)
+        warn_of_other_patches(party)
+        assembled = [assemble(party, index) for index in range(len(party.sites))]
+        documents = [brought(site, party) for site in assembled]
+        preflight.compare(documents)
+        limits, rounds = {site.name: site.max_epsilon for site in party.sites}, party.pipeline.train.rounds
+        if warning := check_budgets(documents, limits, rounds):
+            say(f"  {warning}", "yellow")
+        rows = [
+            _cost(site, party) | {"affordable_rounds": document["affordable"]}
+            for site, document in zip(assembled, documents, strict=True)
+        ]
     # On CPUs the sites share the cores; on GPUs each has its own.
     shared = rows[0].pop("cpu")
     for row in rows[1:]:
@@ -219,21 +212,22 @@ def dry_run(
     return {
         "method": method,
         "pipeline": name,
-        "rounds": pipeline.train.rounds,
-        "examples": example_word(pipeline),
+        "rounds": rounds,
+        "examples": party.kind.word,
         "seconds": sum(seconds) if shared else max(seconds),
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "sites": rows,
     }
 
 
-def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str, Any]:
+def _cost(site: Site, party: Party) -> dict[str, Any]:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
+    pipeline = party.pipeline
     batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
     units = np.arange(min(batch_size, site.units.n))
     rows = [site.units.rows(units, entropy_generator())] * (_TIMED_STEPS + 1)
     noise = entropy_generator(site.device)
-    schedule, row = schedule_of(study, pipeline), method_for(method, pipeline)
+    schedule = schedule_of(party)
     drawn = batches(
         site.learned(),
         iter(rows),
@@ -245,7 +239,7 @@ def _cost(study: Study, site: Site, pipeline: Pipeline, method: str) -> dict[str
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
         if number == 1:  # the first step warms up
             began = time.perf_counter()
-        row.step(site.learners, batch, schedule.weights, noise)
+        party.method.step(site.learners, batch, schedule.weights, noise)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
     steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms

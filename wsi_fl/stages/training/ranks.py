@@ -8,8 +8,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,91 +23,86 @@ from wsi_fl.federation.site import Site
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.runs import RunFolder, hold_alone, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
-from wsi_fl.stages.site.data import open_data, remember
-from wsi_fl.stages.site.stains import stains_of
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, plan
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.training.material import remember_canaries
-from wsi_fl.stages.training.workshop import assemble, brought, method_for, schedule_of
+from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
-from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 
-def running_sites(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
-    """Indices of the sites that were not lost."""
-    lost = {loss["site"] for loss in run.losses()}
-    return tuple(k for k, site in enumerate(study.sites(pipeline)) if site.name not in lost)
+def running_sites(party: Party) -> tuple[int, ...]:
+    """Return the indices of the sites that were not lost."""
+    lost = party.lost
+    return tuple(k for k, name in enumerate(party.names) if name not in lost)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
-    """Does the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
+    """Do the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
     began = time.perf_counter()
     run.refuse_changed_settings()
-    pipeline = load_pipeline(run.path / "config.toml")
-    method = run.manifest["method"]
-    names = [site.name for site in study.sites(pipeline)]
+    names = Party.of_run(study, run).names
     for index in comm.sites:
         run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
-    study = study.as_of(run.path)
-    if pipeline.stain.exchange:
-        stains = {name: released.digest for name, released in stains_of(study, pipeline).items()}
-        for index in comm.sites:
-            run.site(names[index]).remember_stains(stains)
-    sites = [assemble(study, pipeline, method, run, index) for index in comm.sites]
-    for site in sites:
-        with open_data(study, site.name, pipeline) as store:
-            remember(site.folder, store)
-    documents = comm.gather([brought(site, study, pipeline, method) for site in sites], preflight.Brought)
-    preflight.compare(documents)
-    first = comm.running[0] in comm.sites
-    limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
-    if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
-        watcher.say(f"  {warning}", public=True)
-    row = method_for(method, pipeline)
-    with _alone(sites):
-        for site in sites:
-            remember_plan(site)
-            remember_canaries(site)
-            remember_buffer(site)
-            if said := leaving_words(site, row):
-                watcher.say(f"  {said}")
-                site.folder.log(said)
-        if row.generated:
-            from wsi_fl.stages.training import mpcpa  # diffusers takes seconds to import
-
-            mpcpa.bring_generated(study, pipeline, row, sites, comm, watcher)
-        report = _reporter(sites, pipeline, watcher)
-        loop.run(sites, row, schedule_of(study, pipeline), comm, report)
-        if row.generated == "others":
-            mpcpa.hand_over_models(study, pipeline, run, sites, comm)
-    rows = [dict(row) for row in comm.gather([_row(site) for site in sites], Row, patient=True)]
-    for site in sites:
-        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
-    summary = _summary(study, run, method, rows, time.perf_counter() - began)
-    if first or not (run.path / "summary.json").exists():
+    with Party.of_run(study.as_of(run.path), run) as party:
+        rows = _train(party, comm, watcher)
+    summary = _summary(party, rows, time.perf_counter() - began)
+    if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
         write_json(run.path / "summary.json", summary)
     return summary
 
 
-@contextmanager
-def _alone(sites: Sequence[Site]) -> Iterator[None]:
-    """One job at a time per run: two would send two noisy versions of the same round."""
+def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
+    """Preflight and the loop; returns the rows of all sites."""
+    folders = [party.run.site(party.names[index]) for index in comm.sites]
+    if party.stains:
+        for folder in folders:
+            folder.remember_stains({name: released.digest for name, released in party.stains.items()})
+    sites = [assemble(party, index) for index in comm.sites]
+    for site in sites:
+        data = party.data(site.name)
+        site.folder.remember_store(data.digest(), data.facts())
+    documents = comm.gather([brought(site, party) for site in sites], preflight.Brought)
+    preflight.compare(documents)
+    limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
+    warning = plan.check_budgets(documents, limits, party.pipeline.train.rounds)
+    if warning and comm.running[0] in comm.sites:
+        watcher.say(f"  {warning}", public=True)
+    method = party.method
     with ExitStack() as stack:
-        for site in sites:
+        for site in sites:  # one job at a time per run: two would send two noisy versions of the same round
             stack.enter_context(hold_alone(site.folder.path))
-        yield
+        for site in sites:
+            remember_plan(site)
+            remember_canaries(site)
+            remember_buffer(site)
+            if said := leaving_words(site, method):
+                watcher.say(f"  {said}")
+                site.folder.log(said)
+        if method.generated:
+            from wsi_fl.stages.training import mpcpa  # diffusers takes seconds to import
+
+            mpcpa.bring_generated(party, sites, comm, watcher)
+        loop.run(sites, method, schedule_of(party), comm, _reporter(sites, party.pipeline, watcher))
+        if method.generated == "others":
+            mpcpa.hand_over_models(party, sites, comm)
+    rows = [dict(row) for row in comm.gather([_row(site) for site in sites], Row, patient=True)]
+    for site in sites:
+        write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
+    return rows
 
 
 def rank_main(run_path: Path) -> None:
     """The process of one rank: errors become one event, and end all ranks."""
     run = RunFolder(run_path)
     study = Study(run_path.parent.parent)
-    pipeline = load_pipeline(run_path / "config.toml")
-    names = [site.name for site in study.sites(pipeline)]
+    party = Party.of_run(study, run)
+    names, pipeline = party.names, party.pipeline
     owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
 
     def speak_up() -> None:
@@ -116,7 +111,7 @@ def rank_main(run_path: Path) -> None:
 
     comm = MpiComm(
         pipeline.comm.timeout_s,
-        running_sites(study, pipeline, run),
+        running_sites(party),
         len(names),
         tuple(names),
         waiting=speak_up,
@@ -185,23 +180,19 @@ def _in_a_line(error: BaseException, study: Study) -> str:
 
 
 def join(
-    study: Study,
-    pipeline: Pipeline,
-    ranks: int,
-    run_of: Callable[[MpiComm], RunFolder],
-    running: tuple[int, ...],
+    party: Party, ranks: int, run_of: Callable[[MpiComm], RunFolder], running: tuple[int, ...]
 ) -> dict[str, Any]:
-    """This process is one of the ranks that mpiexec or srun started; the first one returns the summary."""
+    """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
-    names = tuple(site.name for site in study.sites(pipeline))
-    comm = MpiComm(pipeline.comm.timeout_s, running, len(names), names)
+    study, names = party.study, party.names
+    comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
 
     def tell(text: str, usage: bool) -> None:
         del usage
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
-    me = study.sites(pipeline)[comm.sites[0]].name
+    me = names[comm.sites[0]]
 
     def work(run: RunFolder) -> dict[str, Any]:
         watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
@@ -296,9 +287,8 @@ def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> 
     return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
 
 
-def _summary(
-    study: Study, run: RunFolder, method: str, rows: list[dict[str, Any]], seconds: float
-) -> dict[str, Any]:
+def _summary(party: Party, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    run = party.run
     seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
     communication = {
         "messages": sum(row.pop("messages") for row in rows),
@@ -306,8 +296,8 @@ def _summary(
         "seconds": max(row.pop("communication_seconds") or 0.0 for row in rows),
     }
     return {
-        "run": study.relative(run.path),
-        "method": method,
+        "run": party.study.relative(run.path),
+        "method": party.name,
         "seconds": seconds,
         "sites": rows,
         "lost": [loss["site"] for loss in run.losses()],

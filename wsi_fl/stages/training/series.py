@@ -12,7 +12,6 @@ from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError
 
 
@@ -47,7 +46,7 @@ def resume_series(
     if launched_ranks() is not None:
         return None
     run = RunFolder(study.run(run_name))
-    manifest = read_json(run.path / "manifest.json")
+    manifest = run.manifest
     if not manifest.get("series"):
         return None
     series = Series(manifest["series"]["id"], tuple(manifest["series"]["seeds"]))
@@ -93,9 +92,9 @@ def _begun(study: Study, series: Series) -> dict[int, RunFolder]:
     """The runs of the series by seed."""
     found = {}
     for path in sorted(study.runs.glob("[0-9]*-*/manifest.json")):
-        manifest = read_json(path)
-        if (manifest.get("series") or {}).get("id") == series.id:
-            found[load_pipeline(path.parent / "config.toml").train.seed] = RunFolder(path.parent)
+        run = RunFolder(path.parent)
+        if (run.manifest.get("series") or {}).get("id") == series.id:
+            found[load_pipeline(run.path / "config.toml").train.seed] = run
     return found
 
 

@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,14 +21,13 @@ from wsi_fl.federation.documents import Words
 from wsi_fl.runs import RunFolder, pipeline_stem
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, plan
 from wsi_fl.stages.training.ranks import join, running_sites, work_as_rank
-from wsi_fl.stages.training.workshop import (
-    versions,
-)
+from wsi_fl.stages.training.workshop import versions
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
-from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import read_json, write_json, write_text
@@ -57,10 +56,10 @@ def train(
     pipeline = study.pipeline(name, overrides)
     ranks = launched_ranks()
     if ranks is not None:
-        plan.check(study, pipeline, method, backend, stores=False)
-        everyone = tuple(range(len(study.sites(pipeline))))
-        agree = partial(_agreed_run, study, pipeline, method, name)
-        return join(study, pipeline, ranks, agree, everyone)
+        party = Party.of(study, pipeline, method)
+        plan.check(party, backend, stores=False)
+        everyone = tuple(range(len(party.sites)))
+        return join(party, ranks, partial(_agreed_run, party, name), everyone)
     return begin(study, pipeline, method, name, backend=backend, watcher=watcher)
 
 
@@ -83,14 +82,15 @@ def begin(
     series: Series | None = None,
 ) -> dict[str, Any]:
     """Starts the ranks of a new run, or runs it in this process."""
-    plan.check(study, pipeline, method, backend)
-    plan.warn_of_other_patches(study, pipeline)
+    party = Party.of(study, pipeline, method)
+    plan.check(party, backend)
+    plan.warn_of_other_patches(party)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
-    _describe(study, run, pipeline, method, name, uuid4().hex, series=series)
+    _describe(party, run, name, uuid4().hex, series=series)
     try:
-        return _start(study, run, pipeline, backend, watcher)
+        return _start(replace(party, run=run), backend, watcher)
     except UsageError:  # refused before the first step
         run.discard_if_unstarted()
         raise
@@ -114,8 +114,8 @@ def resume(
     run = RunFolder(study.run(run_name))
     run.refuse_changed_settings()
     study = as_begun(study, run, goes_on=True)
-    pipeline = load_pipeline(run.path / "config.toml")
-    names = [site.name for site in study.sites(pipeline)]
+    party = Party.of_run(study, run)
+    names = party.names
     if unknown := sorted(set(without) - set(names)):
         raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
     if not set(names) - set(without):
@@ -126,44 +126,36 @@ def resume(
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
     ranks = launched_ranks()
-    method = run.manifest["method"]
-    plan.check(study, pipeline, method, backend, stores=ranks is None)
+    plan.check(party, backend, stores=ranks is None)
     run.refuse_if_busy()
-    lost = {loss["site"] for loss in run.losses()}
+    lost = party.lost
     for name in sorted(lost - set(without)):
         run.note_return(name)
     for name in sorted(set(without) - lost):
         run.note_loss(name, "left out by --without")
     if ranks is not None:
-        return join(study, pipeline, ranks, lambda comm: run, running_sites(study, pipeline, run))
-    return _start(study, run, pipeline, backend, watcher or Silent())
+        return join(party, ranks, lambda comm: run, running_sites(party))
+    return _start(party, backend, watcher or Silent())
 
 
 def _describe(
-    study: Study,
-    run: RunFolder,
-    pipeline: Pipeline,
-    method: str,
-    name: str,
-    identity: str,
-    *,
-    series: Series | None = None,
+    party: Party, run: RunFolder, name: str, identity: str, *, series: Series | None = None
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
-    complete = pipeline.model_copy(update={"sites": [site.name for site in study.sites(pipeline)]})
-    settings = dump_toml(complete, f"# wsi-fl train --method {method} --pipeline {name}")
+    complete = party.pipeline.model_copy(update={"sites": party.names})
+    settings = dump_toml(complete, f"# wsi-fl train --method {party.name} --pipeline {name}")
     write_json(
         run.path / "manifest.json",
         {
             "run": run.name,
             "id": identity,
-            "method": method,
+            "method": party.name,
             "pipeline": name,
             "series": asdict(series) if series else None,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
-            "git": _git_commit(study.root),
+            "git": _git_commit(party.study.root),
             "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
         },
     )
@@ -181,23 +173,21 @@ def _git_commit(folder: Path) -> str | None:
     return answer.stdout.strip() or None
 
 
-def _start(
-    study: Study, run: RunFolder, pipeline: Pipeline, backend: str, watcher: Watcher
-) -> dict[str, Any]:
+def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
     """Starts the ranks, and those of the other sites once more whenever one is lost."""
-    names = [site.name for site in study.sites(pipeline)]
+    study, run, names = party.study, party.run, party.names
     if backend == "local":
-        comm = LocalComm(len(names), running=running_sites(study, pipeline, run))
+        comm = LocalComm(len(names), running=running_sites(party))
         return work_as_rank(study, run, comm, watcher)
     again = f"wsi-fl train --resume {study.relative(run.path)}"
     while True:
-        running = [names[k] for k in running_sites(study, pipeline, run)]
+        running = [names[k] for k in running_sites(party)]
         try:
             launch.run_ranks(
                 running,
                 ["rank", str(run.path)],
                 log=run.path / "mpi.log",
-                timeout_s=pipeline.comm.timeout_s,
+                timeout_s=party.pipeline.comm.timeout_s,
                 watcher=watcher,
                 resume=again,
             )
@@ -226,16 +216,17 @@ class _Claimed(TypedDict):
     claimed: bool
 
 
-def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: MpiComm) -> RunFolder:
+def _agreed_run(party: Party, name: str, comm: MpiComm) -> RunFolder:
     """The folder of a new run: its number is free on every disk, its name is that of the first site.
 
     Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
     own store alone, and describes the run on its own disk.
     """
+    runs = party.study.runs
     for _ in range(_TRIES):
         mine = _Proposal(
-            number=RunFolder.next_number(study.runs),
-            name=f"{method}-{pipeline_stem(name)}",
+            number=RunFolder.next_number(runs),
+            name=f"{party.name}-{pipeline_stem(name)}",
             identity=uuid4().hex,
         )
         told = comm.gather([mine], _Proposal)
@@ -244,9 +235,9 @@ def _agreed_run(study: Study, pipeline: Pipeline, method: str, name: str, comm: 
         identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
 
         def describe(run: RunFolder, identity: str = identity) -> None:
-            _describe(study, run, pipeline, method, name, identity)
+            _describe(party, run, name, identity)
 
-        run = RunFolder.claim(study.runs, number, told[0]["name"], identity, describe)
+        run = RunFolder.claim(runs, number, told[0]["name"], identity, describe)
         if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
             assert run is not None
             return run

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from wsi_fl.federation.graph import from_file
-from wsi_fl.federation.methods import METHODS, MakeLearner, Method, replay
-from wsi_fl.federation.preflight import Brought, Inputs, Setting
+from wsi_fl.federation.methods import MakeLearner
+from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
-from wsi_fl.learning.examples import Augment, joined
+from wsi_fl.learning.examples import Augment
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.models import Images, build, schema
@@ -31,48 +31,23 @@ from wsi_fl.stages.site.account import (
     terms_of,
     weights_of,
 )
-from wsi_fl.stages.site.data import (
-    Store,
-    example_word,
-    held_out,
-    is_synthetic,
-    may_merge,
-    of_images,
-    open_data,
-    require_current,
-    shape_of,
-)
-from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger, stains_of
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger
 from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
 from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.stores.features import FeatureStore
-from wsi_fl.stores.patch_features import PatchFeatures
-from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
 
 
-def method_named(name: str) -> Method:
-    """A row of METHODS."""
-    if name not in METHODS:
-        raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
-    return METHODS[name]
-
-
-def method_for(name: str, pipeline: Pipeline) -> Method:
-    """A row of METHODS as a pipeline has it: `replay` comes in variants, and orders sites by the seed."""
-    if name == "replay":
-        return replay(pipeline.replay.variant, pipeline.train.seed)
-    return method_named(name)
-
-
-def graph_of(study: Study, pipeline: Pipeline) -> Topology | None:
-    """The graph a pipeline names or points to; None for the method's own."""
+def graph_of(party: Party) -> Topology | None:
+    """Return the graph a pipeline names or points to; None for the method's own."""
+    pipeline = party.pipeline
     graph = pipeline.topology.graph
     if graph is None:
         return None
@@ -80,12 +55,12 @@ def graph_of(study: Study, pipeline: Pipeline) -> Topology | None:
         if graph not in TOPOLOGIES:
             raise UsageError(f"unknown graph {graph!r}; known: {', '.join(TOPOLOGIES)}, FILE.json")
         return named(graph, pipeline.train.seed)
-    names = [site.name for site in study.sites(pipeline)]
-    return from_file(study.resolve(graph), names, pipeline.topology.self_weight)
+    return from_file(party.study.resolve(graph), party.names, pipeline.topology.self_weight)
 
 
-def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
-    train = pipeline.train
+def schedule_of(party: Party) -> Schedule:
+    """Return what the loop needs to know of a pipeline."""
+    pipeline, train = party.pipeline, party.pipeline.train
     return Schedule(
         rounds=train.rounds,
         epochs_per_round=train.epochs_per_round,
@@ -94,8 +69,8 @@ def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
         seed=train.seed,
         weights=weights_of(pipeline),
         self_weight=pipeline.topology.self_weight,
-        make_augment=partial(augmentation, train.augment) if of_images(pipeline) else _not_augmented,
-        graph=graph_of(study, pipeline),
+        make_augment=partial(augmentation, train.augment) if party.kind.of_images else _not_augmented,
+        graph=graph_of(party),
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
@@ -110,14 +85,14 @@ def _not_augmented(seed: int) -> Augment | None:
 
 
 def build_model(
-    site: SiteFile, pipeline: Pipeline, store: Store, role: str, index: int, *, common: bool = False
+    site: SiteFile, pipeline: Pipeline, data: Data, role: str, index: int, *, common: bool = False
 ) -> torch.nn.Module:
-    """A fresh model: the site's own architecture and seed for "private", everybody's for "proxy" or if `common`."""
+    """Return a fresh model: the site's own kind and seed for "private", everybody's for "proxy" or if `common`."""
     private = role == "private" and not common
     return build(
         architecture(site, pipeline, role, common=common),
-        n_classes=len(store.meta.classes),
-        shape=shape_of(pipeline, store),
+        n_classes=len(data.store.meta.classes),
+        shape=data.shape,
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
     )
 
@@ -129,26 +104,20 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
     return pipeline.model.private if common else (site.private_model or pipeline.model.private)
 
 
-def make_learners(
-    site: SiteFile,
-    pipeline: Pipeline,
-    store: Store,
-    index: int,
-    device: torch.device,
-    planned: PrivacyPlan | None,
-) -> MakeLearner:
-    """Builds the learners a method asks for, with the site's noise where they are under differential privacy."""
+def make_learners(party: Party, index: int, device: torch.device, planned: PrivacyPlan | None) -> MakeLearner:
+    """Build the learners a method asks for, with the site's noise where they are under differential privacy."""
+    site, pipeline = party.sites[index], party.pipeline
+    data = party.data(site.name)
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        model = build_model(site, pipeline, store, role, index, common=common)
-        seen = shape_of(pipeline, store)
+        model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
         settings = None
         if dp and planned is not None:
             settings = DPSettings(planned.sigma, planned.clip, planned.batch_size, planned.unit)
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
-                engine = check_per_example_gradients(model, shape, len(store.meta.classes))
+                engine = check_per_example_gradients(model, shape, len(data.store.meta.classes))
                 settings = replace(settings, engine=engine)
         return Learner(
             model,
@@ -161,41 +130,34 @@ def make_learners(
     return make
 
 
-def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder, index: int) -> Site:
-    """One site ready for the loop; opens its own store, and others' test patches only where all allow it."""
-    sites = study.sites(pipeline)
-    site, method = sites[index], method_for(method_name, pipeline)
-    store = open_data(study, site.name, pipeline)
-    folder = run.site(site.name)
+def assemble(party: Party, index: int) -> Site:
+    """Return one site ready for the loop; opens its own store, and others' test patches only where all allow it."""
+    site, pipeline, study = party.sites[index], party.pipeline, party.study
+    data, folder, device = party.data(site.name), party.run.site(site.name), device_of_rank()
     if folder.store_digest() is None:  # a run that began with them goes on with them
-        require_current(study, site.name, store)
-    device = device_of_rank()
-    train, validation = learned_from(study, pipeline, method, site.name)
+        data.require_current()
+    train, validation = learned_from(party, site.name)
     if not len(train):
-        raise WsiFlError(f"site {site.name}: its store has no training {example_word(pipeline)}")
-    tests = {"own": held_out(study, site.name, pipeline)}
-    if len(sites) > 1 and may_merge(sites):
-        tests["merged"] = joined([held_out(study, other.name, pipeline) for other in sites])
+        raise WsiFlError(f"site {site.name}: its store has no training {data.word}")
+    tests = {"own": data.held_out}
+    if len(party.sites) > 1 and party.may_merge:
+        tests["merged"] = party.merged()
     # every synthetic patch rests on all real ones: what protects one of them protects nobody
-    worth = "none" if is_synthetic(study, site.name, store) else guarantee_of(method, pipeline)
+    worth = "none" if data.is_synthetic() else guarantee_of(party.method, pipeline)
     terms = terms_of(site, pipeline, worth)
     if spends(pipeline):
         require_budget(site)
-    included = _included(study, site, pipeline)
-    ledger = open_ledger(study, site, _identity(run), terms, included, promise=study.promise(site.name))
-    canaries = agreed_canaries(folder, pipeline, store, train.n_stains)
+    included = _included(party, site)
+    ledger = open_ledger(study, site, _identity(party.run), terms, included, promise=study.promise(site.name))
+    canaries = agreed_canaries(folder, pipeline, data, train.n_stains)
     units = units_of(pipeline, train, site.name)
     if canaries is not None:
         units = units.with_canaries(canaries.included)
     planned = agreed_plan(folder, site, pipeline, units.n, ledger)
-    make = make_learners(site, pipeline, store, index, device, planned)
-    buffer = None
-    if isinstance(store, PatchStore):
-        buffer = agreed_buffer(study, pipeline, method, store, folder, index=index)
     return Site(
         index=index,
         name=site.name,
-        learners=method.prepare(make),
+        learners=party.method.prepare(make_learners(party, index, device, planned)),
         train=train,
         tests={name: examples for name, examples in tests.items() if len(examples)},
         ledger=ledger,
@@ -205,19 +167,19 @@ def assemble(study: Study, pipeline: Pipeline, method_name: str, run: RunFolder,
         units=units,
         validation=validation,
         canaries=canaries,
-        buffer=buffer,
-        returning=site.name in run.returning(),
+        buffer=agreed_buffer(party, index),
+        returning=site.name in party.run.returning(),
     )
 
 
-def _included(study: Study, site: SiteFile, pipeline: Pipeline) -> tuple[str, ...]:
+def _included(party: Party, site: SiteFile) -> tuple[str, ...]:
     """What else the site's ε of a run counts: with `stain.exchange` the release of its stain."""
-    if not pipeline.stain.exchange:
+    if not party.stains:
         return ()
+    study = party.study
     path = study.relative(study.stain(site.name))
-    released = stains_of(study, pipeline)[site.name]
-    check_own(stain_ledger(study, site, pipeline), released, path)
-    return (RUN,) if pipeline.privacy.enabled else ()
+    check_own(stain_ledger(study, site, party.pipeline), party.stains[site.name], path)
+    return (RUN,) if party.pipeline.privacy.enabled else ()
 
 
 def _identity(run: RunFolder) -> str:
@@ -235,24 +197,24 @@ def versions() -> dict[str, str]:
     return {"wsi_fl": wsi_fl.__version__} | {name: version(name) for name in names}
 
 
-def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> Brought:
-    """What a site brings, for the preflight: nothing but plans and shapes."""
-    store = open_data(study, site.name, pipeline)
-    travels = method_for(method_name, pipeline).travels
+def brought(site: Site, party: Party) -> Brought:
+    """Return what a site brings, for the preflight: nothing but plans and shapes."""
+    data, pipeline, travels = party.data(site.name), party.pipeline, party.method.travels
+    meta = data.store.meta
     return {
         "site": site.name,
         "run": run_id(site.ledger.run),
-        "method": method_name,
+        "method": party.name,
         "settings": _settings(pipeline),
-        "classes": list(store.meta.classes),
-        "size_px": store.meta.spec.size_px,
-        "mpp": store.meta.spec.mpp,
-        **_inputs(store, pipeline),
+        "classes": list(meta.classes),
+        "size_px": meta.spec.size_px,
+        "mpp": meta.spec.mpp,
+        **data.inputs(),
         "schema": schema(site.learners[travels].model) if travels else "",
-        "sites": [one.name for one in study.sites(pipeline)],
-        "graph": _graph_digest(study, pipeline),
+        "sites": party.names,
+        "graph": _graph_digest(party),
         "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
-        "stains": _stain_digests(study, pipeline),
+        "stains": {name: released.digest[:8] for name, released in party.stains.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
     }
@@ -271,26 +233,9 @@ def _settings(pipeline: Pipeline) -> dict[str, Setting]:
     return {key: value for key, value in found.items() if key not in _OWN}
 
 
-def _stain_digests(study: Study, pipeline: Pipeline) -> dict[str, str]:
-    """The beginning of each stain in use."""
-    if not pipeline.stain.exchange:
-        return {}
-    return {name: released.digest[:8] for name, released in stains_of(study, pipeline).items()}
-
-
-def _inputs(store: Store, pipeline: Pipeline) -> Inputs:
-    """What only patches have, only their features, or only mosaics."""
-    if isinstance(store, PatchFeatures):
-        return {"n_features": store.n_features, "encoder": store.encoder}
-    if isinstance(store, FeatureStore):
-        kinds = {kind: list(classes) for kind, classes in store.meta.tumor_types.items()}
-        return {"n_features": store.n_features, "encoder": store.meta.encoder, "tumor_types": kinds}
-    return {"channels": store.channels, "input_px": pipeline.train.input_px or store.meta.spec.size_px}
-
-
-def _graph_digest(study: Study, pipeline: Pipeline) -> str | None:
+def _graph_digest(party: Party) -> str | None:
     """The name of the graph, or what its file says."""
-    graph = pipeline.topology.graph
+    graph = party.pipeline.topology.graph
     if graph is None or not graph.endswith(".json"):
         return graph
-    return hashlib.sha256(study.resolve(graph).read_bytes()).hexdigest()
+    return hashlib.sha256(party.study.resolve(graph).read_bytes()).hexdigest()

@@ -1,0 +1,19 @@
+"""Sphinx: `make docs` builds this folder as HTML, without network; warnings are errors."""
+
+from wsi_fl import __version__
+
+project = "wsi-fl"
+author = "The wsi-fl authors"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_enable_extensions = ["deflist"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "wsi-fl"
+html_show_copyright = False
+
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"

@@ -1,0 +1,82 @@
+"""Documentation that stays true: it names what there is, and the configuration reference is made from the models."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import refused
+from typer.testing import CliRunner
+
+from wsi_fl.cli.main import app
+from wsi_fl.study.folder import shipped
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.reference import keys, page
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+FILES = ("csv", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
+
+
+def text_of(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_the_configuration_reference_is_current():
+    assert text_of("docs/configuration.md") == page(), "run `make docs`"
+
+
+def test_every_key_has_a_meaning_of_its_own():
+    rows = keys()
+    assert len(rows) == len({row["key"] for row in rows}) > 100
+    for row in rows:
+        assert re.match(r"[A-Z].{10,}\.$", row["meaning"]), row
+        assert row["type"], row
+
+
+def test_config_explains_a_key_a_section_and_all():
+    explained = CliRunner().invoke(app, ["config", "privacy.mode"]).stdout
+    assert explained.startswith('privacy.mode: paper or strict; default: "strict"\n    What the ε is worth.')
+    found = {
+        prefix: [row["key"] for row in keys(prefix)] for prefix in ("topology", "site.real", "predict.with")
+    }
+    assert found == {
+        "topology": ["topology.graph", "topology.self_weight"],
+        "site.real": ["site.real"],
+        "predict.with": ["predict.with"],
+    }
+    every = json.loads(CliRunner().invoke(app, ["config", "--json"]).stdout)
+    assert [row["key"] for row in every["keys"]] == [row["key"] for row in keys()]
+    rounds = keys("train.rounds")[0]
+    assert (rounds["type"], rounds["default"]) == ("integer ≥ 1", 30)
+
+
+def test_an_unknown_key_says_what_is_meant():
+    refused(lambda: keys("train.roundes"), "unknown key 'train.roundes'", "did you mean 'train.rounds'?")
+    refused(lambda: keys("trian"), "did you mean 'train'?")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        assert target.startswith("http") or (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_keys_that_are_named_exist(path):
+    known, sections = {row["key"] for row in keys()}, set(Pipeline.model_fields)
+    for section, key in re.findall(r"(?:`|--set )([a-z]+)\.([a-z_0-9]+)", path.read_text(encoding="utf-8")):
+        if section in sections and key not in FILES:
+            assert f"{section}.{key}" in known, f"{section}.{key}"
+
+
+def test_every_command_and_pipeline_is_described():
+    visible = [c.callback.__name__ for c in app.registered_commands if not c.hidden]
+    described = text_of("docs/commands.md")
+    assert [name for name in (*visible, "synthesize") if f"`wsi-fl {name}" not in described] == []
+    described = text_of("docs/pipelines.md")
+    assert [p.stem for p in shipped("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
+
+
+def test_the_readme_is_a_first_page():
+    assert len(text_of("README.md").splitlines()) <= 120

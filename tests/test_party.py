@@ -1,0 +1,86 @@
+"""A stage reads each site file once, opens each store once, and closes it at its end."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import make_study, refused
+
+from wsi_fl.federation.comm import LocalComm
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site import data
+from wsi_fl.stages.site.data import KINDS, kind_of
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.ranks import work_as_rank
+from wsi_fl.stages.training.train import train
+from wsi_fl.stages.work.console import Silent
+from wsi_fl.study.folder import Study
+
+ROUND = ["train.rounds=1"]
+
+
+@pytest.fixture
+def stores(monkeypatch):
+    """The patch stores that were opened."""
+    found, open_store = [], data.open_store
+    monkeypatch.setattr(data, "open_store", lambda *given: found.append(open_store(*given)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("method", ["proxyfl", "joint"])
+def test_a_rank_opens_each_store_that_it_may_read_once_and_closes_it(study, stores, method):
+    summary = train(study, method=method, overrides=ROUND, backend="local")
+    run = RunFolder(study.root / summary["run"])
+    stores.clear()
+    work_as_rank(study, run, LocalComm(4), Silent())
+    assert Counter(store.meta.site for store in stores) == Counter(["S0", "S1", "S2", "S3"])
+    assert not any(store._file for store in stores)
+
+
+def test_evaluate_opens_each_store_once_and_closes_it(study, stores):
+    summary = train(study, method="regular", overrides=ROUND, backend="local")
+    stores.clear()
+    evaluate(study, summary["run"])
+    assert len(stores) == 4 and not any(store._file for store in stores)
+
+
+def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stores):
+    study = make_study(tmp_path / "study", site_extra="real = true\nmax_epsilon = 9.0\ndelta = 1e-5")
+    party = Party.of(study, study.pipeline("small"), "proxyfl")
+    with party:
+        assert not party.may_merge and not stores
+        party.data("S2")
+        assert [store.meta.site for store in stores] == ["S2"]
+    assert not stores[0]._file
+
+
+def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
+    read, site = [], Study.site
+    monkeypatch.setattr(Study, "site", lambda self, name: read.append(name) or site(self, name))
+    party = Party.of(study, study.pipeline("small"), "proxyfl")
+    (study.root / "sites" / "S1.toml").write_text("no longer TOML")
+    assert party.names == ["S0", "S1", "S2", "S3"] == read
+    assert party.site("S1").name == "S1" and party.may_merge
+    assert len(read) == 4
+
+
+def test_patches_are_read_after_their_shards_were_closed(study):
+    pipeline = study.pipeline("small")
+    with kind_of(pipeline)(study, "S0") as found:
+        train = found.examples("train")
+        rows = np.flatnonzero(found.store.table.split == "train")
+        assert not found.store._shards
+        assert np.array_equal(found.store.read(rows[:3]), train.read(np.arange(3)))
+
+
+def test_every_method_and_kind_is_known_by_name(study):
+    refused(lambda: Party.of(study, study.pipeline("small"), "fedsgd").method, "fedsgd", "proxyfl")
+    assert all(method.name and method.does for method in METHODS.values())
+    assert [name for name, method in METHODS.items() if not method.federated] == ["regular", "joint"]
+    assert {name: kind.word for name, kind in KINDS.items()} == {
+        "patches": "patches",
+        "features": "patches",
+        "mosaics": "slides",
+    }

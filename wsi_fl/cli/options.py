@@ -1,0 +1,59 @@
+"""What the commands share: options, how a study is found, how an answer is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wsi_fl.types import UsageError
+
+if TYPE_CHECKING:
+    from wsi_fl.study.folder import Study
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Pipeline = Annotated[
+    str | None, typer.Option(help="Name of a pipeline. Default: the study's only one, or camelyon17.")
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."
+    ),
+]
+Answering = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="predict.with (auto, private, proxy or mean), predict.threshold or predict.top_k. Repeatable.",
+    ),
+]
+Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]
+
+
+def find_study() -> Study:
+    """Return the study at or above the current folder; UsageError where there is none."""
+    from wsi_fl.study.folder import Study
+
+    return Study.find()
+
+
+def show(document: dict[str, Any], as_json: bool, for_people: Callable[[dict[str, Any]], None]) -> None:
+    """Print a command's answer, as one JSON document or for people; an empty one is of a rank that is not the first."""
+    if document and as_json:
+        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+    elif document:
+        for_people(document)
+
+
+def one_or_all(command: str, site: str | None, every: bool) -> None:
+    """Raise UsageError unless exactly one of --site and --all was given."""
+    if (site is None) == (not every):
+        raise UsageError(
+            f"{command} needs one of --site NAME and --all"
+            if site is None
+            else "--site and --all exclude each other"
+        )

@@ -1,0 +1,202 @@
+"""The commands that make a study and prepare what it learns from: slides, data sets, stains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from wsi_fl.cli.options import Json, Pipeline, Set, find_study, one_or_all, show
+from wsi_fl.types import UsageError
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The study to make.")],
+    archive: Annotated[
+        Path | None, typer.Option("--from", help="Archive of slides to write site files for.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="camelyon17, camelyon16, tcga or generic. Default: recognised.")
+    ] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="The sites are real hospitals: nobody reads their patches.")
+    ] = False,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(help="Shipped pipeline of the study. Default: tcga_subtypes for tcga, or camelyon17."),
+    ] = None,
+    group_by: Annotated[
+        str | None, typer.Option(help="TCGA: a site is an institution (default) or a source site, tss.")
+    ] = None,
+    clinical: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TCGA: diagnoses. Default: its clinical*.tsv.")
+    ] = None,
+    codes: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="TCGA: all source sites. Default: its tissueSourceSite*.tsv, if any."
+        ),
+    ] = None,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column",
+            metavar="KEY=NAME",
+            help="TCGA: what patient, diagnosis, tumor_type or project is called in --clinical. Repeatable.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a study: pipelines/ and sites/ to edit."""
+    from wsi_fl.stages.prepare.init import Tables, init, print_init
+
+    tables = Tables(group_by, clinical, codes, tuple(columns or ()))
+    document = init(folder, archive=archive, layout=layout, real=real, pipeline=pipeline, tables=tables)
+    show(document, as_json, print_init)
+
+
+def tile(
+    site: Annotated[str | None, typer.Option(help="The site to tile.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Tile every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Cut a site's slides into labelled patches: its patch store."""
+    one_or_all("tile", site, every)
+    study = find_study()
+    from wsi_fl.stages.prepare.tables import print_tile
+    from wsi_fl.stages.prepare.tile import tile
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("tile") as bars:
+        document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+    show(document, as_json, print_tile)
+
+
+def mosaic(
+    site: Annotated[str | None, typer.Option(help="The site whose slides to take.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Turn a site's slides into mosaics of a few patches each, stored as deep features."""
+    one_or_all("mosaic", site, every)
+    study = find_study()
+    from wsi_fl.stages.prepare.mosaic import mosaic
+    from wsi_fl.stages.prepare.tables import print_mosaic
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("mosaic") as bars:
+        document = mosaic(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+    show(document, as_json, print_mosaic)
+
+
+def features(
+    site: Annotated[str | None, typer.Option(help="The site whose patches to take.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Compute deep features of every patch of a patch store; with stain.exchange also in the other sites' stains."""
+    one_or_all("features", site, every)
+    study = find_study()
+    from wsi_fl.stages.prepare.features import features, print_features
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("features") as bars:
+        document = features(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
+    show(document, as_json, print_features)
+
+
+def stain(
+    site: Annotated[str | None, typer.Option(help="The site whose training patches to measure.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure and release once more, at the same cost again.")
+    ] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Release a site's stain, a few numbers under differential privacy, once."""
+    one_or_all("stain", site, every)
+    study = find_study()
+    from wsi_fl.stages.prepare.stain import print_stains, stain
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("stain") as bars:
+        document = stain(
+            study,
+            site=site,
+            pipeline_name=pipeline,
+            overrides=overrides or [],
+            again=again,
+            watcher=bars,
+        )
+    show(document, as_json, print_stains)
+
+
+def export(
+    site: Annotated[str, typer.Option(help="The site whose mosaics to export.")],
+    form: Annotated[str, typer.Option("--format", help="clam: HDF5 files for CLAM and TRIDENT.")] = "clam",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: exports/FORMAT/SITE.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a site's mosaics in the format of another tool."""
+    study = find_study()
+    from wsi_fl.stages.prepare.export import export, print_export
+
+    document = export(study, site=site, form=form, out=out)
+    show(document, as_json, print_export)
+
+
+def pack(
+    store: Annotated[Path, typer.Argument(help="A linked store, stores/<site>/patches.h5.")],
+    out: Annotated[Path, typer.Argument(help="The self-contained file to write.")],
+) -> None:
+    """Copy a store with all its shards into one self-contained file."""
+    if out.exists():
+        raise UsageError(f"{out}: exists already; pack writes new files only")
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"{out.parent}: no such folder")
+    from wsi_fl.stores.shards import pack
+
+    pack(store, out)
+    print(out)
+
+
+def partition(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="npz, HDF5 or a folder of classes.")],
+    sites: Annotated[int, typer.Option(help="Number of sites.")],
+    per_site: Annotated[
+        int | None, typer.Option(help="Training images per site. Default: all there are.")
+    ] = None,
+    skew: Annotated[str, typer.Option(help="iid, major:0.8 or dirichlet:0.5.")] = "iid",
+    seed: Annotated[int, typer.Option(help="Of the division.")] = 0,
+    test_fraction: Annotated[float, typer.Option(help="Held out where the data bring no test set.")] = 0.2,
+    size_px: Annotated[int | None, typer.Option(help="Scale images to squares of this size.")] = None,
+    prefix: Annotated[str, typer.Option(help="Sites are called PREFIX1, PREFIX2, …")] = "S",
+    as_json: Json = False,
+) -> None:
+    """Divide an image data set among simulated sites."""
+    study = find_study()
+    from wsi_fl.stages.prepare.partition import partition, print_partition
+
+    document = partition(
+        study,
+        data,
+        n_sites=sites,
+        per_site=per_site,
+        skew=skew,
+        seed=seed,
+        test_fraction=test_fraction,
+        size_px=size_px,
+        prefix=prefix,
+    )
+    show(document, as_json, print_partition)

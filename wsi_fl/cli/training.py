@@ -1,0 +1,122 @@
+"""The commands that train, and that plan what training costs in ε."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wsi_fl.cli.options import Json, Pipeline, Set, find_study, show
+from wsi_fl.types import UsageError
+
+
+def train(
+    method: Annotated[
+        str,
+        typer.Option(
+            help="proxyfl, fml, fedavg, avgpush, cwt, replay, mpcpa; joint: all data pooled; regular: alone; "
+            "generated: all sites' generated images."
+        ),
+    ] = "proxyfl",
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    backend: Annotated[
+        str, typer.Option(help="mpi: one rank per site. local: all sites in this process.")
+    ] = "mpi",
+    resume: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Continue a run after its last round.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(metavar="N", help="A series of runs from N seeds, train.seed and on.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SITE", help="With --resume: go on without this site. Repeatable."),
+    ] = None,
+    baselines: Annotated[
+        bool,
+        typer.Option(
+            "--baselines", help="mpcpa: own, all original, all generated and FedAvg too, in a table."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Preflight only: ε, memory and time of the plan.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train: one MPI rank per site, started here or by mpiexec or srun."""
+    if resume is not None and (overrides or pipeline or seeds):
+        raise UsageError("a resumed run keeps its configuration; leave out --set, --pipeline and --seeds")
+    if without and resume is None:
+        raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
+    if baselines and (method != "mpcpa" or resume is not None or seeds is not None or dry_run):
+        raise UsageError("--baselines belongs to --method mpcpa, alone")
+    study = find_study()
+    chosen: dict[str, Any] = {"method": method, "pipeline_name": pipeline, "overrides": overrides or []}
+    from wsi_fl.stages.training import plan, series
+    from wsi_fl.stages.training import train as stage
+    from wsi_fl.stages.work.console import Bars
+
+    if dry_run:
+        cost = plan.dry_run(study, **chosen, backend=backend)
+        show(cost, as_json, plan.print_plan)
+        return
+    if baselines:
+        from wsi_fl.stages.answers.mpcpa_table import mpcpa_table, print_mpcpa
+
+        chosen.pop("method")
+        with Bars("train") as bars:
+            table = mpcpa_table(study, **chosen, backend=backend, watcher=bars)
+        show(table, as_json, print_mpcpa)
+        return
+    with Bars("train") as bars:
+        if resume is not None:
+            summary = stage.resume(study, resume, without=without or (), backend=backend, watcher=bars)
+            summary = series.resume_series(study, resume, backend=backend, watcher=bars) or summary
+        elif seeds is not None:
+            summary = series.train_series(study, seeds=seeds, **chosen, backend=backend, watcher=bars)
+        else:
+            summary = stage.train(study, **chosen, backend=backend, watcher=bars)
+    show(summary, as_json, series.print_series if "runs" in summary else stage.print_summary)
+
+
+def rank(run: Path) -> None:
+    """Run one MPI rank of a run that `train` started."""
+    from wsi_fl.stages.training.ranks import rank_main
+
+    rank_main(run)
+
+
+def privacy(
+    n: Annotated[int, typer.Option(help="Training rows (or patients) of the site.")],
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
+    ] = None,
+    epochs: Annotated[
+        float, typer.Option("--epochs", "--rounds", help="Passes over the data: rounds × epochs per round.")
+    ] = 30,
+    sigma: Annotated[float | None, typer.Option(help="Noise multiplier.")] = None,
+    target_epsilon: Annotated[
+        float | None, typer.Option(help="Find batch size and σ that spend this ε best.")
+    ] = None,
+    delta: Annotated[float, typer.Option(help="δ.")] = 1e-5,
+    group: Annotated[
+        int | None, typer.Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the ε of a plan, or the σ that a target ε asks for."""
+    from wsi_fl.stages.training.privacy import print_privacy, privacy
+
+    document = privacy(
+        n=n,
+        batch_size=batch_size,
+        epochs=epochs,
+        delta=delta,
+        sigma=sigma,
+        target_epsilon=target_epsilon,
+        group=group,
+    )
+    show(document, as_json, print_privacy)

@@ -1,0 +1,70 @@
+"""predictions.csv: what answers for a site, on every test example; `evaluate` writes it and `compare` reads it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.runs import SiteFolder
+from wsi_fl.stages.site.data import Table
+from wsi_fl.system.files import write_text
+from wsi_fl.types import BagTable
+
+Right = dict[tuple[str, ...], float]
+"""Test example (site, patient, and what else names it) → whether the model was right."""
+
+
+def write_predictions(
+    folder: SiteFolder,
+    predicted: Mapping[str, Probabilities],
+    tables: Mapping[str, Table],
+    classes: tuple[str, ...],
+) -> None:
+    """Write a row per test patch, or per test slide, of every site in `predicted`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    of_bags = any(isinstance(table, BagTable) for table in tables.values())
+    extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
+    writer.writerow(["site", "slide", "patient", *extra, "label", *(f"p_{name}" for name in classes)])
+    for site, values in predicted.items():
+        table = tables[site]
+        for row, p in enumerate(values):
+            known = [table.tumor_type[row]] if isinstance(table, BagTable) else table.xy_l0[row].tolist()
+            truth = classes[table.label[row]]
+            who = [site, table.slide[row], table.patient[row]]
+            writer.writerow([*who, *known, truth, *(f"{v:.6f}" for v in p)])
+    write_text(_path(folder), text.getvalue())
+
+
+def read_right(folder: SiteFolder, on: str) -> Right | None:
+    """Return on which examples a site's answer was right; None where the site has no predictions.
+
+    Args:
+        on: "merged", or "own" for the site's own part alone.
+    """
+    if not _path(folder).exists():
+        return None
+    with _path(folder).open(newline="", encoding="utf-8") as file:
+        table = csv.reader(file)
+        header = next(table)
+        label, first = (
+            header.index("label"),
+            next(k for k, name in enumerate(header) if name.startswith("p_")),
+        )
+        classes = [name.removeprefix("p_") for name in header[first:]]
+        found: Right = {}
+        for line in table:
+            if on == "merged" or line[0] == folder.path.name:
+                best = int(np.argmax([float(p) for p in line[first:]]))
+                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
+                found[key] = float(classes[best] == line[label])
+    return found
+
+
+def _path(folder: SiteFolder) -> Path:
+    return folder.path / "predictions.csv"

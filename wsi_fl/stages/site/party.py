@@ -1,0 +1,121 @@
+"""Who takes part in a stage, and with what: made once at its door and handed on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Self
+
+from wsi_fl.federation.methods import METHODS, Method, replay
+from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.site.data import Data, kind_of, open_data
+from wsi_fl.stages.site.stains import Released, stains_of
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
+from wsi_fl.types import UsageError
+
+
+def method_for(name: str, pipeline: Pipeline) -> Method:
+    """Return a row of METHODS as a pipeline has it: `replay` comes in variants, and orders sites by the seed.
+
+    Raises:
+        UsageError: for an unknown method.
+    """
+    if name == "replay":
+        return replay(pipeline.replay.variant, pipeline.train.seed)
+    if name not in METHODS:
+        raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
+    return METHODS[name]
+
+
+@dataclass(frozen=True)
+class Party:
+    """The sites of a pipeline, their files read and their stores opened once; a context manager that closes them.
+
+    Attributes:
+        study: as the run saw it when it began, where there is one.
+        name: of the method.
+        run: its folder, which a plan that is not run never writes.
+        sites: in order, the files of all.
+    """
+
+    study: Study
+    pipeline: Pipeline
+    name: str
+    run: RunFolder
+    sites: tuple[SiteFile, ...]
+    _opened: dict[str, Data] = field(default_factory=dict)
+    _stores: ExitStack = field(default_factory=ExitStack)
+
+    @staticmethod
+    def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
+        """Read the site files of a pipeline; stores are opened when somebody asks for them."""
+        folder = run or RunFolder(study.runs / "dry-run")
+        return Party(study, pipeline, method, folder, tuple(study.sites(pipeline)))
+
+    @staticmethod
+    def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> Party:
+        """Return those who took part in a run, with its own settings where no others are given.
+
+        Args:
+            study: as the run saw it (`as_begun`).
+        """
+        settings = pipeline or load_pipeline(run.path / "config.toml")
+        return Party.of(study, settings, str(run.manifest["method"]), run)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all sites, in order."""
+        return [site.name for site in self.sites]
+
+    @cached_property
+    def method(self) -> Method:
+        """The row of the method."""
+        return method_for(self.name, self.pipeline)
+
+    @cached_property
+    def kind(self) -> type[Data]:
+        """The kind of store that all of them train on."""
+        return kind_of(self.pipeline)
+
+    @cached_property
+    def stains(self) -> dict[str, Released]:
+        """The released stain of every site; empty where none are exchanged."""
+        return stains_of(self.study, self.pipeline) if self.pipeline.stain.exchange else {}
+
+    @property
+    def may_merge(self) -> bool:
+        """Whether one place may read what all sites hold for testing."""
+        return all(site.allows("patches") for site in self.sites)
+
+    @property
+    def lost(self) -> set[str]:
+        """The sites that were lost in the run and have not come back."""
+        return {loss["site"] for loss in self.run.losses()}
+
+    def site(self, name: str) -> SiteFile:
+        """Return the file of one of the sites."""
+        return next(site for site in self.sites if site.name == name)
+
+    def has_store(self, site: str) -> bool:
+        """Return whether a site's store is on this machine."""
+        return self.kind.path(self.study, site).exists()
+
+    def data(self, site: str) -> Data:
+        """Return the store of a site, opened by whoever asks first."""
+        if site not in self._opened:
+            self._opened[site] = self._stores.enter_context(open_data(self.study, site, self.pipeline))
+        return self._opened[site]
+
+    def merged(self) -> Examples:
+        """Return the test examples of all sites together."""
+        return joined([self.data(name).held_out for name in self.names])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stores.close()

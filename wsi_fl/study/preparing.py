@@ -1,0 +1,119 @@
+"""The sections of a pipeline that say what is made of slides: patches, mosaics, features, stains."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from wsi_fl.study.toml import Section
+
+
+class Slides(Section):
+    """How slides are read."""
+
+    without_effect = ("",)
+    reader: Literal["auto", "native", "openslide"] = "auto"
+    """What decodes the pixels. `native` decodes a slide's own JPEG tiles, `openslide` leaves everything to OpenSlide,
+    and `auto` decodes natively where that gives the same pixels as OpenSlide."""
+
+
+class Tile(Section):
+    """How `tile` cuts slides into labelled patches."""
+
+    without_effect = ("",)
+    size_px: int = Field(512, ge=8)
+    """Width and height of a patch, in pixels."""
+    mpp: float = Field(0.5, gt=0)
+    """Resolution of a patch, in µm per pixel."""
+    stride_px: int | None = Field(None, ge=1)
+    """Distance from one patch to the next, in pixels of the patch. By default it equals `size_px`, so patches do not
+    overlap."""
+    min_tissue: float = Field(0.2, ge=0, le=1)
+    """Smallest share of a patch that must be tissue; patches with less are left out."""
+    min_tumor: float = Field(0.5, gt=0, le=1)
+    """Smallest share of a patch that must lie inside a tumour outline for the patch to be labelled tumour."""
+    tumor_groups: list[str] | None = None
+    """Names of the annotation groups that outline tumour. By default the names that Camelyon, ASAP and QuPath use."""
+    hole_groups: list[str] | None = None
+    """Names of the annotation groups that outline holes in a tumour. By default the names that Camelyon, ASAP and
+    QuPath use."""
+    ignored_groups: list[str] = Field([])
+    """Names of annotation groups that say nothing about tumour and are passed over."""
+    balance: bool = True
+    """Whether a site keeps equally many patches of each label. The choice looks at all of the site's slides, so a
+    guarantee that must also cover tiling needs `false`."""
+    max_per_slide: int | None = Field(None, ge=1)
+    """Largest number of patches that are kept of one slide, drawn at random. By default there is no limit."""
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    """Share of patients that are held out for testing where the site prescribes no split."""
+    seed: int = 0
+    """Seed of the random choices of `tile`: the test patients and the patches that are kept."""
+
+
+class Store(Section):
+    """How a patch store keeps pixels."""
+
+    without_effect = ("",)
+    pixels: str = Field("raw", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
+    """How pixels are stored. `raw` keeps them as read; `native` keeps the slide's own JPEG streams where all patches
+    of a slide are whole tiles of it, and raw pixels elsewhere; `jpeg:90` encodes them anew and loses detail; `none`
+    keeps positions alone and reads pixels from the slide whenever they are needed."""
+
+
+class Mosaic(Section):
+    """How `mosaic` turns a slide into a bag of features of a few representative patches (Yottixel, 2020)."""
+
+    without_effect = ("",)
+    size_px: int = Field(1000, ge=8)
+    """Width and height of a patch, in pixels."""
+    mpp: float = Field(0.5, gt=0)
+    """Resolution of a patch, in µm per pixel."""
+    min_tissue: float = Field(0.7, ge=0, le=1)
+    """Smallest share of a patch that must be tissue."""
+    clusters: int = Field(9, ge=1)
+    """Number of groups into which the patches of a slide are sorted by colour."""
+    fraction: float = Field(0.05, gt=0, le=1)
+    """Share of each colour group that is kept, spread over the slide."""
+    encoder: str = "densenet121"
+    """Name of the encoder, any timm model; its pooled output is the feature."""
+    weights: str | None = None
+    """Path of a safetensors file with the encoder's weights. By default the published weights, fetched by name."""
+    input_px: int | None = Field(None, ge=32)
+    """Size to which patches are resized for the encoder, in pixels. By default they stay as read, unless the encoder
+    takes one size alone."""
+    batch_size: int = Field(32, ge=1)
+    """Number of patches that go through the encoder together."""
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    """Share of patients that are held out for testing where the site prescribes no split."""
+    seed: int = 0
+    """Seed of the grouping by colour and of the choice of test patients."""
+
+
+class Features(Section):
+    """How `features` encodes every patch of a patch store. A key that is not set is taken from [mosaic]."""
+
+    without_effect = ("",)
+    encoder: str | None = None
+    """Name of the encoder, any timm model. By default `mosaic.encoder`."""
+    weights: str | None = None
+    """Path of a safetensors file with the encoder's weights. By default `mosaic.weights`, for the same encoder."""
+    input_px: int | None = Field(None, ge=32)
+    """Size to which patches are resized for the encoder, in pixels. By default `mosaic.input_px`, if the encoder is
+    the same."""
+    batch_size: int | None = Field(None, ge=1)
+    """Number of patches that go through the encoder together. By default `mosaic.batch_size`."""
+
+
+class Stain(Section):
+    """How a site's stain is measured on its training rows, released with noise, and used by other sites."""
+
+    method: Literal["reinhard", "macenko"] = "reinhard"
+    """What describes a stain: mean and spread of the tissue's colour in CIELAB (`reinhard`, Reinhard et al. 2001), or
+    the absorption of its two dyes (`macenko`, Macenko et al. 2009)."""
+    sigma: float = Field(8.0, gt=0)
+    """Noise multiplier of the release: more noise makes a coarser stain and a smaller ε."""
+    clip: float = Field(1.5, gt=0)
+    """Norm to which the numbers of one row (or patient) are clipped before they are averaged."""
+    exchange: bool = False
+    """Whether training shows each patch in its own stain or, equally likely, in another site's released stain."""
