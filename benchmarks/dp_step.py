@@ -1,6 +1,6 @@
-"""What differential privacy costs: a DP-SGD step of every grad_mode against the plain step, interleaved in one run.
+"""What differential privacy costs: a DP-SGD step of either engine against the plain step, interleaved in one run.
 
-python benchmarks/dp_step.py [--models mlp,resnet18] [--modes auto,ghost] [--repeats 15] [--json]
+python benchmarks/dp_step.py [--models mlp,resnet18] [--engines ghost] [--repeats 15] [--json]
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SHAPES = {
 }
 """Of a batch of each model."""
 
-MODES = ("auto", "ghost", "hooks", "functorch")
+ENGINES = ("ghost", "hooks")
 
 SLOW_S = 0.5
-"""A mode whose step takes longer is measured three times only."""
+"""An engine whose step takes longer is measured three times only."""
 
 
 def make(name: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -64,11 +64,11 @@ def plain_step(name: str, x: Tensor, y: Tensor) -> Callable[[], object]:
     return step
 
 
-def private_step(name: str, mode: str, x: Tensor, y: Tensor) -> tuple[Callable[[], object], DPTrainer]:
+def private_step(name: str, engine: str, x: Tensor, y: Tensor) -> Callable[[], object]:
     model, optimizer = make(name)
-    trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=len(x), grad_mode=mode)
+    trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=len(x), engine=engine)
     noise = entropy_generator(DEVICE)
-    return (lambda: trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise)), trainer
+    return lambda: trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -79,19 +79,19 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def compare(name: str, modes: Sequence[str], repeats: int) -> list[dict[str, object]]:
-    """A row for each mode: medians of the plain and the private step, taken in turns."""
+def compare(name: str, engines: Sequence[str], repeats: int) -> list[dict[str, object]]:
+    """A row for each engine: medians of the plain and the private step, taken in turns."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(SHAPES[name], generator=generator).to(DEVICE)
     if name == "deepset":
         x[..., -1] = 1  # no padding
     y = (torch.arange(len(x)) % N_CLASSES).to(DEVICE)
     rows: list[dict[str, object]] = []
-    for mode in modes:
+    for engine in engines:
         try:
-            private, trainer = private_step(name, mode, x, y)
+            private = private_step(name, engine, x, y)
         except WsiFlError as error:
-            rows.append({"model": name, "mode": mode, "refused": str(error)})
+            rows.append({"model": name, "engine": engine, "refused": str(error)})
             continue
         plain = plain_step(name, x, y)
         for work in (plain, private, plain):
@@ -102,8 +102,7 @@ def compare(name: str, modes: Sequence[str], repeats: int) -> list[dict[str, obj
         rows.append(
             {
                 "model": name,
-                "mode": mode,
-                "chosen": trainer.mode,
+                "engine": engine,
                 "plain_ms": base,
                 "dp_ms": cost,
                 "ratio": cost / base,
@@ -113,14 +112,13 @@ def compare(name: str, modes: Sequence[str], repeats: int) -> list[dict[str, obj
 
 
 def table(rows: Sequence[dict[str, object]]) -> str:
-    lines = [f"{'model':<10}{'mode':<20}{'plain ms':>10}{'DP ms':>10}{'ratio':>8}"]
+    lines = [f"{'model':<10}{'engine':<20}{'plain ms':>10}{'DP ms':>10}{'ratio':>8}"]
     for row in rows:
-        mode = f"auto ({row['chosen']})" if row["mode"] == "auto" else row["mode"]
         if "refused" in row:
-            lines.append(f"{row['model']:<10}{mode:<20}{row['refused']}")
+            lines.append(f"{row['model']:<10}{row['engine']:<20}{row['refused']}")
         else:
             lines.append(
-                f"{row['model']:<10}{mode:<20}{row['plain_ms']:>10.2f}{row['dp_ms']:>10.2f}{row['ratio']:>8.2f}"
+                f"{row['model']:<10}{row['engine']:<20}{row['plain_ms']:>10.2f}{row['dp_ms']:>10.2f}{row['ratio']:>8.2f}"
             )
     return "\n".join(lines)
 
@@ -128,15 +126,15 @@ def table(rows: Sequence[dict[str, object]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    models, modes = args.models.split(","), args.modes.split(",")
-    unknown = [name for name in (*models, *modes) if name not in (*SHAPES, *MODES)]
+    models, engines = args.models.split(","), args.engines.split(",")
+    unknown = [name for name in (*models, *engines) if name not in (*SHAPES, *ENGINES)]
     if unknown:
-        parser.error(f"unknown {', '.join(unknown)}; known: {', '.join((*SHAPES, *MODES))}")
-    rows = [row for name in models for row in compare(name, modes, args.repeats)]
+        parser.error(f"unknown {', '.join(unknown)}; known: {', '.join((*SHAPES, *ENGINES))}")
+    rows = [row for name in models for row in compare(name, engines, args.repeats)]
     where = f"{DEVICE}, {torch.get_num_threads()} threads, Adam, sigma {SIGMA}"
     print(json.dumps({"device": where, "rows": rows}) if args.json else f"{where}\n{table(rows)}")
 

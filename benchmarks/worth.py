@@ -60,10 +60,7 @@ VARIANTS = (
     Variant("pooled", "joint", (OFF, OWN)),
     Variant("pooled + exchange", "joint", (OFF, SHARED)),
 )
-ABLATIONS = (
-    Variant("α fixed", "proxyfl", (SHARED, "train.listen=always")),
-    Variant("paper mode", "proxyfl", (SHARED, "privacy.mode=paper")),
-)
+ABLATIONS = (Variant("paper mode", "proxyfl", (SHARED, "privacy.mode=paper")),)
 ANSWERS = ("private", "proxy", "mean")
 
 

@@ -93,7 +93,6 @@ batch_size = 8
 lr = 0.005
 augment = "none"
 [privacy]
-grad_mode = "ghost"  # the fastest of the moment would make runs differ in round-off
 [evaluate]
 bootstrap = 50
 """

@@ -21,7 +21,6 @@ from wsi_fl.learning.examples import joined
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, Bags, Images, build
 from wsi_fl.privacy.accounting import epsilon, plan
-from wsi_fl.privacy.choice import MODES
 from wsi_fl.privacy.dpsgd import check_trainable
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.audit import audit
@@ -52,8 +51,6 @@ data = "mosaics"
 rounds = 2
 batch_size = 4
 lr = 0.003
-[privacy]
-grad_mode = "ghost"
 [evaluate]
 bootstrap = 20
 [mosaic]
@@ -200,7 +197,7 @@ def test_models_are_of_images_or_of_bags():
 # differential privacy: one slide is one example
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ENGINES)
 @pytest.mark.parametrize("name", BAG_BUILDERS)
 @pytest.mark.parametrize(
     "lengths", [LENGTHS, (1, 1), (40, 3, 90)]

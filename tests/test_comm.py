@@ -28,7 +28,6 @@ from wsi_fl.federation.message import (
     received,
     tag_of,
 )
-from wsi_fl.federation.receiving import Buffers
 from wsi_fl.federation.topology import exponential, receivers, senders
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.stages.training import launch
@@ -104,18 +103,6 @@ def test_a_hop_that_a_round_has_no_room_for_is_not_sent(tmp_path):
     item = Outgoing(0, 1, 1.0, release_of(tmp_path, "a", 1, [1.0]))
     with pytest.raises(AssertionError):
         pack(item, 1, HOPS)
-
-
-def test_a_buffer_is_used_again_only_when_nobody_holds_it():
-    buffers = Buffers()
-    first, second = buffers.take(8), buffers.take(8)
-    assert first is not second
-    address, part = id(first), first[2:5]
-    del first
-    assert id(buffers.take(8)) != address  # a view holds it still
-    del part
-    assert id(buffers.take(8)) == address
-    assert buffers.take(9).size == 9
 
 
 class Told(TypedDict):

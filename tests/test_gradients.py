@@ -1,11 +1,10 @@
-"""Every grad_mode against a loop over single examples, ghost's rules layer by layer, and the choice of a mode."""
+"""Both engines against a loop over single examples, ghost's rules layer by layer, and which engine a model gets."""
 
 import itertools
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import refused
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -14,12 +13,11 @@ from torch.nn import functional
 from wsi_fl.learning.local import DPSettings, Learner, supervised_step
 from wsi_fl.models import Images, build
 from wsi_fl.models.deepset import deepset
-from wsi_fl.privacy import choice, ghost, gradients
-from wsi_fl.privacy.choice import MODES, fastest
+from wsi_fl.privacy import ghost
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients, entropy_generator
 from wsi_fl.privacy.ghost import _GHOSTS, gradients_of, obstacle
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 N_CLASSES = 3
 
@@ -38,7 +36,7 @@ def looped(model, x, y):
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-def compare(mode, model, x, y, rtol=1e-3):
+def compare(engine, model, x, y, rtol=1e-3):
     """The engine's sums, clipped so that some examples are and some are not, are those of the loop."""
     each = looped(model, x, y)
     norms = torch.stack([g.flatten(1).norm(dim=1) for g in each]).norm(dim=0)
@@ -49,7 +47,7 @@ def compare(mode, model, x, y, rtol=1e-3):
         told.append(found)
         return (clip / found).clamp(max=1.0)
 
-    sums, loss = ENGINES[mode](model, x, loss_for(y), weigh)
+    sums, loss = ENGINES[engine](model, x, loss_for(y), weigh)
     c = (clip / norms).clamp(max=1.0)
     assert len(x) == 1 or 0 < int((c < 1).sum()) < len(x)
     torch.testing.assert_close(told[0], norms.double(), rtol=rtol, atol=0.0)
@@ -68,23 +66,23 @@ def images(b, channels, size_px, seed=0):
 MODELS = {"mlp": 16, "lenet5": 28, "cnn1": 16, "cnn2": 16, "gn_cnn": 16, "resnet18": 32, "timm:resnet10t": 32}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_mode_sums_the_clipped_gradients_of_a_loop(name, mode):
+def test_every_engine_sums_the_clipped_gradients_of_a_loop(name, engine):
     model = build(name, n_classes=N_CLASSES, shape=Images(3, MODELS[name]), seed=0).train()
     with torch.no_grad():
         for p in model.parameters():  # a gain of 0 hides the rest
             if p.min() == p.max():
                 p.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(0))
-    compare(mode, model, *images(4, 3, MODELS[name]))
+    compare(engine, model, *images(4, 3, MODELS[name]))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("n_instances", [1, 5, 40])  # 2 · 40² > 16 · 32: both branches of the rule
-def test_every_mode_sums_the_clipped_gradients_of_bags(mode, n_instances):
+def test_every_engine_sums_the_clipped_gradients_of_bags(engine, n_instances):
     torch.manual_seed(0)
     bags = torch.cat([torch.randn(4, n_instances, 16), torch.ones(4, n_instances, 1)], 2)
-    compare(mode, deepset(N_CLASSES, 16, hidden=32), bags, torch.arange(4) % 3)
+    compare(engine, deepset(N_CLASSES, 16, hidden=32), bags, torch.arange(4) % 3)
 
 
 # the rules of ghost
@@ -254,8 +252,8 @@ def test_frozen_layers_are_left_out():
     model = build("cnn1", n_classes=N_CLASSES, shape=Images(1, 16), seed=0)
     model[0].requires_grad_(False)
     model[3].bias.requires_grad_(False)
-    for mode in MODES:
-        compare(mode, model, *images(4, 1, 16))
+    for engine in ENGINES:
+        compare(engine, model, *images(4, 1, 16))
 
 
 class Spoilt(nn.Module):
@@ -309,32 +307,25 @@ def test_ghost_stops_where_it_cannot_see_a_layers_gradient(model, frozen, words)
     assert not any(m._forward_hooks for m in model.modules())
 
 
-def test_models_that_ghost_does_not_suit_are_refused_by_name_and_left_out_by_auto():
+def test_models_that_ghost_does_not_suit_get_hooks():
     tied = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, N_CLASSES))
     tied[2].weight = tied[1].weight
     weighed = nn.Sequential(nn.Flatten(), nn.utils.weight_norm(nn.Linear(36, N_CLASSES)))
     curved = nn.Sequential(nn.Flatten(), nn.PReLU(), nn.Linear(36, N_CLASSES))
-    for model, words in (
-        (tied, ["1 and 2 share"]),
-        (weighed, ["1 (Linear)"]),
-        (curved, ["no rule", "1 (PReLU)"]),
-    ):
+    for model, words in ((tied, "1 and 2 share"), (weighed, "1 (Linear)"), (curved, "1 (PReLU)")):
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        plan = {"sigma": 0.0, "clip": 1.0, "batch_size": 3}
-        assert obstacle(model)
-        refused(lambda m=model, o=sgd, p=plan: DPTrainer(m, o, grad_mode="ghost", **p), "ghost", *words)
-        refused(lambda m=model, o=sgd, p=plan: DPTrainer(m, o, modes=["ghost"], **p), "ghost", *words)
-        assert DPTrainer(model, sgd, **plan)._modes == ("hooks", "functorch")
-    assert check_per_example_gradients(tied, (1, 6, 6), N_CLASSES) == ("hooks", "functorch")
+        assert words in obstacle(model)
+        assert DPTrainer(model, sgd, sigma=0.0, clip=1.0, batch_size=3).engine == "hooks"
+    assert check_per_example_gradients(tied, (1, 6, 6), N_CLASSES) == "hooks"
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_model_is_left_as_it_was(mode):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_is_left_as_it_was(engine):
     model = build("gn_cnn", n_classes=N_CLASSES, shape=Images(1, 16), seed=0)
     x, y = images(3, 1, 16)
-    ENGINES[mode](model, x, loss_for(y), torch.ones_like)
+    ENGINES[engine](model, x, loss_for(y), torch.ones_like)
     with pytest.raises(ZeroDivisionError):
-        ENGINES[mode](model, x, lambda logits: logits.sum() / (1 // 0), torch.ones_like)
+        ENGINES[engine](model, x, lambda logits: logits.sum() / (1 // 0), torch.ones_like)
     plain = set(vars(nn.ReLU()))
     for module in model.modules():
         assert not module._forward_hooks and not module._forward_pre_hooks and not module._backward_hooks
@@ -345,141 +336,31 @@ def test_a_model_is_left_as_it_was(mode):
 # the choice
 
 
-class Clock:
-    """Time that passes only in `attempt`, by mode; the first attempt of each takes `warm_up` more."""
-
-    def __init__(self, monkeypatch, seconds, warm_up=0.0):
-        self.now, self.seconds, self.warm_up, self.seen = 0.0, seconds, warm_up, []
-        monkeypatch.setattr(choice.time, "perf_counter", lambda: self.now)
-
-    def attempt(self, mode):
-        torch.rand(3)
-        cost = self.seconds[mode]
-        if isinstance(cost, Exception):
-            raise cost
-        self.now += cost + (self.warm_up if mode not in self.seen else 0)
-        self.seen.append(mode)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "wanted"),
-    [
-        ((1.0, 2.0, 2.5), "ghost"),
-        ((1.0, 0.9, 0.8), "ghost"),  # about as fast: the first
-        ((1.0, 0.6, 0.5), "functorch"),
-        ((1.0, 0.5, 0.6), "hooks"),
-    ],
-)
-def test_auto_takes_the_fastest_beyond_doubt(monkeypatch, seconds, wanted):
-    clock = Clock(monkeypatch, dict(zip(MODES, seconds, strict=True)), warm_up=0.5)
-    model, state = nn.Linear(2, 2), torch.random.get_rng_state()
-    assert fastest(MODES, model, torch.zeros(4, 2), clock.attempt) == wanted
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert clock.seen == [*MODES] * 3  # to warm up, then in turns
-
-
-def test_auto_wastes_no_time_on_the_hopeless(monkeypatch):
-    clock = Clock(monkeypatch, {"ghost": 1.0, "hooks": 2.0, "functorch": 3.1})
-    assert fastest(MODES, nn.Linear(2, 2), torch.zeros(4, 2), clock.attempt) == "ghost"
-    assert clock.seen.count("functorch") == 1
-    clock = Clock(monkeypatch, {"ghost": 1.0, "hooks": 59.0, "functorch": 63.0})
-    assert fastest(MODES, nn.Linear(2, 2), torch.zeros(4, 2), clock.attempt) == "ghost"
-    assert clock.seen == [*MODES]
-    clock = Clock(monkeypatch, {})
-    assert fastest(("hooks",), nn.Linear(2, 2), torch.zeros(4, 2), clock.attempt) == "hooks"
-    assert clock.seen == []
-
-
-def test_auto_keeps_all_gradients_side_by_side_only_where_they_fit(monkeypatch):
-    model, x = nn.Linear(100, 100, bias=False), torch.zeros(8, 100)
-    needed = 8 * 100 * 100 * 4
-    for free, modes in ((32 * needed, [*MODES] * 3), (32 * needed - 1, [])):
-        monkeypatch.setattr(choice, "_free_bytes", lambda device, free=free: free)
-        clock = Clock(monkeypatch, dict.fromkeys(MODES, 1.0))
-        assert fastest(MODES, model, x, clock.attempt) == "ghost"
-        assert clock.seen == modes
-    assert fastest(("hooks", "functorch"), model, x, clock.attempt) == "hooks"  # better than nothing
-    monkeypatch.undo()
-    assert choice._free_bytes(torch.device("cpu")) > 2**20
-
-
-def test_auto_passes_over_modes_that_fail_unless_all_do(monkeypatch):
-    seconds = {"ghost": WsiFlError("no"), "hooks": torch.OutOfMemoryError("full"), "functorch": 1.0}
-    clock = Clock(monkeypatch, seconds)
-    assert fastest(MODES, nn.Linear(2, 2), torch.zeros(4, 2), clock.attempt) == "functorch"
-    clock = Clock(monkeypatch, {**seconds, "functorch": WsiFlError("neither")})
-    refused(lambda: fastest(MODES, nn.Linear(2, 2), torch.zeros(4, 2), clock.attempt), "no", error=WsiFlError)
-
-
 def dropping(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 24), nn.Dropout(0.5), nn.Linear(24, N_CLASSES))
 
 
-def test_choosing_changes_nothing_about_the_step():
-    x, y = images(6, 1, 6)
-    found = []
-    for mode in ("auto", None):
-        model = dropping()
-        adam = torch.optim.Adam(model.parameters())
-        chosen = mode or trainer.mode  # noqa: F821
-        trainer = DPTrainer(model, adam, sigma=1.0, clip=0.5, batch_size=6, grad_mode=chosen)
-        trainer.step(x, loss_for(y), entropy_generator(insecure_seed=1))
-        found.append(nn.utils.parameters_to_vector(model.parameters()))
-    assert torch.equal(*found)
-
-
-def test_a_mode_is_chosen_on_the_first_batch_that_is_not_empty():
-    model = dropping()
-    trainer = DPTrainer(
-        model,
-        torch.optim.Adam(model.parameters()),
-        sigma=1.0,
-        clip=0.5,
-        batch_size=6,
-        modes=("hooks", "functorch"),
-    )
-    x, y = images(6, 1, 6)
-    assert trainer.mode is None
-    trainer.step(x[:0], loss_for(y[:0]), entropy_generator())
-    assert trainer.mode is None
-    trainer.step(x, loss_for(y), entropy_generator())
-    assert trainer.mode in ("hooks", "functorch")
-
-
-def test_a_preset_mode_stays_and_is_never_timed(monkeypatch):
-    monkeypatch.setattr("wsi_fl.privacy.dpsgd.fastest", None)
-    batch = images(4, 1, 6)
-    learners = []
-    for mode in MODES:
-        dp = DPSettings(1.0, 1.0, 4, grad_mode=mode)
-        learners.append(Learner(dropping(), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=dp))
-    later = Learner(
-        dropping(), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=DPSettings(1.0, 1.0, 4)
-    )
-    assert later.grad_mode is None
-    later.grad_mode = None
-    assert later.grad_mode is None
-    later.grad_mode = "functorch"
-    learners.append(later)
-    for learner, mode in zip(learners, [*MODES, "functorch"], strict=True):
-        supervised_step(learner, batch, entropy_generator())
-        assert learner.grad_mode == mode
-    open_ = Learner(dropping(), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=None)
-    open_.grad_mode = "ghost"
-    assert open_.grad_mode is None
-    with pytest.raises(
-        UsageError, match=r"unknown privacy.grad_mode 'vmap'; known: auto, ghost, hooks, functorch"
+def test_a_learner_takes_ghost_wherever_it_can_unless_told_otherwise():
+    curved = nn.Sequential(nn.Flatten(), nn.PReLU(), nn.Linear(36, N_CLASSES))
+    for model, told, engine in (
+        (dropping(), None, "ghost"),
+        (dropping(), "hooks", "hooks"),
+        (curved, None, "hooks"),
     ):
-        later.grad_mode = "vmap"
+        dp = DPSettings(1.0, 1.0, 4, engine=told)
+        learner = Learner(model, lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
+        assert learner.trainer.engine == engine
+        supervised_step(learner, images(4, 1, 6), entropy_generator())
+    assert Learner(dropping(), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=None).trainer is None
 
 
-def test_modes_agree_under_the_same_noise():
+def test_engines_agree_under_the_same_noise():
     vectors = []
-    for mode in MODES:
+    for engine in ENGINES:
         model = build("cnn1", n_classes=N_CLASSES, shape=Images(1, 16), seed=0)
         sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        trainer = DPTrainer(model, sgd, sigma=1.0, clip=0.5, batch_size=5, grad_mode=mode)
+        trainer = DPTrainer(model, sgd, sigma=1.0, clip=0.5, batch_size=5, engine=engine)
         for seed in range(3):
             x, y = images(5, 1, 16, seed)
             trainer.step(x, loss_for(y), entropy_generator(insecure_seed=seed))
@@ -491,5 +372,5 @@ def test_modes_agree_under_the_same_noise():
 def test_hooks_of_opacus_are_quiet_about_inputs_without_gradients(recwarn):
     model = build("mlp", n_classes=N_CLASSES, shape=Images(1, 6), seed=0)
     x, y = images(3, 1, 6)
-    gradients.ENGINES["hooks"](model, x, loss_for(y), torch.ones_like)
+    ENGINES["hooks"](model, x, loss_for(y), torch.ones_like)
     assert not [w for w in recwarn if "backward hook" in str(w.message)]

@@ -1,8 +1,5 @@
 """Objectives, examples, transforms and the local step, each against its definition."""
 
-import threading
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +11,6 @@ from torch.nn import functional
 from wsi_fl.federation.methods import METHODS, Weights
 from wsi_fl.learning.examples import (
     Examples,
-    _prefetched,
     batches,
     epoch_rows,
     in_memory,
@@ -313,36 +309,11 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
     assert none.shape == (0,)
 
 
-def test_prefetching_keeps_order_and_hands_on_what_went_wrong():
-    def items(n, error=None):
-        for k in range(n):
-            yield torch.tensor(k), torch.tensor(k)
-        if error:
-            raise error
-
-    assert [int(a) for a, _ in _prefetched(items(20))] == list(range(20))
-    seen = []
-    with pytest.raises(OSError, match="disk gone"):
-        seen += [int(a) for a, _ in _prefetched(items(3, OSError("disk gone")))]
-    assert list(_prefetched(items(0))) == []
-
-
-def test_prefetching_stops_with_its_consumer():
-    drawn = []
-
-    def endless():
-        while True:
-            drawn.append(0)
-            yield torch.zeros(1), torch.zeros(1)
-
-    before = threading.active_count()
-    stream = _prefetched(endless())
-    next(stream)
-    began = time.monotonic()
-    stream.close()
-    assert time.monotonic() - began < 2
-    assert threading.active_count() == before
-    assert len(drawn) < 10  # a few ahead, not all
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is read ahead for")
+def test_batches_for_a_gpu_are_those_of_the_processor():
+    data, rows = examples_of(pixels_of(40)), np.array_split(np.arange(40), 9)
+    found = [list(batches(data, iter(rows), augment=None, device=torch.device(d))) for d in ("cpu", "cuda")]
+    assert all(torch.equal(x, z.cpu()) for (x, _), (z, _) in zip(*found, strict=True))
 
 
 # transforms

@@ -1,4 +1,4 @@
-"""Who answers for a site, and how far its private model listens to its proxy."""
+"""Who answers for a site: by a validation split, or by what its proxy is worth."""
 
 import json
 import shutil
@@ -25,7 +25,6 @@ from wsi_fl.stages.training.train import resume, train
 
 SEEDED = "privacy.insecure_seed=1"
 HELD = ("train.val_fraction=0.34", "train.seed=2")  # of three training patients: one at each site
-LISTEN = "train.listen=competence"
 
 
 def run(study, *overrides, method="proxyfl"):
@@ -200,7 +199,7 @@ def test_compare_tells_answers_apart_and_looks_again_where_another_was_asked_for
     assert json.loads((paths[0] / "evaluation.json").read_text())["with"] == "private"
 
 
-# ---- how far to listen
+# ---- by competence
 
 
 def judge(teacher, labels, *, training=None, duel=None, allowed=None):
@@ -222,27 +221,25 @@ def accurate(labels, share, seed=0):
 SPECIAL, ALIKE = np.repeat([0, 1], [270, 30]), np.repeat([0, 1], [150, 150])
 
 
-def test_a_site_of_one_class_listens_whole_to_a_proxy_that_knows_both():
+def test_a_site_of_one_class_lacks_what_a_proxy_knows_of_both():
     found = judge(accurate(SPECIAL, 0.73), SPECIAL)
     assert found.score == pytest.approx(0.73, abs=0.01)
-    assert (found.chance, found.share) == (0.5, 1.0)
+    assert (found.chance, found.known, found.lacking) == (0.5, 1.0, 1.0)
 
 
-def test_sites_alike_do_not_listen():
-    assert judge(accurate(ALIKE, 0.8), ALIKE).share == 0
+def test_sites_alike_lack_nothing():
+    assert judge(accurate(ALIKE, 0.8), ALIKE).lacking == 0
     uneven = np.repeat([0, 1], [27, 33])  # as unlike as sixty draws make it
-    assert judge(accurate(uneven, 0.8), uneven).share == 0
+    assert judge(accurate(uneven, 0.8), uneven).lacking == 0
 
 
-def test_chance_is_not_listened_to():
+def test_chance_knows_nothing():
     rng = np.random.default_rng(0)
     for labels in (SPECIAL, np.repeat([0, 1], [54, 6])):
-        shares = [judge(rng.integers(0, 2, len(labels)), labels).share for _ in range(400)]
-        assert np.mean(np.array(shares) > 0) < 0.06
-        assert (
-            judge(np.zeros(len(labels), int), labels).share == 0
-        )  # right nine times of ten, and knows nothing
-        assert judge(np.ones(len(labels), int), labels).share == 0
+        known = [judge(rng.integers(0, 2, len(labels)), labels).known for _ in range(400)]
+        assert np.mean(np.array(known) > 0) < 0.06
+        always = np.zeros(len(labels), int)  # right nine times of ten, and knows nothing
+        assert judge(always, labels).known == judge(1 - always, labels).known == 0
 
 
 def test_few_rows_must_show_more():
@@ -254,7 +251,7 @@ def test_few_rows_must_show_more():
 
 def test_one_class_alone_cannot_tell():
     found = judge(np.zeros(9, int), np.zeros(9, int))
-    assert (found.score, found.share) == (None, 0)
+    assert (found.score, found.known) == (None, 0)
 
 
 def test_specialised_sites_ask_the_proxy_others_the_mean_and_nobody_one_at_chance():
@@ -281,10 +278,10 @@ def test_a_run_answers_by_competence_in_every_round_and_remembers_it(study):
 
 def test_what_validation_shows_goes_before_the_labels():
     better, worse = certain(accurate(ALIKE, 0.95)), certain(accurate(ALIKE, 0.6))
-    assert judge(accurate(ALIKE, 0.95), ALIKE, duel=(better, worse, ALIKE)).share == 1
-    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(worse, better, ALIKE)).share == 0
+    assert judge(accurate(ALIKE, 0.95), ALIKE, duel=(better, worse, ALIKE)).lacking == 1
+    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(worse, better, ALIKE)).lacking == 0
     a, b = np.array([0, 1]), certain([0, 1])  # one row of each class shows nothing
-    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(certain([1, 0]), b, a)).share == 1
+    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(certain([1, 0]), b, a)).lacking == 1
 
 
 def test_what_is_known_beforehand_is_no_competence():
@@ -296,58 +293,22 @@ def test_what_is_known_beforehand_is_no_competence():
     assert (found.chance, found.known) == (0.5, 0.0)
 
 
-def competent(monkeypatch, share):
-    """Every proxy is worth this share of α, whatever it says."""
-    from wsi_fl.federation import scoring
-    from wsi_fl.learning.competence import Measured
-
-    monkeypatch.setattr(scoring, "measured", lambda *_, **__: Measured(0.9, 0.5, share, 1.0))
-
-
-@pytest.mark.parametrize(("share", "like"), [(1.0, "train.alpha=0.3"), (0.0, "train.alpha=0.0")])
-def test_listening_whole_and_not_at_all_are_the_limits(study, monkeypatch, share, like):
-    fixed = run(study, SEEDED, like)
-    competent(monkeypatch, share)
-    listening = run(study, SEEDED, LISTEN)
-    assert same(models(fixed, "private"), models(listening, "private"))
-    assert [line["alpha"] for line in metrics(listening)] == [0.3 * share] * 3
-    assert "alpha" not in metrics(fixed)[0]
+def test_without_noise_a_proxy_is_judged_by_held_out_rows_alone(study):
+    asked = ("predict.with=competence", "privacy.enabled=false")
+    refused(lambda: run(study, *asked), "predict.with = 'competence'", "val_fraction=0.15")
+    path = run(study, *asked, *HELD, "train.rounds=2")
+    assert json.loads((path / "sites/S0/choice.json").read_text())["competence"]["chance"] == 0.5
 
 
-def test_in_strict_mode_no_proxy_notices_who_listens(study, monkeypatch):
-    always = run(study, SEEDED)
-    competent(monkeypatch, 0.5)
-    listening = run(study, SEEDED, LISTEN)
-    assert same(models(always, "proxy"), models(listening, "proxy"))
-    assert not same(models(always, "private"), models(listening, "private"))
-    accounts = [
-        json.loads((path / "sites/S0/ledger.json").read_text())["epsilon"] for path in (always, listening)
-    ]
-    assert accounts[0] == accounts[1]
-
-
-def test_beta_is_untouched(study, monkeypatch):
-    competent(monkeypatch, 0.5)
-    seen = []
-    step = loop.heeded
-    monkeypatch.setattr(loop, "heeded", lambda *a: seen.append(step(*a)) or seen[-1])
-    run(study, SEEDED, LISTEN, "privacy.mode=paper", "train.rounds=1")
-    assert {(weights.alpha, weights.beta) for weights, _ in seen} == {(0.15, 0.3)}
-
-
-@pytest.mark.parametrize("held", [("train.val_fraction=0.0",), HELD])
-def test_a_resumed_run_listens_as_it_would_have(tmp_path, monkeypatch, held):
+def test_a_resumed_run_answers_by_competence_as_it_would_have(tmp_path, monkeypatch):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
-    settings = [SEEDED, LISTEN, *held, "train.rounds=4", "privacy.sigma=0.05", "train.alpha=0.7"]
-    monkeypatch.setattr("wsi_fl.learning.competence._lacking", lambda *_: 0.9)
+    settings = [SEEDED, "predict.with=competence", "train.rounds=3", "privacy.sigma=0.05"]
     whole = run(study, *settings)
-    heard = [[line["alpha"] for line in metrics(whole, site)] for site in study.site_names()]
-    assert any(alpha > 0 for one in heard for alpha in one), heard
     finish, calls = loop._log_round, []
 
     def die(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 8:
+        if len(calls) == 5:
             raise KeyboardInterrupt
         return finish(*args, **kwargs)
 
@@ -357,20 +318,10 @@ def test_a_resumed_run_listens_as_it_would_have(tmp_path, monkeypatch, held):
     monkeypatch.setattr(loop, "_log_round", finish)
     broken = sorted(study.runs.glob("0*"))[-1]
     resume(study, broken.name, backend="local")
-    assert same(models(whole, "private"), models(broken, "private"))
     for site in study.site_names():
-        for a, b in zip(metrics(whole, site), metrics(broken, site), strict=True):
-            assert (a["alpha"], a["competence"]) == (b["alpha"], b["competence"])
-
-
-def test_without_noise_a_proxy_is_not_judged_by_what_it_memorised(study):
-    refused(
-        lambda: run(study, LISTEN, "privacy.enabled=false"),
-        "train.listen = 'competence'",
-        "val_fraction=0.15",
-    )
-    path = run(study, LISTEN, *HELD, "privacy.enabled=false", "train.rounds=2")
-    assert metrics(path)[1]["competence"]["chance"] == 0.5
+        choices = [(path / "sites" / site / "choice.json").read_text() for path in (whole, broken)]
+        assert choices[0] == choices[1]
+        assert [one["with"] for one in metrics(whole, site)] == [one["with"] for one in metrics(broken, site)]
 
 
 def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):

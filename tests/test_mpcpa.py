@@ -11,7 +11,6 @@ import torch
 from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
-from wsi_fl.federation.courier import federated_transfers, mpcpa_transfers
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
 from wsi_fl.stages.answers.report import report
@@ -75,7 +74,7 @@ def folder(study, summary):
 
 def test_nine_transfers_for_three_sites_and_each_is_written_down(trained):
     study, summary = trained
-    assert summary["communication"]["messages"] == mpcpa_transfers(3) == 9
+    assert summary["communication"]["messages"] == 3 * 3
     lines = [
         line for k in (1, 2, 3) for line in read_lines(folder(study, summary) / f"sites/S{k}/transfers.jsonl")
     ]
@@ -86,10 +85,6 @@ def test_nine_transfers_for_three_sites_and_each_is_written_down(trained):
     sizes = {line["what"]: line["bytes"] for line in lines}
     header = sizes["package"] - 2 * (sizes["package"] - sizes["denoiser"])
     assert sizes["package"] - header == 2 * (sizes["denoiser"] - header)
-
-
-def test_the_papers_count_of_both():
-    assert (mpcpa_transfers(3), federated_transfers(3, 200)) == (9, 1200)
 
 
 def test_classifiers_learn_from_own_and_the_others_images(trained):
@@ -254,7 +249,7 @@ def test_one_command_trains_every_baseline(trained, tmp_path):
         "FedAvg",
     ]
     assert all(0 <= row["accuracy"] <= 1 for row in document["rows"])
-    assert document["transfers"] == {"mpcpa": 9, "fedavg": federated_transfers(3, 2)}
+    assert document["transfers"] == {"mpcpa": 9, "fedavg": 2 * 3 * 2}  # the paper counts as much
     assert [row["site"] for row in document["memorization"]] == ["S1", "S2", "S3"]
     n_runs = len(list(study.runs.glob("0*")))
     mpcpa_table(study, backend="local")

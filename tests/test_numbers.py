@@ -11,11 +11,11 @@ from wsi_fl.learning.objectives import mutual
 from wsi_fl.models import Images, build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy import dpsgd, noise
-from wsi_fl.privacy.choice import MODES
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ghost import gradients_of
+from wsi_fl.privacy.gradients import ENGINES
 
-WAYS = (*MODES, "patient")
+WAYS = (*ENGINES, "patient")
 """To a sum of clipped gradients; every row is a patient of its own."""
 
 N_CLASSES = 3
@@ -37,8 +37,8 @@ class Given:
 def gradient(model, x, loss_of, *, way="ghost", sigma=0.0, clip=1.0, divisor=1, seed=0):
     """float32[d]: what one step gives the optimizer."""
     given, unit = Given(model), "patient" if way == "patient" else "row"
-    mode = "auto" if way == "patient" else way
-    trainer = DPTrainer(model, given, sigma=sigma, clip=clip, batch_size=divisor, grad_mode=mode, unit=unit)
+    engine = None if way == "patient" else way
+    trainer = DPTrainer(model, given, sigma=sigma, clip=clip, batch_size=divisor, engine=engine, unit=unit)
     trainer.step(x, loss_of, torch.Generator().manual_seed(seed), torch.arange(len(x)))
     return given.gradient
 

@@ -18,7 +18,7 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.exchange import pass_buffers
 from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack, received
 from wsi_fl.federation.methods import replay
-from wsi_fl.federation.site import release_buffer, released_buffer
+from wsi_fl.federation.site import reissue_buffer, release_buffer
 from wsi_fl.federation.topology import receivers, senders
 from wsi_fl.learning.examples import Examples, normalised
 from wsi_fl.learning.lessons import Lesson, replayed_rows
@@ -439,7 +439,7 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
         release_buffer(site, 1)
         site.received = {9: site.buffer.values}
     (matrix,) = replay().carries(3, 0, 0.0)
-    releases = {site.index: released_buffer(site, 1) for site in sites}
+    releases = {site.index: reissue_buffer(site, 1) for site in sites}
     bad = np.array(sites[0].buffer.values)
     if what == "label":
         bad[0] = 200

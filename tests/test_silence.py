@@ -355,7 +355,6 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
         ['model.private="lenet5"'],
         ["train.alpha=0.9"],
         ["train.beta=0.5"],
-        ["train.listen=competence"],
         ["predict.with=competence"],
     ],
 )

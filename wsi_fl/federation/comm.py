@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from wsi_fl.federation.documents import check_length, decoded, encoded
 from wsi_fl.federation.message import (
-    BYTES,
     HEADER_BYTES,
     NUMBERS,
     Kind,
@@ -25,7 +24,8 @@ from wsi_fl.federation.message import (
     received,
     tag_of,
 )
-from wsi_fl.federation.receiving import Arrival, Buffers
+from wsi_fl.federation.receiving import Arrival
+from wsi_fl.system.memory import Recycled
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 T = TypeVar("T")
@@ -33,6 +33,8 @@ T = TypeVar("T")
 _POLL_S = 0.0005
 _LATE_EVERY_S = 1.0
 _GATHER_TAG = 1 << 14
+_MEMORY = Recycled(most=4)
+"""Of what was received and is gone: touching fresh memory costs as much as the copy."""
 
 
 class PeerLate(KnownToAll):
@@ -187,7 +189,6 @@ class MpiComm:
         self.sites: tuple[int, ...] = (self.running[self._world.Get_rank()],)
         self.traffic = {self.sites[0]: Traffic()}
         self._gathered = 0
-        self._buffers = {kind: Buffers(kind) for kind in (NUMBERS, BYTES)}
 
     def exchange(
         self,
@@ -213,7 +214,7 @@ class MpiComm:
             sources,
             round_,
         )
-        bodies = [self._buffers[kind].take(body_length(header, size, kind)) for header in headers]
+        bodies = [_MEMORY.empty((body_length(header, size, kind),), kind) for header in headers]
         requests = [
             self._receive(body, self._mpi_kind(kind), source, tag + 1)
             for body, source in zip(bodies, sources, strict=True)

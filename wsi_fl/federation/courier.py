@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import numpy as np
@@ -18,7 +19,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.message import HEADER_BYTES, Message, Outgoing
+from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.release import Release, digest
 from wsi_fl.types import WsiFlError
@@ -31,26 +32,6 @@ class Size(TypedDict):
     """The number of values of what a site is about to send to the server, which takes memory for them."""
 
     values: Annotated[int, Field(ge=1, le=1 << 30)]
-
-
-def mpcpa_transfers(n_sites: int) -> int:
-    """n denoisers up, n packages down, n classifiers up.
-
-    Example:
-        >>> mpcpa_transfers(3)
-        9
-    """
-    return 3 * n_sites
-
-
-def federated_transfers(n_sites: int, rounds: int) -> int:
-    """Every round n models up and n models down, to and from a server apart.
-
-    Example:
-        >>> federated_transfers(3, 200)
-        1200
-    """
-    return 2 * n_sites * rounds
 
 
 @dataclass(frozen=True)
@@ -71,110 +52,93 @@ class Courier:
         """The site beside which the server lives."""
         return self.comm.running[0]
 
-    def collected(
+    def gather(
         self, what: str, releases: Mapping[int, Release], *, round_: int, hop: int, agreed: Mapping[int, str]
     ) -> dict[int, Vector]:
-        """Every site's release, at the server; elsewhere nothing.
+        """Bring every site's release float32[d] to the server; return them there by site, elsewhere nothing.
 
         Args:
+            what: what `transfers.jsonl` calls a release.
             releases: of the sites of this process.
             agreed: the schema of each site's release, as it said before.
-        """
-        sizes = self._sizes(releases)
-        found: dict[int, Vector] = {}
-        for sender in self.comm.running:
-            began = time.perf_counter()
-            if sender == self.hub:
-                if sender in releases:
-                    found[sender] = _numbers(releases[sender])
-            else:
-                for message in self._sent(releases, sender, self.hub, sizes[sender], round_, hop):
-                    found[sender] = self._accepted(message, agreed[sender], what)
-            if sender in releases:
-                self._note(what, sender, sender, SERVER, _numbers(releases[sender]), began)
-        return found
 
-    def packages(
+        Raises:
+            WsiFlError: when a release is not what was agreed on.
+        """
+        mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
+        sizes = zip(self.comm.running, self.comm.gather(mine, Size), strict=True)
+        carry = partial(self._carry, what, round_=round_, hop=hop)
+        found = {k: carry((k, self.hub), releases.get(k), one["values"], agreed[k]) for k, one in sizes}
+        return {k: vector for k, vector in found.items() if vector is not None}
+
+    def broadcast(
         self, held: Mapping[int, Vector], size: int, *, round_: int, hop: int, schema: str
     ) -> dict[int, dict[int, Vector]]:
-        """For each site of this process the others' releases, by the site they are of.
+        """Bring each site the others' releases in one package, and return these for the sites of this process.
 
         Args:
-            held: what `collected` found.
+            held: what `gather` found.
             size: number of values of one release, the same for all.
+            schema: of each release.
+
+        Raises:
+            WsiFlError: when a package is not what was agreed on.
         """
         found: dict[int, dict[int, Vector]] = {}
-        mine = {site.index: site for site in self.sites}
+        bundled = hashlib.sha256(f"package of {schema}".encode()).hexdigest()
         for receiver in self.comm.running:
             others = [k for k in self.comm.running if k != receiver]
-            began = time.perf_counter()
-            package = (
-                np.concatenate([held[k] for k in others]) if held and others else np.zeros(0, np.float32)
-            )
-            arrived = package
-            if receiver != self.hub and others:
-                releases = {}
-                if self.hub in mine:
-                    ledger = mine[self.hub].ledger
-                    own = digest(held[self.hub])
-                    releases[self.hub] = ledger.relay(
-                        round_, package, own=own, schema=_bundled(schema), weight=1.0
-                    )
-                messages = self._sent(releases, self.hub, receiver, size * len(others), round_, hop)
-                for message in messages:
-                    arrived = self._accepted(message, _bundled(schema), "package")
-            if self.hub in mine and others:
-                self._note("package", self.hub, SERVER, receiver, package, began)
-            if receiver in mine:
-                parts = np.split(arrived, len(others)) if others else []
+            arrived: Vector | None = None
+            load: Release | Vector | None = None
+            if held and others:
+                load = package = np.concatenate([held[k] for k in others])
+                if receiver != self.hub:
+                    own, ledger = digest(held[self.hub]), self._site(self.hub).ledger
+                    load = ledger.relay(round_, package, own=own, schema=bundled, weight=1.0)
+            if others:
+                pair, total = (self.hub, receiver), size * len(others)
+                arrived = self._carry("package", pair, load, total, bundled, round_=round_, hop=hop)
+            if receiver in self.comm.sites:
+                parts = [] if arrived is None else np.split(arrived, len(others))
                 found[receiver] = dict(zip(others, (part.copy() for part in parts), strict=True))
         return found
 
-    def _sizes(self, releases: Mapping[int, Release]) -> dict[int, int]:
-        mine: list[Size] = [{"values": releases[site.index].vector.size} for site in self.sites]
-        told = self.comm.gather(mine, Size)
-        return {site: one["values"] for site, one in zip(self.comm.running, told, strict=True)}
-
-    def _sent(
-        self, releases: Mapping[int, Release], sender: int, receiver: int, size: int, round_: int, hop: int
-    ) -> list[Message]:
-        """One release on its way; what arrived here."""
-        outgoing = [Outgoing(sender, receiver, 1.0, releases[sender])] if sender in releases else []
-        here = receiver in self.comm.sites
-        return self.comm.exchange(
-            outgoing, [(sender, receiver)] if here else [], round_=round_, hop=hop, size=size
+    def _carry(
+        self,
+        what: str,
+        pair: tuple[int, int],
+        load: Release | Vector | None,
+        size: int,
+        agreed: str,
+        *,
+        round_: int,
+        hop: int,
+    ) -> Vector | None:
+        """Carry a load, where it lies here, from one site to another; return it where it arrives, and write it down."""
+        began, (sender, receiver) = time.perf_counter(), pair
+        vector = (
+            np.asarray(load.vector if isinstance(load, Release) else load, np.float32)
+            if load is not None
+            else None
         )
+        arrived = vector if sender == receiver else None
+        if sender != receiver:
+            outgoing = [Outgoing(sender, receiver, 1.0, load)] if isinstance(load, Release) else []
+            expected = [pair] if receiver in self.comm.sites else []
+            for message in self.comm.exchange(outgoing, expected, round_=round_, hop=hop, size=size):
+                arrived = np.array(message.vector, np.float32)
+                problem = message.refused or (
+                    "it has another architecture" if message.schema != agreed else ""
+                )
+                if problem or not np.isfinite(arrived).all():
+                    whose = f"the {what} from site {self.names[sender]}"
+                    raise WsiFlError(f"{whose} is no use: {problem or 'it is not finite'}")
+        if vector is not None:
+            ends = (SERVER, self.names[receiver]) if what == "package" else (self.names[sender], SERVER)
+            line = {"what": what, "from": ends[0], "to": ends[1], "bytes": HEADER_BYTES + vector.nbytes}
+            seconds = round(time.perf_counter() - began, 6)
+            self._site(sender).folder.note_transfer(line | {"seconds": seconds})
+        return arrived
 
-    def _accepted(self, message: Message, agreed: str, what: str) -> Vector:
-        problem = message.refused
-        if not problem and message.schema != agreed:
-            problem = "it has another architecture"
-        if not problem and not np.isfinite(message.vector).all():
-            problem = "it is not finite"
-        if problem:
-            raise WsiFlError(f"the {what} from site {self.names[message.sender]} is no use: {problem}")
-        return np.array(message.vector, np.float32)
-
-    def _note(
-        self, what: str, by: int, sender: int | str, receiver: int | str, vector: Vector, began: float
-    ) -> None:
-        folder = next(site.folder for site in self.sites if site.index == by)
-        folder.note_transfer(
-            {
-                "what": what,
-                "from": sender if isinstance(sender, str) else self.names[sender],
-                "to": receiver if isinstance(receiver, str) else self.names[receiver],
-                "bytes": HEADER_BYTES + vector.nbytes,
-                "seconds": round(time.perf_counter() - began, 6),
-            }
-        )
-
-
-def _bundled(schema: str) -> str:
-    """Of a package of releases of this schema."""
-    return hashlib.sha256(f"package of {schema}".encode()).hexdigest()
-
-
-def _numbers(release: Release) -> Vector:
-    """What a model's release holds."""
-    return np.asarray(release.vector, np.float32)
+    def _site(self, index: int) -> Site:
+        return next(site for site in self.sites if site.index == index)

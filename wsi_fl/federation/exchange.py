@@ -33,9 +33,11 @@ def exchange(
     hop: int,
     back: Collection[int] = (),
 ) -> None:
-    """Moves mass along the nonzeros of `matrix`. What is not accepted is replaced by the receiver's own share.
+    """Send mass along the nonzeros of `matrix`; what is not accepted is replaced by the receiver's own share.
 
     Args:
+        matrix: P[n, n] of one hop.
+        releases: of the sites of this process that send.
         back: sites that were away; how far their models usually lie from others' is not known.
     """
     outgoing = [
@@ -50,10 +52,10 @@ def exchange(
     for site in sites:
         mine = [message for message in arrived if message.receiver == site.index]
         if mine or site.push is not None:
-            site.push = _mixed(site, method, matrix, mine, comm.n_sites, back)
+            site.push = _mix_in(site, method, matrix, mine, comm.n_sites, back)
 
 
-def _mixed(
+def _mix_in(
     site: Site,
     method: Method,
     matrix: Matrix,
@@ -61,7 +63,10 @@ def _mixed(
     n_sites: int,
     back: Collection[int],
 ) -> PushSum:
-    """The site's state after a hop; a rejected message counts as if its sender had sent the receiver's own state."""
+    """Return a site's state after a hop, and log what it rejects.
+
+    A rejected message counts as if its sender had sent the receiver's own state.
+    """
     learner = site.traveller(method)
     own = learner.vector()
     agreed = schema(learner.model)
@@ -83,7 +88,7 @@ def _mixed(
 
 
 def _problem(message: Message, own: Vector, agreed: str, heard: Sequence[float], n_sites: int) -> str:
-    """Why a message cannot be what an honest site sends; empty when it can."""
+    """Return why a message cannot be what an honest site sends; empty when it can."""
     if message.refused:
         return message.refused
     if message.schema != agreed:
@@ -108,6 +113,16 @@ def _distance(state: PushSum, own: Vector) -> float:
     return float(np.linalg.norm(state.z - own))
 
 
+def load_mixture(sites: list[Site], method: Method, *, reset_optimizer: bool = False) -> None:
+    """Put the de-biased mixture z = x / w into the model that travels (Algorithm 1, line 11)."""
+    for site in sites:
+        if site.push is not None and site.active:
+            learner = site.traveller(method)
+            learner.load_vector(site.push.z)
+            if reset_optimizer:
+                learner.optimizer.state.clear()
+
+
 def pass_buffers(
     sites: Sequence[Site],
     comm: Comm,
@@ -117,7 +132,7 @@ def pass_buffers(
     round_: int,
     hop: int,
 ) -> None:
-    """Sends each site's buffer along the nonzeros of `matrix`; what arrives takes the place of what was held before.
+    """Send each site's buffer along the nonzeros of `matrix`; what arrives takes the place of what was held before.
 
     A receiver whose messages are all rejected goes on without a buffer.
     """
@@ -133,11 +148,11 @@ def pass_buffers(
     for site in sites:
         mine = [message for message in arrived if message.receiver == site.index]
         if mine:
-            site.received = _accepted(site, mine, shape)
+            site.received = _accept(site, mine, shape)
 
 
-def _accepted(site: Site, messages: Sequence[Message], shape: BufferShape) -> dict[int, Flat]:
-    """The buffers that are what was agreed on, by sender."""
+def _accept(site: Site, messages: Sequence[Message], shape: BufferShape) -> dict[int, Flat]:
+    """Return the buffers that are what was agreed on, by sender, and log what is rejected."""
     accepted = {}
     for message in messages:
         values = np.asarray(message.vector, np.uint8)

@@ -100,7 +100,7 @@ class Method:
 
 
 _OF_PROXIES = (
-    *("train.alpha", "train.beta", "train.listen", "train.val_fraction"),
+    *("train.alpha", "train.beta", "train.val_fraction"),
     *("model.proxy", "predict.with"),
 )
 

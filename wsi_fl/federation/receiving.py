@@ -1,8 +1,7 @@
-"""Receiving from peers by MPI: into memory that is used again, and nothing but what was announced."""
+"""Receiving from peers by MPI: nothing but what was announced."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.documents import NotAgreed
-from wsi_fl.federation.message import NUMBERS, Kind, Values
-
-_UNUSED = 3
-"""References to an array that only its list, the loop over it and the call that counts know."""
-
-
-class Buffers:
-    """Arrays to receive into, used again once nobody holds them: touching fresh memory costs as much as the copy."""
-
-    def __init__(self, kind: Kind = NUMBERS) -> None:
-        self._kind = kind
-        self._arrays: list[Values] = []
-
-    def take(self, size: int) -> Values:
-        """[size] of any content that nobody else refers to, views included."""
-        for array in self._arrays:
-            if array.size == size and sys.getrefcount(array) <= _UNUSED:
-                return array
-        fresh: Values = np.empty(size, self._kind)
-        self._arrays = [a for a in self._arrays if a.size == size] + [fresh]
-        return fresh
+from wsi_fl.federation.message import Values
 
 
 @dataclass

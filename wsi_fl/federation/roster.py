@@ -1,15 +1,23 @@
-"""Where sites stand and who takes part in a round, as it follows from what each of them tells all others."""
+"""Where sites stand, who is there in a round, who leaves and who comes back: it follows from what each tells all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Round
+from wsi_fl.federation.exchange import exchange, load_mixture
+from wsi_fl.federation.message import FAREWELL, WELCOME
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.mixing import PushSum
+from wsi_fl.federation.site import Schedule, Site, relay, restore
+from wsi_fl.federation.topology import handover, receivers, welcome
+from wsi_fl.types import WsiFlError
 
 State = Literal["staying", "leaving", "returning", "away"]
 
@@ -95,3 +103,143 @@ def roster_of(sites: Sequence[int], told: Sequence[Answer]) -> Roster:
     )
     ahead = any(one["ahead"] for one in told if one["state"] == "staying")
     return Roster(staying, leaving, () if ahead else returning)
+
+
+def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: Comm) -> dict[int, int]:
+    """Return the round from which each of `sites` goes on: 1, or the last that every site has a checkpoint of.
+
+    A site that comes back does not take the others further back than they stand, and one that nobody waits
+    for goes on from its own.
+
+    Raises:
+        WsiFlError: when a site has no checkpoint of that round, or its ledger knows later rounds.
+    """
+    if not method.talks:
+        firsts = {site.index: max(site.folder.checkpoints(), default=1) for site in sites}
+    else:
+        mine: list[Standing] = [
+            {"kept": site.folder.checkpoints(), "returning": site.returning} for site in sites
+        ]
+        firsts = dict.fromkeys((site.index for site in sites), first_round(comm.gather(mine, Standing)))
+    for site in sites:
+        kept, first = site.folder.checkpoints(), firsts[site.index]
+        last = max(kept, default=0)
+        if not stands(kept, first) and (last > first or not site.returning):
+            raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
+        sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
+        ahead = site.ledger.last_round() > last + 1 and not site.returning  # it has missed rounds
+        if ahead or sent > last:
+            raise WsiFlError(
+                f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
+            )
+    return firsts
+
+
+def begin(site: Site, method: Method, first: int) -> None:
+    """Bring a site into the state in which it enters round `first`."""
+    site.folder.forget_rounds_from(first)
+    kept = site.folder.checkpoints()
+    if first in kept:
+        restore(site, first)
+    elif site.returning and first > 1:
+        if kept:
+            restore(site, max(kept))
+        site.settle(active=False)
+        site.returning = True  # the checkpoint is of a time before
+    else:  # it starts like everybody
+        site.returning = False
+        if method.travels is not None:
+            site.push = PushSum(site.traveller(method).vector(), 1.0)
+
+
+def call_roll(
+    sites: list[Site], method: Method, comm: Comm, round_: int, firsts: Mapping[int, int]
+) -> Roster:
+    """Ask every site whether it takes part in a round, and return who does.
+
+    Nobody runs ahead of it, since others may still need the checkpoints of the last round.
+    """
+    mine: list[Answer] = []
+    for site in sites:
+        later = [r for r in site.folder.checkpoints() if r > firsts[site.index]]
+        ahead = any(r >= round_ for r in later)
+        mine.append({"state": _state(site, round_, round_ in later), "ahead": ahead})
+    if method.talks:
+        return roster_of(comm.running, comm.gather(mine, Answer))
+    return roster_of([site.index for site in sites], mine)
+
+
+def _state(site: Site, round_: int, decided: bool) -> State:
+    """Return what a site answers to the roll call; it leaves for good where the round would cross its budget.
+
+    Args:
+        decided: whether the round's checkpoint, written before a restart, is still to be restored.
+    """
+    if decided:
+        took_part = site.folder.load_checkpoint(round_)[1]["active"]
+        return ("staying" if took_part else "leaving") if site.active else "away"
+    if site.returning and round_ in site.folder.checkpoints():  # it waited in this round before the restart
+        return "away"
+    if not (site.active or site.returning):
+        return "away"
+    paid = round_ in site.folder.checkpoints()
+    if site.plan is not None and not paid and not site.ledger.affords(round_, site.plan):
+        site.returning = False
+        return "leaving" if site.active else "away"
+    return "returning" if site.returning else "staying"
+
+
+def regroup(
+    sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, firsts: Mapping[int, int]
+) -> tuple[Roster, set[int]]:
+    """Let each leaving site hand its mass to the next one, and each returning site get a share from a host.
+
+    Returns:
+        Who can take part now, and the hosts.
+    """
+    here = {site.index: site for site in sites}
+    hosts: set[int] = set()
+    if method.travels is not None and roster.leaving and roster.staying and round_ > 1:
+        matrix = handover(comm.n_sites, roster.leaving, roster.staying)
+        relays = {i: relay(here[i], method, round_ - 1) for i in roster.leaving if i in here}
+        exchange(sites, method, comm, matrix, relays, round_=round_ - 1, hop=FAREWELL)
+    for index in roster.leaving:
+        if index in here:
+            here[index].settle(active=False)
+            here[index].folder.log(
+                f"round {round_}: left the graph, its max_epsilon does not allow the round"
+            )
+    if method.travels is not None and roster.returning:
+        roster, hosts = _welcome(sites, method, comm, roster, round_, firsts)
+    elif roster.returning:  # there is no mass to share
+        for index in roster.returning:
+            if index in here:
+                _take_back(here[index], round_)
+    if roster.leaving or roster.returning:
+        load_mixture(sites, method)
+    return roster, hosts
+
+
+def _welcome(
+    sites: list[Site], method: Method, comm: Comm, roster: Roster, round_: int, firsts: Mapping[int, int]
+) -> tuple[Roster, set[int]]:
+    """Give returning sites their shares; return the roster with those who got one, and who gave it."""
+    here = {site.index: site for site in sites}
+    matrix = welcome(comm.n_sites, roster.returning, roster.staying)
+    hosts = {i for i in roster.staying if receivers(matrix, i)}
+    latest = round_ if round_ == firsts[sites[0].index] else round_ - 1
+    relays = {i: relay(here[i], method, latest) for i in hosts if i in here}
+    exchange(sites, method, comm, matrix, relays, round_=latest, hop=WELCOME, back=roster.returning)
+    for site in sites:
+        if site.returning and site.push is not None and site.push.w > 0:
+            _take_back(site, round_)
+    mine: list[Arrival] = [{"active": site.active} for site in sites]
+    told = dict(zip(comm.running, comm.gather(mine, Arrival), strict=True))
+    return replace(roster, returning=tuple(k for k in roster.returning if told[k]["active"])), hosts
+
+
+def _take_back(site: Site, round_: int) -> None:
+    """Let a site that was lost take part again."""
+    site.returning = False
+    site.settle(active=True)
+    site.folder.log(f"round {round_}: back again")

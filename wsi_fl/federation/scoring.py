@@ -1,12 +1,11 @@
-"""What a site's models are worth: on its test sets, and on its own rows, for what answers and how far to listen."""
+"""What a site's models are worth: on its test sets, and on its own rows, for what answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
-from wsi_fl.federation.methods import Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.competence import Measured, fitting_answer, measured
 from wsi_fl.learning.examples import Examples, joined
@@ -15,41 +14,45 @@ from wsi_fl.learning.metrics import Probabilities, macro_accuracy, scores
 from wsi_fl.learning.validation import ANSWERS, answered, best_answer, roles
 
 
-def evaluated(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
-    """Scores of the site's answer on every test set; where there is a proxy also its own on the last of them."""
+def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
+    """Return the scores of a site's answer on every test set, by name; with a proxy also "with" and "proxy".
+
+    Args:
+        alive: called with every batch.
+    """
     line: dict[str, Any] = {}
     answer = "private"
     if "proxy" in site.learners:
         answer = schedule.answer
         if answer in ("auto", "competence"):
-            answer = (chosen(site, schedule, alive) or {"with": "private"})["with"]
+            answer = (choose_answer(site, schedule, alive) or {"with": "private"})["with"]
         line["with"] = answer
     sets = list(site.tests.items())
     for name, examples in sets:
         wanted = dict.fromkeys(roles(answer))
         if "proxy" in site.learners and name == sets[-1][0]:
             wanted["proxy"] = None
-        said = {role: _said(site, role, examples, alive) for role in wanted}
+        said = {role: _predict(site, role, examples, alive) for role in wanted}
         line[name] = scores(answered(said, answer), examples.label)
         if "proxy" in said and name == sets[-1][0]:
             line["proxy"] = {"on": name, **scores(said["proxy"], examples.label)}
     return line
 
 
-def chosen(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """What should answer, as its run remembers it; None where nothing can be chosen.
+def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
+    """Return what should answer at a site, as its run remembers it; None where nothing can be chosen.
 
-    By what does best on the site's validation split, or by competence where that is asked for.
+    It is what does best on the site's validation split, or what competence says where that is asked for.
     """
     examples = site.validation
     if "proxy" not in site.learners:
         return None
     if schedule.answer == "competence":
-        found = _judged(site, alive)
-        return {"with": fitting_answer(found), "by": "competence", "competence": _told(found)}
+        found = _judge_proxy(site, alive)
+        return {"with": fitting_answer(found), "by": "competence", "competence": asdict(found)}
     if examples is None:
         return None
-    said = {role: _said(site, role, examples, alive) for role in ("private", "proxy")}
+    said = {role: _predict(site, role, examples, alive) for role in ("private", "proxy")}
     reached = {answer: macro_accuracy(answered(said, answer), examples.label) for answer in ANSWERS}
     return {
         "with": best_answer(said, examples.label),
@@ -59,43 +62,23 @@ def chosen(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[st
     }
 
 
-def heeded(site: Site, schedule: Schedule, alive: Callable[[], None]) -> tuple[Weights, dict[str, Any]]:
-    """(α and β of the coming round, what to log of them).
-
-    By competence, α is the part that the proxy deserves as it stands before the round. The proxy is judged by the
-    validation split and, where noise keeps it from memorising them, the training rows. None of this leaves the
-    site or touches the proxy: the private model alone hears of it.
-    """
-    weights = schedule.weights
-    if not schedule.by_competence or "proxy" not in site.learners:
-        return weights, {}
-    found = _judged(site, alive)
-    alpha = weights.alpha * found.share
-    return replace(weights, alpha=alpha), {"alpha": alpha, "competence": _told(found)}
-
-
-def _judged(site: Site, alive: Callable[[], None]) -> Measured:
-    """What the site finds out about its proxy."""
+def _judge_proxy(site: Site, alive: Callable[[], None]) -> Measured:
+    """Return what the site finds out about its proxy, from rows that it did not memorise."""
     validation = site.validation
     protected = site.plan is not None and site.plan.sigma > 0
     parts = [examples for examples in (validation, site.train if protected else None) if examples is not None]
     judged = joined(parts)
-    teacher = _said(site, "proxy", judged, alive)
+    teacher = _predict(site, "proxy", judged, alive)
     duel = None
     if validation is not None:
-        pupil = _said(site, "private", validation, alive)
+        pupil = _predict(site, "private", validation, alive)
         duel = teacher[: len(validation)], pupil, validation.label
     return measured(
         teacher, judged.label, allowed=judged.allowed, training_labels=site.train.label, duel=duel
     )
 
 
-def _told(found: Measured) -> dict[str, float | None]:
-    """What is logged of it."""
-    return {"score": found.score, "chance": found.chance, "known": found.known, "lacking": found.lacking}
-
-
-def _said(site: Site, role: str, examples: Examples, alive: Callable[[], None]) -> Probabilities:
-    """Probabilities of one of a site's models."""
+def _predict(site: Site, role: str, examples: Examples, alive: Callable[[], None]) -> Probabilities:
+    """Return float64[n, classes] of one of a site's models."""
     said = probabilities(site.learners[role].logits, examples, site.device, alive=alive)
     return undecided_where_broken(said, examples.allowed)

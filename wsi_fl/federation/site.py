@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +38,6 @@ class Schedule:
         batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
         answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
             "competence" by what the proxy is worth and the site lacks.
-        by_competence: whether α is scaled by what the proxy is worth.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
         insecure_seed: fixed noise, for tests alone.
@@ -55,7 +53,6 @@ class Schedule:
     make_augment: Callable[[int], Augment | None]
     graph: Topology | None = None
     answer: str = "private"
-    by_competence: bool = False
     reset_optimizer: bool = False
     train_after_leaving: bool = True
     insecure_seed: int | None = None
@@ -82,7 +79,6 @@ class Site:
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
         diverged: roles of models that were no longer finite and stay as they were before; nobody else is told.
-        listened: how far its private model listened in this round, and why; empty where α is fixed.
     """
 
     index: int
@@ -108,27 +104,26 @@ class Site:
     rejected: list[str] = field(default_factory=list)
     diverged: list[str] = field(default_factory=list)
     losses: dict[str, float | None] = field(default_factory=dict)
-    listened: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def learned(self) -> Examples:
-        """What batches are drawn from: the training rows, and the canaries that are in."""
+        """Return what batches are drawn from: the training rows, and the canaries that are in."""
         return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
 
     def material(self) -> Material:
-        """All it has to learn from."""
+        """Return all that the site has to learn from."""
         if self.buffer is None:
             return Material(self.learned(), self.units)
         received = [unpacked(values, self.buffer.shape) for _, values in sorted(self.received.items())]
         return Material(self.learned(), self.units, self.buffer.samples(), received)
 
     def traveller(self, method: Method) -> Learner:
-        """The learner whose parameters are exchanged."""
+        """Return the learner whose parameters are exchanged."""
         assert method.travels is not None
         return self.learners[method.travels]
 
     def settle(self, active: bool) -> None:
-        """Takes part, or has left: then nothing that is accounted for moves any more."""
+        """Let the site take part, or leave: then nothing that is accounted for moves any more."""
         self.active = active
         if not active:
             self.push = None
@@ -136,13 +131,13 @@ class Site:
             learner.frozen = role in self.diverged or (learner.with_dp and not active)
 
     def freeze(self, role: str) -> None:
-        """Lets a model that diverged learn no more."""
+        """Let a model that diverged learn no more."""
         self.diverged.append(role)
         self.learners[role].frozen = True
 
 
 def release(site: Site, method: Method, round_: int) -> Release | None:
-    """Line 7 of Algorithm 1: what leaves the site, recorded in its ledger first."""
+    """Return what leaves the site, recorded in its ledger first (Algorithm 1, line 7); None where nothing does."""
     if not site.active:
         return None
     if method.travels is None:
@@ -170,15 +165,15 @@ def _kept(site: Site) -> str:
     return digest(np.concatenate([k.vector() for k in site.learners.values() if k.with_dp]))
 
 
-def relayed(site: Site, method: Method, round_: int) -> Release:
-    """What a site passes on: the mixture it holds by now, computed from releases alone."""
+def relay(site: Site, method: Method, round_: int) -> Release:
+    """Return what a site passes on, on record: the mixture that it holds now, computed from releases alone."""
     assert site.push is not None
     agreed = schema(site.traveller(method).model)
     return site.ledger.relay(round_, site.push.x, own=site.own, schema=agreed, weight=site.push.w)
 
 
-def reissued(site: Site, method: Method, round_: int) -> Release | None:
-    """The release of a round that was trained before a restart, byte for byte."""
+def reissue(site: Site, method: Method, round_: int) -> Release | None:
+    """Return the release of a round that was trained before a restart, byte for byte, on record once more."""
     if method.travels is None and site.plan is not None and site.active:
         site.ledger.settle(round_, _kept(site))
     if method.travels is None or site.push is None:
@@ -188,14 +183,14 @@ def reissued(site: Site, method: Method, round_: int) -> Release | None:
 
 
 def release_buffer(site: Site, round_: int) -> None:
-    """Puts on record that the site's buffer leaves it in a round, without differential privacy."""
+    """Put on record that the site's buffer leaves it in a round, without differential privacy."""
     assert site.buffer is not None
     shape, values = site.buffer.shape, site.buffer.values
     site.leaving = site.ledger.release(round_, values, schema=shape.schema, mechanism=None, content=_BUFFER)
 
 
-def released_buffer(site: Site, round_: int) -> Release:
-    """What `release_buffer` put on record, to be sent, also after a restart."""
+def reissue_buffer(site: Site, round_: int) -> Release:
+    """Return what `release_buffer` put on record, to be sent, also after a restart."""
     assert site.buffer is not None
     if site.leaving is not None and site.leaving.round == round_:
         return site.leaving
@@ -203,7 +198,7 @@ def released_buffer(site: Site, round_: int) -> Release:
 
 
 def checkpoint(site: Site, round_: int) -> None:
-    """Everything needed to send the same bytes again and go on."""
+    """Write all that is needed to send the same bytes again and go on."""
     tensors = {
         f"{role}/{name}": value
         for role, learner in site.learners.items()
@@ -219,27 +214,26 @@ def checkpoint(site: Site, round_: int) -> None:
         "returning": site.returning,
         "weight": site.push.w if site.push else None,
         "losses": site.losses,
-        "listened": site.listened,
         "heard": site.heard,
         "diverged": site.diverged,
-        "grad_mode": {role: learner.grad_mode for role, learner in site.learners.items()},
     }
     site.folder.save_checkpoint(round_, tensors, document)
 
 
 def restore(site: Site, round_: int) -> None:
-    """The state that `checkpoint` kept of a round: after its training, before its exchange."""
+    """Bring back the state that `checkpoint` kept of a round, after its training and before its exchange.
+
+    Checkpoints of earlier versions know of more (`grad_mode`, `listened`), which is passed over.
+    """
     tensors, document = site.folder.load_checkpoint(round_)
     for role, learner in site.learners.items():
         prefix = f"{role}/"
         learner.load_state({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
-        learner.grad_mode = document["grad_mode"][role]
     prefix = f"{_BUFFER}/"
     site.received = {
         int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
     }
     site.losses, site.heard = document["losses"], document["heard"]
-    site.listened = document.get("listened", {})
     site.diverged = document.get("diverged", [])
     site.returning = document["returning"]
     site.settle(document["active"])

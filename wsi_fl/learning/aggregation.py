@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, auroc
+from wsi_fl.learning.metrics import Labels, Probabilities, auroc, mean_over_classes
 
 MEANS = ("mean", "weighted_mean")
 VOTES = ("absolute", "relative", "weighted")
@@ -18,7 +18,7 @@ REJECTED = -1
 
 
 def averaged(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
-    """Σ wᵢ pᵢ / Σ wᵢ of probabilities [n, classes] each; equal weights where none are given.
+    """Return Σ wᵢ pᵢ / Σ wᵢ of probabilities [n, classes] each; equal weights where none are given.
 
     Example:
         >>> a, b = np.array([[1.0, 0.0]]), np.array([[0.0, 1.0]])
@@ -30,7 +30,7 @@ def averaged(said: Sequence[Probabilities], weights: Sequence[float] | None = No
 
 
 def tallied(said: Sequence[Probabilities], weights: Sequence[float] | None = None) -> Probabilities:
-    """Shares of the votes [n, classes]: each site gives its weight to its most probable class."""
+    """Return shares of the votes [n, classes]: each site gives its weight to its most probable class."""
     n, n_classes = said[0].shape
     w = np.ones(len(said)) if weights is None else np.asarray(weights, np.float64)
     votes = np.zeros((n, n_classes))
@@ -43,7 +43,7 @@ def tallied(said: Sequence[Probabilities], weights: Sequence[float] | None = Non
 def decided(
     said: Sequence[Probabilities], rule: str, weights: Sequence[float] | None = None
 ) -> NDArray[np.int64]:
-    """int64[n]: the class of each example under one of `RULES`.
+    """Return int64[n], the class of each example under one of `RULES`.
 
     Absolute majority: the class with more than half of the votes, else `REJECTED`. Relative: the class with most
     votes. Weighted: the class with most weight. Votes that tie are settled by the mean of the probabilities, since
@@ -72,20 +72,17 @@ def _largest(values: Probabilities) -> NDArray[np.int64]:
 def aggregated_scores(
     said: Sequence[Probabilities], labels: Labels, weights: Sequence[float]
 ) -> dict[str, dict[str, Any]]:
-    """By rule: n, accuracy, macro-accuracy, AUROC of the shares or means, and how many were rejected (all wrong)."""
+    """Return by rule: n, accuracy, macro-accuracy, AUROC of shares or means, and how many were rejected (all wrong)."""
     found = {}
     for rule in RULES:
         decision = decided(said, rule, weights)
         right = decision == labels
         own = weights if rule.startswith("weighted") else None
         score = averaged(said, own) if rule in MEANS else tallied(said, own)
-        present = np.unique(labels)
         found[rule] = {
             "n": len(labels),
             "accuracy": float(right.mean()) if len(labels) else None,
-            "macro_accuracy": float(np.mean([right[labels == c].mean() for c in present]))
-            if len(labels)
-            else None,
+            "macro_accuracy": mean_over_classes(right, labels),
             "auroc": auroc(score, labels),
             "rejected": int((decision == REJECTED).sum()),
         }

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from queue import Queue
-from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wsi_fl.system.memory import Recycled
+from wsi_fl.system.ordered import made_ahead
 
 Augment = Callable[[Tensor], Tensor]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
@@ -211,9 +210,12 @@ def batches(
     device: torch.device,
     stain_seed: int | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
+    """Yield (images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
+
+    For a GPU they are read in a thread, a few batches ahead, so that it need not wait for the disk.
 
     Args:
+        rows: of each batch, int64[b].
         stain_seed: of the stain in which each example is shown, where it can be in several; None for its own.
     """
     read = examples.read if stain_seed is None else _in_random_stains(examples, stain_seed)
@@ -224,12 +226,10 @@ def batches(
             if augment is not None and len(images):
                 images = torch.stack([augment(image) for image in images])
             labels = torch.from_numpy(examples.label[chosen])
-            if device.type == "cuda":
-                images, labels = images.pin_memory(), labels.pin_memory()
-            yield images, labels
+            cuda = device.type == "cuda"
+            yield (images.pin_memory(), labels.pin_memory()) if cuda else (images, labels)
 
-    loaded = _prefetched(load()) if device.type == "cuda" else load()
-    for images, labels in loaded:
+    for images, labels in made_ahead(load(), _PREFETCHED) if device.type == "cuda" else load():
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
@@ -240,33 +240,3 @@ def _in_random_stains(examples: Examples, seed: int) -> Callable[[NDArray[np.int
         return examples.read
     generator = np.random.default_rng(seed)
     return lambda rows: show(rows, generator.integers(examples.n_stains, size=len(rows)))
-
-
-def _prefetched(items: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Draws the items in a thread, a few ahead of the consumer, so that the GPU need not wait for the disk."""
-    queue: Queue[tuple[Tensor, Tensor] | BaseException | None] = Queue(_PREFETCHED)
-    stopped = Event()
-
-    def produce() -> None:
-        try:
-            for item in items:
-                queue.put(item)
-                if stopped.is_set():
-                    return
-            queue.put(None)
-        except BaseException as error:  # handed to the consumer, who raises it
-            queue.put(error)
-
-    thread = Thread(target=produce, daemon=True)
-    thread.start()
-    try:
-        while (item := queue.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-    finally:
-        stopped.set()
-        while thread.is_alive():
-            while not queue.empty():
-                queue.get_nowait()
-            thread.join(0.05)

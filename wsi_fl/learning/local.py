@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from torch.nn import functional
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
 from wsi_fl.models.checkpoint import load_slots, slots_of, under
-from wsi_fl.privacy.choice import AUTO, MODES
 from wsi_fl.privacy.dpsgd import DPTrainer
+from wsi_fl.privacy.gradients import trained
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""
@@ -26,19 +26,18 @@ Batch = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class DPSettings:
-    """How a learner trains with differential privacy: σ, C, the divisor B, and the way to per-example gradients.
+    """How a learner trains with differential privacy: σ, C and the divisor B.
 
     Attributes:
-        modes: what `auto` chooses from.
         unit: whose gradients are clipped, a "row"'s or a "patient"'s.
+        engine: what sums the clipped gradients; None for what suits the model.
     """
 
     sigma: float
     clip: float
     batch_size: int
-    grad_mode: str = AUTO
-    modes: tuple[str, ...] = MODES
     unit: str = "row"
+    engine: str | None = None
 
 
 class Learner:
@@ -60,40 +59,15 @@ class Learner:
         if dp is None and device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = torch.optim.Adam(
-            self._parameters(), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
+            trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
-        self._dp: DPTrainer | None = None
-        if dp is not None:
-            self._dp = DPTrainer(
-                self.model,
-                self.optimizer,
-                sigma=dp.sigma,
-                clip=dp.clip,
-                batch_size=dp.batch_size,
-                grad_mode=dp.grad_mode,
-                modes=dp.modes,
-                unit=dp.unit,
-            )
+        self.trainer = None if dp is None else DPTrainer(self.model, self.optimizer, **asdict(dp))
+        """What takes its steps with differential privacy; None without."""
 
     @property
     def with_dp(self) -> bool:
-        """Whether it trains with differential privacy."""
-        return self._dp is not None
-
-    @property
-    def trainer(self) -> DPTrainer | None:
-        """What takes its steps with differential privacy; None without."""
-        return self._dp
-
-    @property
-    def grad_mode(self) -> str | None:
-        """How per-example gradients are taken; None before the first step, or without differential privacy."""
-        return self._dp.mode if self._dp is not None else None
-
-    @grad_mode.setter
-    def grad_mode(self, mode: str | None) -> None:
-        if self._dp is not None and mode is not None:
-            self._dp.choose(mode)
+        """Return whether it trains with differential privacy."""
+        return self.trainer is not None
 
     def step(
         self,
@@ -104,7 +78,7 @@ class Learner:
         logits: Tensor | None = None,
         patient: Tensor | None = None,
     ) -> float:
-        """One optimizer step on the mean loss of the batch; an empty batch moves only a DP learner.
+        """Take one optimizer step on the mean loss of a batch, and return that; an empty batch moves only a DP learner.
 
         Args:
             logits: what `forward` returned for x, where that was needed before; for learners without DP.
@@ -113,8 +87,8 @@ class Learner:
         if self.frozen:
             return float("nan")
         self.model.train()
-        if self._dp is not None:
-            return self._dp.step(x, loss_of, noise, patient)
+        if self.trainer is not None:
+            return self.trainer.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
         self.optimizer.zero_grad(set_to_none=True)
@@ -124,51 +98,46 @@ class Learner:
         return float(loss.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits [b, classes] in training mode, with gradients."""
+        """Return logits [b, classes] in training mode, with gradients."""
         self.model.train()
         out: Tensor = self.model(x)
         return out
 
     @torch.no_grad()
     def logits(self, x: Tensor) -> Tensor:
-        """Logits [b, classes] in evaluation mode, without gradients."""
+        """Return logits [b, classes] in evaluation mode, without gradients."""
         self.model.eval()
         out: Tensor = self.model(x)
         return out
 
     def vector(self) -> NDArray[np.float32]:
-        """All trained parameters as one float32[d]."""
-        flat = torch.cat([p.detach().reshape(-1) for p in self._parameters()])
+        """Return all trained parameters as one float32[d]."""
+        flat = torch.cat([p.detach().reshape(-1) for p in trained(self.model)])
         return flat.cpu().numpy().astype(np.float32, copy=False)
 
     def load_vector(self, vector: NDArray[np.float32]) -> None:
-        """Overwrites the trained parameters in place; the optimizer's state stays."""
+        """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays."""
         values = torch.from_numpy(np.array(vector, np.float32)).to(self.device)
         with torch.no_grad():
-            start = 0
-            for parameter in self._parameters():
-                part = values[start : start + parameter.numel()]
+            parameters = trained(self.model)
+            parts = torch.split(values, [p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
                 parameter.copy_(part.view_as(parameter))
-                start += parameter.numel()
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters and optimizer state as named tensors, for a checkpoint."""
+        """Return parameters and optimizer state as named tensors, for a checkpoint."""
         tensors = {f"model/{name}": value.detach().cpu() for name, value in self.model.state_dict().items()}
         return tensors | slots_of(self.optimizer, "optimizer")
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores what `state` returned."""
+        """Bring back what `state` returned."""
         self.model.load_state_dict(under(tensors, "model/"))
         load_slots(self.optimizer, tensors, "optimizer")
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
-
 
 def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:
-    """One step on cross-entropy (eq. 2)."""
-    x, y, patient = _parts(batch)
-    return learner.step(x, lambda logits: mutual(logits, y, None, 0.0), noise, patient=patient)
+    """Take one step on cross-entropy (eq. 2), and return the loss."""
+    return mutual_step(learner, None, 0.0, batch, noise)
 
 
 def mutual_step(
@@ -180,23 +149,20 @@ def mutual_step(
     *,
     logits: Tensor | None = None,
 ) -> float:
-    """One step of the student on eq. 4 or 5.
+    """Take one step of the student on eq. 4 or 5, and return the loss.
 
     Args:
         answers: logits [b, classes] of the teacher, which is fixed; None for none.
         weight: α or β.
         logits: the student's own for this batch, where they are known already.
     """
-    x, y, patient = _parts(batch)
+    x, y, *whose = batch
+    patient = whose[0] if whose else None
     return student.step(x, lambda own: mutual(own, y, answers, weight), noise, logits=logits, patient=patient)
 
 
-def _parts(batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    return (*batch, None) if len(batch) == 2 else batch
-
-
 def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:
-    """Mean of each loss over the steps of a round; None where every batch was empty."""
+    """Return the mean of each loss over the steps of a round; None where every batch was empty."""
     seen: dict[str, list[float]] = {}
     for losses in steps:
         for role, value in losses.items():
@@ -213,7 +179,7 @@ def probabilities(
     *,
     alive: Callable[[], None] | None = None,
 ) -> NDArray[np.float64]:
-    """Class probabilities float64[n, classes] of all examples, in order; 0 where a class is not allowed.
+    """Return class probabilities float64[n, classes] of all examples, in order; 0 where a class is not allowed.
 
     Args:
         predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
@@ -250,7 +216,7 @@ def undecided_where_broken(
 def cross_entropies(
     predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
 ) -> NDArray[np.float64]:
-    """float64[n]: the loss of every example, in order, precise where a model is all but certain."""
+    """Return float64[n], the loss of every example, in order, precise where a model is all but certain."""
     parts = [np.zeros(0)]
     for logits, labels in _answers(predict, examples, device, batch_size) if len(examples) else ():
         loss = functional.cross_entropy(logits.double(), labels, reduction="none")

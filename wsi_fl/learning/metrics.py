@@ -6,12 +6,12 @@ examples, a class missing) is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
+
+from wsi_fl.privacy.audit import auroc_of
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -20,20 +20,22 @@ SCORES = ("accuracy", "macro_accuracy", "auroc")
 
 
 def accuracy(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Share of examples whose most probable class is right."""
+    """Return the share of examples whose most probable class is right; None without examples."""
     return float((probabilities.argmax(1) == labels).mean()) if len(labels) else None
 
 
 def macro_accuracy(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Accuracy per class, averaged over the classes that occur (ProxyFL, appendix B.1)."""
-    if not len(labels):
-        return None
-    right = probabilities.argmax(1) == labels
-    return float(np.mean([right[labels == c].mean() for c in np.unique(labels)]))
+    """Return the accuracy per class, averaged over the classes that occur (ProxyFL, appendix B.1)."""
+    return mean_over_classes(probabilities.argmax(1) == labels, labels)
+
+
+def mean_over_classes(right: NDArray[np.bool_], labels: Labels) -> float | None:
+    """Return the share of answers bool[n] that are right, averaged over classes; None without examples."""
+    return float(np.mean([right[labels == c].mean() for c in np.unique(labels)])) if len(labels) else None
 
 
 def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Area under the ROC curve; for more than two classes the mean of one against the rest.
+    """Return the area under the ROC curve; for more than two classes the mean of one against the rest.
 
     Example:
         >>> p = np.array([[0.9, 0.1], [0.6, 0.4], [0.65, 0.35], [0.2, 0.8]])
@@ -44,20 +46,11 @@ def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
     if len(present) < 2:
         return None
     classes = [1] if probabilities.shape[1] == 2 else [int(c) for c in present]
-    return float(np.mean([_auroc_binary(probabilities[:, c], labels == c) for c in classes]))
-
-
-def _auroc_binary(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
-    """The Mann–Whitney statistic; ties count half."""
-    n_positive = int(positive.sum())
-    n_negative = len(positive) - n_positive
-    ranks = rankdata(score)
-    above = ranks[positive].sum() - n_positive * (n_positive + 1) / 2
-    return float(above / (n_positive * n_negative))
+    return float(np.mean([auroc_of(labels == c, probabilities[:, c]) for c in classes]))
 
 
 def scores(probabilities: Probabilities, labels: Labels) -> dict[str, Any]:
-    """n and the three scores."""
+    """Return n and the three scores by name."""
     return {
         "n": len(labels),
         "accuracy": accuracy(probabilities, labels),
@@ -67,14 +60,14 @@ def scores(probabilities: Probabilities, labels: Labels) -> dict[str, Any]:
 
 
 def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
-    """Counts [true class][predicted class]."""
+    """Return how many examples there are of each true class and predicted class, [true][predicted]."""
     k = probabilities.shape[1]
     flat = np.bincount(labels * k + probabilities.argmax(1), minlength=k * k)
     return [[int(value) for value in row] for row in flat.reshape(k, k)]
 
 
 def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) -> dict[str, Any]:
-    """Expected calibration error over equal-width confidence bins (Guo et al., 2017), and the Brier score."""
+    """Return the expected calibration error over bins of equal width (Guo et al., 2017), and the Brier score."""
     if not len(labels):
         return {"ece": None, "brier": None, "bins": []}
     confidence = probabilities.max(1)
@@ -103,17 +96,13 @@ def bootstrap_intervals(
     seed: int = 0,
     level: float = 0.95,
 ) -> dict[str, list[float] | None]:
-    """Percentile intervals of the three scores when whole clusters (patients) are drawn with replacement.
+    """Return percentile intervals of the three scores when whole clusters (patients) are drawn with replacement.
 
     None where there are fewer than two clusters, or where most resamples lack a class.
     """
     names = np.unique(cluster)
     members = [np.flatnonzero(cluster == name) for name in names]
-    metrics: dict[str, Callable[[Probabilities, Labels], float | None]] = {
-        "accuracy": accuracy,
-        "macro_accuracy": macro_accuracy,
-        "auroc": auroc,
-    }
+    metrics = {"accuracy": accuracy, "macro_accuracy": macro_accuracy, "auroc": auroc}
     if len(names) < 2:
         return dict.fromkeys(metrics)
     rng = np.random.default_rng(seed)
@@ -134,7 +123,7 @@ def bootstrap_intervals(
 def slide_level(
     probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], top: float = 0.1
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
-    """(probabilities, labels, a row of each) of the slides in a two-class task.
+    """Return (probabilities, labels, a row of each) of the slides in a two-class task.
 
     None for more classes, or when no slide has two patches.
 
@@ -155,7 +144,7 @@ def slide_level(
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:
-    """Mean and population standard deviation over sites, as the paper reports; None when any is missing."""
+    """Return mean and population standard deviation over sites, as the paper reports; None when any is missing."""
     if not values or any(value is None for value in values):
         return {"mean": None, "sd": None}
     numbers = np.array(values, float)

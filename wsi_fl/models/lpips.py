@@ -11,7 +11,7 @@ beside this file with the package's licence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.models.vgg import cfgs, make_layers
 
 from wsi_fl.models.weights import digest_of, published_weights, read_weights
 from wsi_fl.types import UsageError, WsiFlError
@@ -30,8 +31,8 @@ PAIRWISE_BYTES = 512 << 20
 RANDOM = "random:"
 """`lpips.weights = "random:SEED"`: a substitute for tests, a trunk that never saw an image."""
 
-_BLOCKS = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
-"""Channels of the convolutions before each pooling (configuration D of the VGG paper)."""
+_CHANNELS = (64, 128, 256, 512, 512)
+"""Of the features before each pooling."""
 _SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 """Of images in [−1, 1], as the trunk expects them."""
 _HUB = "timm/vgg16.tv_in1k"
@@ -113,8 +114,7 @@ def load_lpips(weights: str | None) -> Lpips:
         state = read_weights(path)
     except WsiFlError as error:
         raise WsiFlError(str(error).replace("mosaic.weights", "lpips.weights")) from None
-    trunk = _trunk()
-    _fill(trunk, state, path)
+    trunk = _trunk(state, path)
     label = f"vgg16 sha256:{digest_of(trunk)[:_DIGITS]}"
     return Lpips(trunk, _heads(), label, trained=True)
 
@@ -133,41 +133,34 @@ def _random_lpips(weights: str) -> Lpips:
     return Lpips(trunk, _heads(), label, trained=False)
 
 
-def _trunk() -> nn.ModuleList:
-    """The five blocks of VGG-16 without their poolings."""
-    blocks, channels = nn.ModuleList(), 3
-    for widths in _BLOCKS:
-        layers: list[nn.Module] = []
-        for width in widths:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        blocks.append(nn.Sequential(*layers))
+def _trunk(state: Mapping[str, Tensor] | None = None, source: Path | None = None) -> nn.ModuleList:
+    """Return the five blocks of VGG-16 without their poolings, with these weights by torchvision's names.
+
+    Raises:
+        WsiFlError: when one of them is missing or of another shape.
+    """
+    layers = make_layers(cfgs["D"])
+    for name, wanted in layers.state_dict().items() if state is not None else ():
+        found = (state or {}).get(f"features.{name}")
+        if found is None or found.shape != wanted.shape:
+            raise WsiFlError(
+                f"{source}: features.{name} of a VGG-16 is missing or of another shape; "
+                "lpips.weights wants torchvision's names"
+            )
+        wanted.copy_(found)
+    blocks, block = nn.ModuleList(), nn.Sequential()
+    for layer in layers:
+        if isinstance(layer, nn.MaxPool2d):
+            blocks.append(block)
+            block = nn.Sequential()
+        else:
+            block.append(layer)
     return blocks
-
-
-def _fill(trunk: nn.ModuleList, state: dict[str, Tensor], path: Path) -> None:
-    """Torchvision numbers the layers through, poolings included."""
-    number = 0
-    for block in trunk:
-        for layer in block:  # type: ignore[attr-defined]
-            if isinstance(layer, nn.Conv2d):
-                for name in ("weight", "bias"):
-                    found = state.get(f"features.{number}.{name}")
-                    wanted = getattr(layer, name)
-                    if found is None or found.shape != wanted.shape:
-                        raise WsiFlError(
-                            f"{path}: features.{number}.{name} of a VGG-16 is missing or of another shape; "
-                            "lpips.weights wants torchvision's names"
-                        )
-                    with torch.no_grad():
-                        wanted.copy_(found)
-            number += 1
-        number += 1
 
 
 def _heads() -> list[Tensor]:
     state = load_file(_HEADS)
-    return [state[f"lin{k}"] for k in range(len(_BLOCKS))]
+    return [state[f"lin{k}"] for k in range(len(_CHANNELS))]
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
@@ -230,7 +223,7 @@ def _between(lpips: Lpips, a: Tensor, b: Tensor, memory_bytes: int) -> NDArray[n
 def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
     """(images per pass of the network, images whose embeddings are kept) within so many bytes."""
     h, w = images.shape[-2:]
-    per_image = 4 * sum(widths[-1] * (h >> k) * (w >> k) for k, widths in enumerate(_BLOCKS))
+    per_image = 4 * sum(channels * (h >> k) * (w >> k) for k, channels in enumerate(_CHANNELS))
     most = max(2, memory_bytes // per_image)
     piece = max(1, min(32, most // 8))
     return piece, max(1, most - 2 * piece)

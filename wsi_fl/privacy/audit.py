@@ -28,16 +28,29 @@ _MOST = 50.0
 
 
 def auroc(members: Scores, others: Scores) -> float | None:
-    """Probability that a member scores above another; ties count half. None where either are missing.
+    """Return the probability that a member scores above another; ties count half. None where either are missing.
 
     Example:
         >>> auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0]))
         0.875
     """
-    if not (len(members) and len(others)):
+    return auroc_of(np.arange(len(members) + len(others)) < len(members), np.concatenate([members, others]))
+
+
+def auroc_of(positive: NDArray[np.bool_], scores: Scores) -> float | None:
+    """Return the share of pairs in which the positive example has the higher score; None without a pair.
+
+    It is the Mann–Whitney statistic. scikit-learn's `roc_auc_score` takes two to twelve times as long.
+
+    Args:
+        positive: bool[n].
+        scores: float64[n]; of equal ones each counts half.
+    """
+    n_positive = int(positive.sum())
+    if not 0 < n_positive < len(positive):
         return None
-    ranks = rankdata(np.concatenate([members, others]))[: len(members)]
-    return float((ranks.mean() - (len(members) + 1) / 2) / len(others))
+    above = rankdata(scores)[positive].sum() - n_positive * (n_positive + 1) / 2
+    return float(above / (n_positive * (len(positive) - n_positive)))
 
 
 def auroc_interval(
@@ -50,7 +63,7 @@ def auroc_interval(
     seed: int = 0,
     level: float = 0.95,
 ) -> list[float] | None:
-    """Percentile interval when whole patients are drawn anew; None with fewer than two on either side.
+    """Return the percentile interval when whole patients are drawn anew; None with fewer than two on either side.
 
     Args:
         member_of, other_of: the patient of each row.
@@ -83,7 +96,7 @@ def _redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDAr
 
 
 def tpr_at(members: Scores, others: Scores, fpr: float) -> float | None:
-    """The largest share of members that a threshold finds with at most `fpr` of the others.
+    """Return the largest share of members that a threshold finds with at most `fpr` of the others.
 
     None with fewer than 1000 others (Carlini et al., 2022: what matters is where false alarms are rare), or without
     members.
@@ -101,7 +114,7 @@ def _found(members: Scores, descending: Scores, fpr: float) -> float:
 
 
 def roc(members: Scores, others: Scores, n_points: int = 33) -> list[tuple[float, float]]:
-    """(false, true positive rate) at rates from 1 / n of the others to 1, evenly spaced on a log axis."""
+    """Return (false, true positive rate) at rates from 1 / n of the others to 1, evenly spaced on a log axis."""
     if not (len(members) and len(others)):
         return []
     descending = np.sort(others)[::-1]
@@ -131,7 +144,7 @@ class Bound:
 def canary_bound(
     scores: Scores, included: NDArray[np.bool_], delta: float, *, confidence: float = 0.95
 ) -> Bound:
-    """A lower bound on ε from one run in which each canary was in or out by a fair coin.
+    """Return a lower bound on ε from one run in which each canary was in or out by a fair coin.
 
     The highest scores are guessed "in", as many of the lowest "out" (Steinke, Nasr and Jagielski, 2023). How many is
     one of four fixed shares; each is tested at a fourth of the error (Bonferroni), and the best bound holds.
@@ -164,7 +177,7 @@ def _right(order: NDArray[np.int64], included: NDArray[np.bool_], each: int) -> 
 
 
 def p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """The largest chance of so many right guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
+    """Return the largest chance of so many right guesses under (ε, δ) (Steinke et al., 2023, theorem 5.2).
 
     With f(v) = P[Binomial(r, e^ε / (e^ε + 1)) ≥ v] it is f(v) + 2mδ max_i (f(v − i) − f(v)) / i.
     """
@@ -177,7 +190,7 @@ def p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> f
 
 
 def epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float) -> float:
-    """The ε below which so many right guesses would have a chance of at most `error`; 0 where any ε explains them.
+    """Return the ε below which so many right guesses would have a chance of at most `error`; 0 where any ε does.
 
     Example:
         >>> [round(epsilon_lower(1000, 500, right, 1e-5, 0.05), 2) for right in (250, 400, 500)]
@@ -217,5 +230,5 @@ def said_of_tests(tests: int, confidence: float) -> str:
 
 
 def alarming(interval: Sequence[float] | None) -> bool | None:
-    """Whether members are told from others better than by chance; None where the interval is not known."""
+    """Return whether members are told from others better than by chance; None where the interval is not known."""
     return None if interval is None else interval[0] > 0.5

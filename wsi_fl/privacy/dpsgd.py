@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wsi_fl.models.checkpoint import laid_out_like
-from wsi_fl.privacy.choice import AUTO, MODES, fastest, require, suitable
-from wsi_fl.privacy.gradients import ENGINES, LossOf, Sums, trained
+from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, trained
 from wsi_fl.privacy.noise import Noise
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.types import UsageError, WsiFlError
@@ -56,39 +55,32 @@ def seed_from_entropy(device: torch.device | str = "cpu", insecure_seed: int | N
         torch.cuda.set_rng_state(entropy_generator(device, insecure_seed).get_state(), device)
 
 
-def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> Tensor:
-    """int64[b]: each of n rows independently with probability `sample_rate`; may be empty."""
-    chosen = torch.rand(n, generator=generator, dtype=torch.float64) < sample_rate
-    return chosen.nonzero().flatten()
-
-
 def check_trainable(model: nn.Module) -> None:
-    """Refuses models whose per-example gradients are not defined, BatchNorm above all."""
+    """Refuse a model whose per-example gradients are not defined, as those of BatchNorm are not.
+
+    Raises:
+        UsageError: in one line, with the first module that cannot be.
+    """
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
         reason = _one_line(problems[0]).split(". ")[0]
         raise UsageError(f"{_UNTRAINABLE}: {reason}")
 
 
-def check_per_example_gradients(
-    model: nn.Module, input_shape: tuple[int, int, int], n_classes: int, grad_mode: str = AUTO
-) -> tuple[str, ...]:
-    """The modes whose per-example gradients, on a copy of the model, are those of one example at a time.
+def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, int], n_classes: int) -> str:
+    """Return the first engine whose per-example gradients, on a copy of the model, are those of single examples.
 
-    Clipping means nothing where they differ, and an architecture from elsewhere may do what the modes do not
+    Clipping means nothing where they differ, and an architecture from elsewhere may do what an engine does not
     see: use parameters outside their module, operate in place, tie the examples of a batch together.
 
     Args:
         input_shape: channels, height and width of an image.
         n_classes: length of the logits.
-        grad_mode: the mode to check, or `auto` for all.
 
     Raises:
-        UsageError: when the model does not map such images to logits, or no mode is right.
+        UsageError: when the model does not map such images to logits, or no engine is right.
     """
     check_trainable(model)
-    if grad_mode != AUTO:
-        require(grad_mode, model)
     shape = "×".join(map(str, input_shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -104,12 +96,13 @@ def check_per_example_gradients(
             singly = _gradients_singly(probe, x, y)
         except Exception as error:
             raise UsageError(f"{_UNTRAINABLE} on images of {shape}: {_one_line(error)}") from None
-        candidates = suitable(MODES, model) if grad_mode == AUTO else (grad_mode,)
-        faults = {mode: _fault(mode, probe, x, y, singly) for mode in candidates}
-    right = tuple(mode for mode, fault in faults.items() if fault is None)
-    if not right:
-        raise UsageError(f"{_UNTRAINABLE} on images of {shape}: {faults[candidates[0]]}")
-    return right
+        best, faults = engine_of(model), []
+        for engine in dict.fromkeys((best, "hooks")):
+            fault = _fault(engine, probe, x, y, singly)
+            if fault is None:
+                return engine
+            faults.append(fault)
+    raise UsageError(f"{_UNTRAINABLE} on images of {shape}: {faults[0]}")
 
 
 _GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
@@ -138,8 +131,8 @@ def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tenso
     return {name: torch.stack(g) for name, g in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
-def _fault(mode: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the sums and norms of a mode, in words."""
+def _fault(engine: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[str, Tensor]) -> str | None:
+    """What is wrong with the sums and norms of an engine, in words."""
     c, told = torch.linspace(1.0, 0.25, len(x)), []
 
     def weigh(norms: Tensor) -> Tensor:
@@ -147,7 +140,7 @@ def _fault(mode: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[st
         return c
 
     try:
-        sums, _ = ENGINES[mode](
+        sums, _ = ENGINES[engine](
             copy.deepcopy(model), x, lambda logits: functional.cross_entropy(logits, y), weigh
         )
     except Exception as error:
@@ -155,13 +148,13 @@ def _fault(mode: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[st
     norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) for g in singly.values()]).norm(dim=0)
     for (name, each), found in zip(singly.items(), sums, strict=True):
         if found is None:
-            return f"grad_mode {mode} finds no per-example gradients of {name}"
+            return f"{engine} finds no per-example gradients of {name}"
         wanted = torch.einsum("n,n...->...", c, each)
         tolerance = _GRADIENT_RTOL * float(wanted.norm()) + _GRADIENT_ATOL * float(norms.norm())
         if found.shape != wanted.shape or not float((found - wanted).norm()) <= tolerance:
-            return f"grad_mode {mode}: per-example gradients of {name} are wrong"
+            return f"{engine}: per-example gradients of {name} are wrong"
     if not torch.allclose(told[0], norms.double(), rtol=_NORM_RTOL):
-        return f"grad_mode {mode}: norms of per-example gradients are wrong"
+        return f"{engine}: norms of per-example gradients are wrong"
     return None
 
 
@@ -178,15 +171,13 @@ class DPTrainer:
         sigma: noise multiplier; 0 switches the noise off.
         clip: bound C on per-example gradients; infinity switches clipping off, without noise only.
         batch_size: the divisor B, in units.
-        grad_mode: one of MODES, or `auto` for the fastest on the first batch.
-        modes: candidates of `auto`, for models that not all modes are right about.
-        unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no mode.
+        unit: whose gradients are clipped: one "row"'s, or one "patient"'s, which asks for no engine.
+        engine: a key of ENGINES that is known to be right about the model; None for `engine_of` it.
 
-    Attributes:
-        mode: the mode in use; None until `auto` has seen a batch.
+    Raises:
+        UsageError: when the model has BatchNorm or another layer that ties examples, or noise is asked for without
+            a bound.
     """
-
-    mode: str | None
 
     def __init__(
         self,
@@ -196,9 +187,8 @@ class DPTrainer:
         sigma: float,
         clip: float,
         batch_size: int,
-        grad_mode: str = AUTO,
-        modes: Sequence[str] = MODES,
         unit: str = "row",
+        engine: str | None = None,
     ) -> None:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
@@ -207,16 +197,8 @@ class DPTrainer:
         self.sigma, self.clip, self.batch_size = sigma, clip, batch_size
         self.unit = unit
         self._parameters = trained(model)
-        self._modes = suitable(modes, model)
+        self.engine = engine or engine_of(model)
         self._noise: Noise | None = None
-        self.mode = None
-        if grad_mode != AUTO:
-            self.choose(grad_mode)
-
-    def choose(self, mode: str) -> None:
-        """Sets the mode, as a resumed run must: sums differ between modes by round-off."""
-        require(mode, self._model)
-        self.mode = mode
 
     def step(
         self, x: Tensor, loss_of: LossOf, generator: torch.Generator, patient: Tensor | None = None
@@ -233,9 +215,8 @@ class DPTrainer:
                 raise WsiFlError("a step with patients as units must know whose each row is")
             sums, loss = summed_by_patient(self._model, x, patient, loss_of, self._weigh)
         elif len(x):
-            if self.mode is None:
-                self.mode = fastest(self._modes, self._model, x, lambda mode: self._clipped(mode, x, loss_of))
-            sums, loss = self._clipped(self.mode, x, loss_of)
+            # Σ_i g_i · min(1, C / |g_i|) of each parameter
+            sums, loss = ENGINES[self.engine](self._model, x, loss_of, self._weigh)
         else:
             sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
         found = [total for total in sums if total is not None]
@@ -246,10 +227,6 @@ class DPTrainer:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss)
-
-    def _clipped(self, mode: str, x: Tensor, loss_of: LossOf) -> tuple[Sums, Tensor]:
-        """Σ_i g_i · min(1, C / |g_i|) of each parameter, and the mean loss."""
-        return ENGINES[mode](self._model, x, loss_of, self._weigh)
 
     def _weigh(self, norms: Tensor) -> Tensor:
         """min(1, C / |g_i|), a little less for round-off; 0 where g_i is not finite, so that it has no part.

@@ -1,11 +1,11 @@
-"""Weighted sums of per-example gradients, three ways.
+"""Weighted sums of per-example gradients, two ways.
 
 An engine takes the batch, asks for a weight c_i of each example once it knows the norms |g_i| of its gradients,
 and returns Σ_i c_i g_i over the examples that have one:
 
 - `ghost` never holds the g_i: one backward pass gives every layer's output gradients, and a layer's rule the
   norms and the sum (book-keeping: Bu, Wang, Zha and Karypis, ICML 2023);
-- `hooks` and `functorch` hold all b gradients, by Opacus.
+- `hooks` holds all b gradients, by Opacus, and suits every model that Opacus knows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from wsi_fl.privacy.ghost import ByParameter, Gradients, Kept, Use, gradients_of, squared_norms
+from wsi_fl.privacy.ghost import ByParameter, Gradients, Kept, Use, gradients_of, obstacle, squared_norms
 from wsi_fl.types import WsiFlError
 
 LossOf = Callable[[Tensor], Tensor]
@@ -89,7 +88,7 @@ def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
     def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if len(inputs) != 1 or not isinstance(output, Tensor):
             raise WsiFlError(
-                f"grad_mode ghost: {type(module).__name__} must take and give one tensor, by position"
+                f"ghost clipping: {type(module).__name__} must take and give one tensor, by position"
             )
         if output.requires_grad:  # its edge stays what it is when the output is changed in place
             (x,) = inputs
@@ -111,21 +110,17 @@ def _unchanged(record: _Recorded, b: int) -> Tensor:
     """The input, still as the module saw it."""
     kind = type(record.module).__name__
     if record.x._version != record.version:
-        raise WsiFlError(f"grad_mode ghost: the input of {kind} was changed in place after its use")
+        raise WsiFlError(f"ghost clipping: the input of {kind} was changed in place after its use")
     if len(record.x) != b:
-        raise WsiFlError(
-            f"grad_mode ghost: the input of {kind} has {len(record.x)} rows, not one per example"
-        )
+        raise WsiFlError(f"ghost clipping: the input of {kind} has {len(record.x)} rows, not one per example")
     return record.x
 
 
-# hooks, functorch
+# hooks
 
 
-def _sampled(
-    model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh, *, force_functorch: bool
-) -> tuple[Sums, Tensor]:
-    with _sampling(model, force_functorch) as wrapped:
+def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[Sums, Tensor]:
+    with _sampling(model) as wrapped:
         with _OutOfPlace():
             logits = wrapped(x)
         loss = loss_of(logits)
@@ -144,11 +139,9 @@ def _sampled(
 
 
 @contextmanager
-def _sampling(model: nn.Module, force_functorch: bool) -> Iterator[GradSampleModule]:
+def _sampling(model: nn.Module) -> Iterator[GradSampleModule]:
     """The model, its backward pass leaving each parameter's `grad_sample` [b, …]; as it was afterwards."""
-    wrapped = GradSampleModule(
-        model, batch_first=True, loss_reduction="mean", force_functorch=force_functorch
-    )
+    wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean")
     handles = [
         module.register_forward_pre_hook(_contiguous)
         for module in model.modules()
@@ -194,9 +187,14 @@ def _quiet_hooks() -> Iterator[None]:
         yield
 
 
-ENGINES: Mapping[str, Engine] = {
-    "ghost": _ghost,
-    "hooks": partial(_sampled, force_functorch=False),
-    "functorch": partial(_sampled, force_functorch=True),
-}
-"""By grad_mode."""
+ENGINES: Mapping[str, Engine] = {"ghost": _ghost, "hooks": _hooks}
+
+
+def engine_of(model: nn.Module) -> str:
+    """Return the engine that a model gets: "ghost" wherever it can, "hooks" elsewhere.
+
+    Example:
+        >>> engine_of(nn.Linear(2, 2)), engine_of(nn.PReLU())
+        ('ghost', 'hooks')
+    """
+    return "ghost" if obstacle(model) is None else "hooks"

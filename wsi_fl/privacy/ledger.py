@@ -8,7 +8,6 @@ real site `max_epsilon` is a budget for its lifetime, over all runs and seeds.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,14 +17,11 @@ from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.privacy.book import Book, Entry, Guarantee, run_id
-from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import SEAL, Release, Values, digest
-from wsi_fl.privacy.rounds import Round, rounds_of
+from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
 from wsi_fl.types import WsiFlError
 
-_MECHANISM = ("sigma", "clip", "sample_rate", "steps")
-_PLAN = ("n", "batch_size", "mode")
 _WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "guaranteed")
 
 
@@ -68,7 +64,7 @@ class PrivacyLedger:
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
         """Return what was applied, in this run with what it includes or in all, over the rounds of `rounds_of`."""
-        return _applied(self._scope(lifetime))
+        return applied(self._scope(lifetime))
 
     def rounds(self) -> list[Round]:
         """Return the rounds of this run at this site, oldest first."""
@@ -76,7 +72,7 @@ class PrivacyLedger:
 
     def n_rounds(self) -> int:
         """Return how many rounds of this run are on the account."""
-        return len(_applied(self._own()))
+        return len(applied(self._own()))
 
     def recorded_plan(self) -> dict[str, Any] | None:
         """Return the fields of the privacy plan that this run's newest line knows; None before the first."""
@@ -95,8 +91,8 @@ class PrivacyLedger:
         scope = self._scope(lifetime)
         bare = any(e.released and e.mechanism is None for e in scope)
         known = lifetime and any(e.mechanism and e.insecure for e in scope)
-        spent = _applied(scope)
-        if not spent or bare or known or _units(scope) - {self.terms.unit}:
+        spent = applied(scope)
+        if not spent or bare or known or units_of(scope) - {self.terms.unit}:
             return None
         value = epsilon(spent, self.terms.delta)
         return value if value <= PROTECTS_UP_TO else None
@@ -129,7 +125,7 @@ class PrivacyLedger:
         with self._book.locked():
             for known in leaving:
                 self._require_newest(round_, known)
-            self._note_sending(round_)
+            self._append(self._line(round_) | {"sending": True})
 
     def settle(self, round_: int, kept: str) -> None:
         """Make sure, as a run goes on, that what it kept of a round is what the ledger knows, and that it is final.
@@ -145,11 +141,10 @@ class PrivacyLedger:
             if here is not None and here.releases:
                 self._require_newest(round_, kept)
             if here is not None and not here.final:
-                self._note_sending(round_)
+                self._append(self._line(round_) | {"sending": True})
 
-    def _note_sending(self, round_: int, *, again: bool = False) -> None:
-        entry = {"run": self.run, "site": self.site, "round": round_, "sending": True}
-        self._append(entry | ({"again": True} if again else {}))
+    def _line(self, round_: int) -> dict[str, Any]:
+        return {"run": self.run, "site": self.site, "round": round_}
 
     def _round(self, number: int) -> Round | None:
         """Return a round of this run as it stands."""
@@ -184,49 +179,24 @@ class PrivacyLedger:
 
     def _check_account(self) -> None:
         """Refuse to add what does not add up with the account."""
-        terms, spent = self.terms, [e for e in self._book.entries if e.mechanism]
-        if not terms.lifetime and any(e.real for e in self._book.entries):
-            raise WsiFlError(
-                f"{self.path}: this is the ledger of a real hospital, and sites/{self.site}.toml says real = false; "
-                "say real = true, or simulate under another name"
-            )
-        known = {e.promise for e in self._own() if e.promise}
-        if self._promise and known - {self._promise}:
+        binding = self.terms.lifetime and self.terms.max_epsilon is not None
+        scope = self._scope(binding)
+        self.terms.check_account(self._book.entries, scope, path=self.path, site=self.site)
+        if self._promise and {e.promise for e in self._own() if e.promise} - {self._promise}:
             raise WsiFlError(
                 f"{self.path}: run {self.run} began with another sites/{self.site}/site.toml than it has now; put that "
                 "file back, or start a new run"
             )
-        binding = terms.lifetime and terms.max_epsilon is not None
-        if other := _units(self._scope(binding)) - {terms.unit}:
-            raise WsiFlError(
-                f"{self.path}: the account of site {self.site} counts ε per {other.pop()}, this run per "
-                f"{terms.unit}, and the two do not add up; keep the privacy.unit that the site began with"
-            )
-        least = min((e.delta for e in spent if e.delta), default=1.0)
-        if binding and terms.delta > least:
-            raise WsiFlError(
-                f"{self.path}: the account of site {self.site} is priced at delta = {least:g}, this run at "
-                f"{terms.delta:g}; δ is part of the budget, so set delta = {least:g} or less in sites/{self.site}.toml "
-                "and start a new run"
-            )
 
     def _check(self, round_: int, mechanism: Mechanism | None) -> None:
         """Refuse what crosses the budget."""
-        limit = self.terms.max_epsilon
         if mechanism is None:
             return
-        if limit is None:
-            if self.terms.lifetime and mechanism.sigma > 0 and not self.terms.insecure:
-                raise WsiFlError(
-                    f"sites/{self.site}.toml: a real hospital spends nothing without a budget; "
-                    "write max_epsilon and delta there"
-                )
+        self.terms.check_mechanism(mechanism, self.site)
+        if (limit := self.terms.max_epsilon) is None:
             return
-        if self.terms.lifetime and isinstance(mechanism, PrivacyPlan):
-            mechanism.refuse_large_delta()
         self._check_account()
-        after = self._epsilon_with(round_, mechanism)
-        if after > limit:
+        if (after := self._epsilon_with(round_, mechanism)) > limit:
             raise BudgetSpent(
                 f"site {self.site}: round {round_} would raise epsilon to {after:.3f}, above its {limit:g}"
             )
@@ -234,7 +204,7 @@ class PrivacyLedger:
     def _epsilon_with(self, round_: int, mechanism: Mechanism) -> float:
         """Return ε once this round has been recorded."""
         entry = Entry.model_validate(self._entry(round_, mechanism, ""))
-        return epsilon(_applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
+        return epsilon(applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:
         """Write down one round of training under `mechanism`, and `content` if that leaves the site.
@@ -265,21 +235,9 @@ class PrivacyLedger:
         self._book.append(entry | ({"real": True} if self.terms.lifetime else {}))
 
     def _entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
-        told = asdict(mechanism) if mechanism else {}
-        return {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "run": self.run,
-            "site": self.site,
-            "round": round_,
-            "released": content or None,
-            "mechanism": {key: told[key] for key in _MECHANISM} if told else None,
-            "plan": {key: told[key] for key in _PLAN} if isinstance(mechanism, PrivacyPlan) else None,
-            "delta": self.terms.delta,
-            "unit": self.terms.unit,
-            "guarantee": self.terms.guarantee if mechanism else "none",
-            "accountant": ACCOUNTANT,
-            "insecure": self.terms.insecure,
-        } | ({"promise": self._promise} if self._promise else {})
+        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line(round_)
+        entry |= self.terms.line(mechanism, content)
+        return entry | ({"promise": self._promise} if self._promise else {})
 
     def _scope(self, lifetime: bool) -> list[Entry]:
         """Return what counts towards ε; over a lifetime also what others have written since."""
@@ -307,7 +265,7 @@ class PrivacyLedger:
         mechanism: Mechanism | None,
         content: str,
     ) -> Release:
-        """Records and makes a release of `content` ("proxy", "model", "buffer", …).
+        """Put a release of `content` ("model", "buffer", "generator", …) on record, and return it.
 
         Args:
             round_: its round, or None for the first that is not final.
@@ -348,13 +306,13 @@ class PrivacyLedger:
         known = digest(vector)
         with self._book.locked():
             self._require_newest(round_, known)
-            self._note_sending(round_, again=True)
+            self._append(self._line(round_) | {"sending": True, "again": True})
         return self._sealed(round_, vector, schema, weight, known)
 
     def relay(
         self, round_: int, vector: NDArray[np.float32], *, own: str, schema: str, weight: float
     ) -> Release:
-        """A mixture of this site's release of the round with what others released: noted, at no further cost.
+        """Return a mixture of this site's release of the round with others', on record and at no further cost.
 
         Whatever is computed from releases alone is as private as they are (post-processing). The round is final then,
         as if its release itself had left.
@@ -368,14 +326,14 @@ class PrivacyLedger:
         known = digest(vector)
         with self._book.locked():
             self._require_newest(round_, own)
-            self._append({"run": self.run, "site": self.site, "round": round_, "relayed": known})
+            self._append(self._line(round_) | {"relayed": known})
         return self._sealed(round_, vector, schema, weight, known)
 
     def _sealed(self, round_: int, vector: Values, schema: str, weight: float, known: str) -> Release:
         return Release(self.site, round_, schema, vector, weight, known, seal=SEAL)
 
     def summary(self) -> dict[str, Any]:
-        """The state of the account as plain JSON values."""
+        """Return the state of the account as plain JSON values."""
         return {
             "site": self.site,
             "run": self.run,
@@ -390,13 +348,3 @@ class PrivacyLedger:
             "insecure": self.terms.insecure,
             "steps": sum(mechanism.steps for mechanism in self.mechanisms()),
         }
-
-
-def _units(entries: Sequence[Entry]) -> set[str]:
-    """Return whose records all that was spent protects."""
-    return {str(e.unit) for e in entries if e.mechanism}
-
-
-def _applied(entries: Sequence[Entry]) -> list[Mechanism]:
-    """Return the mechanisms of all rounds that the lines amount to."""
-    return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]

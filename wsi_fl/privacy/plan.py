@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, steps_per_epoch
-from wsi_fl.privacy.dpsgd import poisson_rows
 from wsi_fl.types import UsageError, WsiFlError
 
 Unit = Literal["row", "patient"]
@@ -120,6 +119,12 @@ def plan_of_round(
         delta=delta,
         mode=mode,
     )
+
+
+def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> torch.Tensor:
+    """Return int64[b], each of n rows independently with probability `sample_rate`; b may be 0."""
+    chosen = torch.rand(n, generator=generator, dtype=torch.float64) < sample_rate
+    return chosen.nonzero().flatten()
 
 
 class Applies(Protocol):

@@ -59,3 +59,13 @@ def rounds_of(entries: Iterable[Entry]) -> list[Round]:
             kind, _, digest = entry.released.partition(" ")
             here.releases[kind] = digest
     return found
+
+
+def applied(entries: Iterable[Entry]) -> list[Mechanism]:
+    """Return the mechanisms of all rounds that lines of a ledger amount to."""
+    return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
+
+
+def units_of(entries: Iterable[Entry]) -> set[str]:
+    """Return whose records all that was spent protects: "row", "patient", or both where they were mixed."""
+    return {str(e.unit) for e in entries if e.mechanism}

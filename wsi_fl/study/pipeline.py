@@ -6,7 +6,8 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -37,9 +38,6 @@ class Train(Section):
     beta: float = Field(0.3, ge=0, le=1)
     """How far the proxy learns from the private model (β) instead of from the labels. With `privacy.mode = "strict"`
     it counts as 0."""
-    listen: Literal["always", "competence"] = "always"
-    """Whether the private model learns from its proxy by α always, or by the part of α that the proxy deserves,
-    measured before every round."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Probability with which each training patient is held out for validation where the store has no validation split.
     Only methods with a proxy hold patients out, to choose which model answers."""
@@ -89,7 +87,7 @@ class Communication(Section):
 class Privacy(Section):
     """Differential privacy of what leaves a site."""
 
-    without_effect = ("enabled", "insecure_seed", "grad_mode")
+    without_effect = ("enabled", "insecure_seed")
     enabled: bool = True
     """Whether what leaves a site is trained with differential privacy."""
     mode: Literal["paper", "strict"] = "strict"
@@ -104,9 +102,6 @@ class Privacy(Section):
     target_epsilon: float | None = Field(None, gt=0)
     """The ε that all rounds together may cost a site, or its `max_epsilon` where that is less. It replaces `sigma` and
     `train.batch_size`: each site gets the values that suit its number of rows."""
-    grad_mode: Literal["auto", "ghost", "hooks", "functorch"] = "auto"
-    """How per-example gradients are clipped: book-keeping with ghost norms, Opacus's hooks or its functorch; `auto` is
-    the fastest on the first batch."""
     unit: Literal["row", "patient"] = "row"
     """What ε protects: one row of the store, or all rows of one patient. With "patient" whole patients are sampled,
     clipped and counted."""
@@ -155,8 +150,17 @@ class Predict(Section):
     """Number of highest patches whose mean is a slide's score."""
 
 
+REMOVED = {
+    "train.listen": "what the proxy is worth to α gained nothing, so α is what train.alpha says; leave it out",
+    "privacy.grad_mode": "each model gets ghost clipping where that can be, else Opacus's hooks; leave it out",
+}
+"""Keys of earlier versions: why they went, and what to do. Pipelines that runs of before keep may have them."""
+
+
 class Pipeline(Section):
     """One study: what is done, with which settings."""
+
+    removed: ClassVar[Mapping[str, str]] = REMOVED
 
     sites: list[str] | None = Field(None, min_length=1)
     """Names of the sites that take part, in order. By default every site of the study."""

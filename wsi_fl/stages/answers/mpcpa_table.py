@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wsi_fl.federation.courier import federated_transfers
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
@@ -122,7 +121,7 @@ def _document(
         "aggregated": {name: one["rules"] for name, one in together.items()},
         "transfers": {
             "mpcpa": summary["communication"]["messages"],
-            "fedavg": federated_transfers(len(party.sites), pipeline.train.rounds),
+            "fedavg": 2 * len(party.sites) * pipeline.train.rounds,
         },
         "memorization": [_memorization(study, name) for name in party.names],
     }

@@ -91,11 +91,9 @@ def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Exa
                 f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
             )
         train = learned
-    asked = {"train.listen": pipeline.train.listen, "predict.with": pipeline.predict.with_}
-    judging = next((key for key, value in asked.items() if value == "competence"), None)
-    if judging and not pipeline.privacy.noisy and not len(validation):
+    if pipeline.predict.with_ == "competence" and not pipeline.privacy.noisy and not len(validation):
         raise UsageError(
-            f"{judging} = 'competence' without noise needs rows that no proxy has learned from; set "
+            "predict.with = 'competence' without noise needs rows that no proxy has learned from; set "
             "train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None

@@ -125,9 +125,9 @@ def _exchange(
         for site in sites
     }
     expected = dict.fromkeys(comm.running, agreed[0])
-    held = courier.collected("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
+    held = courier.gather("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
     size = next(iter(releases.values())).vector.size
-    packages = courier.packages(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    packages = courier.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
     for site in sites:
         vectors = packages[site.index]
         if party.method.generated == "all":
@@ -207,7 +207,7 @@ def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
     names = party.names
     courier = Courier(sites, comm, names)
     began = time.perf_counter()
-    held = courier.collected("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    held = courier.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
     for index, vector in held.items():
         path = party.run.path / "aggregate" / f"{names[index]}.safetensors"
         with atomic(path) as temporary:

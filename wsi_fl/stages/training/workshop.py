@@ -72,7 +72,6 @@ def schedule_of(party: Party) -> Schedule:
         make_augment=partial(augmentation, train.augment) if party.kind.of_images else _not_augmented,
         graph=graph_of(party),
         answer=pipeline.predict.with_,
-        by_competence=train.listen == "competence",
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
@@ -108,20 +107,18 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
 def make_learners(party: Party, index: int, device: torch.device, planned: PrivacyPlan | None) -> MakeLearner:
     """Build the learners a method asks for, with the site's noise where they are under differential privacy."""
     site, pipeline = party.sites[index], party.pipeline
-    data, grad_mode = party.data(site.name), pipeline.privacy.grad_mode
+    data = party.data(site.name)
 
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
         settings = None
         if dp and planned is not None:
-            settings = DPSettings(
-                planned.sigma, planned.clip, planned.batch_size, grad_mode, unit=planned.unit
-            )
+            settings = DPSettings(planned.sigma, planned.clip, planned.batch_size, planned.unit)
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
-                modes = check_per_example_gradients(model, shape, len(data.store.meta.classes), grad_mode)
-                settings = replace(settings, modes=modes)
+                engine = check_per_example_gradients(model, shape, len(data.store.meta.classes))
+                settings = replace(settings, engine=engine)
         return Learner(
             model,
             lr=pipeline.train.lr,
@@ -225,7 +222,7 @@ def brought(site: Site, party: Party) -> Brought:
 
 _COMPARED = ("privacy", "train", "audit", "stain", "topology", "replay")
 """The sections of a pipeline whose settings all sites must share."""
-_OWN = ("privacy.grad_mode", "topology.graph", "train.input_px")
+_OWN = ("topology.graph", "train.input_px")
 """Those of their settings that sites may have otherwise, or that are compared by what they come to."""
 
 
