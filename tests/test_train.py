@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.training import launch, workshop
+from wsi_fl.stages.training import agreed, launch, workshop
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.job import launched_ranks
@@ -255,7 +255,7 @@ def test_a_dry_run_costs_the_plan_and_writes_nothing(study):
 )
 def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
     pipeline = study.pipeline("small", [f"privacy.mode={mode}", f"train.beta={beta}"])
-    assert workshop.guarantee_of(workshop.method_named(method), pipeline) == guarantee
+    assert workshop.guarantee_of(agreed.method_named(method), pipeline) == guarantee
 
 
 def test_a_failing_rank_ends_the_job_with_one_line(study, wsi_fl):

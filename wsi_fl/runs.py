@@ -10,17 +10,17 @@ import shutil
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from wsi_fl.system.files import append_line, atomic, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BUFFER = "buffer.safetensors"
 SITE_FILE = "site.toml"
@@ -282,6 +282,8 @@ class SiteFolder:
 
     def remember_buffer(self, values: NDArray[np.uint8], provenance: Mapping[str, Any]) -> None:
         """Notes the synthetic samples that the site shares, before its first round; they never change."""
+        import torch
+
         _save(self.path / _BUFFER, {"values": torch.from_numpy(np.array(values))}, provenance)
 
     def buffer(self) -> tuple[NDArray[np.uint8], dict[str, Any]] | None:
@@ -328,6 +330,8 @@ class SiteFolder:
                 f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume`"
             )
         try:
+            from safetensors.torch import load_file
+
             return load_file(path)
         except SafetensorError as error:
             raise WsiFlError(f"{path}: damaged ({error})") from None
@@ -389,6 +393,8 @@ def _load(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+    from safetensors.torch import save_file
+
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic(path) as temporary:
         save_file(contiguous, temporary, metadata={"document": json.dumps(document)})

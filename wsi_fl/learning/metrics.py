@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -49,6 +48,8 @@ def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
 
 def _auroc_binary(score: NDArray[np.float64], positive: NDArray[np.bool_]) -> float:
     """The Mann–Whitney statistic; ties count half."""
+    from scipy.stats import rankdata
+
     n_positive = int(positive.sum())
     n_negative = len(positive) - n_positive
     ranks = rankdata(score)

@@ -13,7 +13,6 @@ from math import isfinite
 
 import numpy as np
 import torch
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -63,6 +62,8 @@ def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> Tens
 
 def check_trainable(model: nn.Module) -> None:
     """Refuses models whose per-example gradients are not defined, BatchNorm above all."""
+    from opacus.validators import ModuleValidator
+
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
         reason = _one_line(problems[0]).split(". ")[0]

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -144,8 +143,10 @@ def _sampled(
 
 
 @contextmanager
-def _sampling(model: nn.Module, force_functorch: bool) -> Iterator[GradSampleModule]:
+def _sampling(model: nn.Module, force_functorch: bool) -> Iterator[nn.Module]:
     """The model, its backward pass leaving each parameter's `grad_sample` [b, …]; as it was afterwards."""
+    from opacus import GradSampleModule
+
     wrapped = GradSampleModule(
         model, batch_first=True, loss_reduction="mean", force_functorch=force_functorch
     )

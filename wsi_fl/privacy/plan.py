@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, steps_per_epoch
-from wsi_fl.privacy.dpsgd import poisson_rows
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    import torch
 
 Unit = Literal["row", "patient"]
 """Whose record is protected."""
@@ -86,6 +87,8 @@ class PrivacyPlan(Mechanism):
 
     def batches(self, sampler: torch.Generator) -> Iterator[NDArray[np.int64]]:
         """Draw the units int64[b] of every step: each enters with probability `sample_rate`; b may be 0."""
+        from wsi_fl.privacy.dpsgd import poisson_rows
+
         for _ in range(self.steps):
             yield poisson_rows(self.n, self.sample_rate, sampler).numpy()
 

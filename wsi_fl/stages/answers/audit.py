@@ -31,8 +31,9 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.trained import method_of
 from wsi_fl.stages.site.data import Store, example_word, held_out, may_merge, open_data, remember, store_path
 from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.training.agreed import method_for
 from wsi_fl.stages.training.material import agreed_canaries, learned_from
-from wsi_fl.stages.training.workshop import build_model, method_for
+from wsi_fl.stages.training.workshop import build_model
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study, load_pipeline

@@ -21,8 +21,8 @@ from wsi_fl.stages.site.data import (
     store_digest,
     store_path,
 )
+from wsi_fl.stages.training.agreed import method_for
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.training.workshop import method_for
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Audit, Pipeline

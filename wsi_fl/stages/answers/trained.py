@@ -14,7 +14,8 @@ from wsi_fl.learning.validation import answered, roles
 from wsi_fl.models import Images, Shape, Vectors, build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.training.workshop import architecture, method_for, method_named
+from wsi_fl.stages.training.agreed import method_for, method_named
+from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
 from wsi_fl.types import GridSpec, UsageError, WsiFlError

@@ -8,14 +8,13 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.federation.site import Site
 from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.groups import group_epsilon
@@ -28,6 +27,9 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.federation.site import Site
 
 
 def weights_of(pipeline: Pipeline) -> Weights:

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from wsi_fl.learning.bags import allowed_classes, bag_examples
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
-from wsi_fl.models import Bags, Images, Shape, Vectors
 from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stores.features import FeatureMeta, FeatureStore
@@ -23,6 +22,9 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
 from wsi_fl.types import BagTable, GridSpec, PatchTable, UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.models import Bags, Shape
 
 _HASHED = 4096
 """Rows of features hashed at a time."""
@@ -175,6 +177,8 @@ def remembered_patches(study: Study, folder: SiteFolder) -> dict[str, Any]:
 
 def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
     """What the mosaics were like that a site's models learned from, and what these see."""
+    from wsi_fl.models import Bags
+
     facts = folder.store_facts()
     types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
     spec = GridSpec(**facts["spec"])
@@ -189,6 +193,8 @@ def input_px(pipeline: Pipeline, store: PatchStore) -> int:
 
 def shape_of(pipeline: Pipeline, store: Store) -> Shape:
     """What models see of this store."""
+    from wsi_fl.models import Bags, Images, Vectors  # and with them torch
+
     if isinstance(store, FeatureStore):
         return Bags(store.n_features)
     if isinstance(store, PatchFeatures):

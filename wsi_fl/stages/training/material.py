@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_stai
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.learning.validation import require_names, with_validation
 from wsi_fl.runs import SiteFolder
-from wsi_fl.slides.stains.methods import AnyStain, restained
 from wsi_fl.stages.site.data import Store, open_data, shape_of, split_of
 from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stores.features import FeatureStore
@@ -26,6 +25,9 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import UsageError
+
+if TYPE_CHECKING:
+    from wsi_fl.slides.stains.methods import AnyStain
 
 
 def learned_from(
@@ -161,5 +163,7 @@ def _variant(read: Callable[[NDArray[np.int64]], Any], rows: NDArray[np.int64], 
 
 
 def _moved(own: AnyStain, other: AnyStain, rows: NDArray[np.int64], pixels: Any) -> Any:
+    from wsi_fl.slides.stains.methods import restained
+
     del rows
     return restained(pixels, own, other)

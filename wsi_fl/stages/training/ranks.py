@@ -25,22 +25,18 @@ from wsi_fl.runs import RunFolder, hold_alone, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.data import open_data, remember
 from wsi_fl.stages.site.stains import stains_of
-from wsi_fl.stages.training import launch, plan
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.agreed import method_for, running_sites
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
+from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.material import remember_canaries
-from wsi_fl.stages.training.workshop import assemble, brought, method_for, schedule_of
+from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
-
-
-def running_sites(study: Study, pipeline: Pipeline, run: RunFolder) -> tuple[int, ...]:
-    """Indices of the sites that were not lost."""
-    lost = {loss["site"] for loss in run.losses()}
-    return tuple(k for k, site in enumerate(study.sites(pipeline)) if site.name not in lost)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     preflight.compare(documents)
     first = comm.running[0] in comm.sites
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
-    if (warning := plan.check_budgets(documents, limits, pipeline.train.rounds)) and first:
+    if (warning := check_budgets(documents, limits, pipeline.train.rounds)) and first:
         watcher.say(f"  {warning}", public=True)
     row = method_for(method, pipeline)
     with _alone(sites):

@@ -10,22 +10,18 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from uuid import uuid4
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.comm import LocalComm, MpiComm
 from wsi_fl.federation.documents import Words
 from wsi_fl.runs import RunFolder, pipeline_stem
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.training import launch, plan
-from wsi_fl.stages.training.ranks import join, running_sites, work_as_rank
-from wsi_fl.stages.training.workshop import (
-    versions,
-)
+from wsi_fl.stages.training import checks, launch
+from wsi_fl.stages.training.agreed import running_sites, versions
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study, load_pipeline
@@ -33,6 +29,9 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.federation.comm import MpiComm
 
 _TRIES = 10
 """Numbers that are tried for a run of several hospitals, while other jobs begin runs too."""
@@ -57,7 +56,9 @@ def train(
     pipeline = study.pipeline(name, overrides)
     ranks = launched_ranks()
     if ranks is not None:
-        plan.check(study, pipeline, method, backend, stores=False)
+        from wsi_fl.stages.training.ranks import join  # and with it torch, which launchers need not wait for
+
+        checks.check(study, pipeline, method, backend, stores=False)
         everyone = tuple(range(len(study.sites(pipeline))))
         agree = partial(_agreed_run, study, pipeline, method, name)
         return join(study, pipeline, ranks, agree, everyone)
@@ -83,8 +84,8 @@ def begin(
     series: Series | None = None,
 ) -> dict[str, Any]:
     """Starts the ranks of a new run, or runs it in this process."""
-    plan.check(study, pipeline, method, backend)
-    plan.warn_of_other_patches(study, pipeline)
+    checks.check(study, pipeline, method, backend)
+    checks.warn_of_other_patches(study, pipeline)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
@@ -127,7 +128,7 @@ def resume(
         return finished
     ranks = launched_ranks()
     method = run.manifest["method"]
-    plan.check(study, pipeline, method, backend, stores=ranks is None)
+    checks.check(study, pipeline, method, backend, stores=ranks is None)
     run.refuse_if_busy()
     lost = {loss["site"] for loss in run.losses()}
     for name in sorted(lost - set(without)):
@@ -135,6 +136,8 @@ def resume(
     for name in sorted(set(without) - lost):
         run.note_loss(name, "left out by --without")
     if ranks is not None:
+        from wsi_fl.stages.training.ranks import join
+
         return join(study, pipeline, ranks, lambda comm: run, running_sites(study, pipeline, run))
     return _start(study, run, pipeline, backend, watcher or Silent())
 
@@ -187,6 +190,9 @@ def _start(
     """Starts the ranks, and those of the other sites once more whenever one is lost."""
     names = [site.name for site in study.sites(pipeline)]
     if backend == "local":
+        from wsi_fl.federation.comm import LocalComm
+        from wsi_fl.stages.training.ranks import work_as_rank
+
         comm = LocalComm(len(names), running=running_sites(study, pipeline, run))
         return work_as_rank(study, run, comm, watcher)
     again = f"wsi-fl train --resume {study.relative(run.path)}"

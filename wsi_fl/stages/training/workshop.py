@@ -8,11 +8,9 @@ from functools import partial
 
 import torch
 
-from wsi_fl.federation.graph import from_file
-from wsi_fl.federation.methods import METHODS, MakeLearner, Method, replay
+from wsi_fl.federation.methods import MakeLearner
 from wsi_fl.federation.preflight import Brought, Inputs, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.learning.examples import Augment, joined
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
@@ -43,6 +41,7 @@ from wsi_fl.stages.site.data import (
     shape_of,
 )
 from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger, stains_of
+from wsi_fl.stages.training.agreed import graph_of, method_for, versions
 from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
 from wsi_fl.stages.work.devices import device_of_rank
@@ -51,37 +50,10 @@ from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
-
-
-def method_named(name: str) -> Method:
-    """A row of METHODS."""
-    if name not in METHODS:
-        raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
-    return METHODS[name]
-
-
-def method_for(name: str, pipeline: Pipeline) -> Method:
-    """A row of METHODS as a pipeline has it: `replay` comes in variants, and orders sites by the seed."""
-    if name == "replay":
-        return replay(pipeline.replay.variant, pipeline.train.seed)
-    return method_named(name)
-
-
-def graph_of(study: Study, pipeline: Pipeline) -> Topology | None:
-    """The graph a pipeline names or points to; None for the method's own."""
-    graph = pipeline.topology.graph
-    if graph is None:
-        return None
-    if not graph.endswith(".json"):
-        if graph not in TOPOLOGIES:
-            raise UsageError(f"unknown graph {graph!r}; known: {', '.join(TOPOLOGIES)}, FILE.json")
-        return named(graph, pipeline.train.seed)
-    names = [site.name for site in study.sites(pipeline)]
-    return from_file(study.resolve(graph), names, pipeline.topology.self_weight)
 
 
 def schedule_of(study: Study, pipeline: Pipeline) -> Schedule:
@@ -227,16 +199,6 @@ def _included(study: Study, site: SiteFile, pipeline: Pipeline) -> tuple[str, ..
 def _identity(run: RunFolder) -> str:
     """Its name, for people, and its id: names come again and folders are renamed, but what was spent stays spent."""
     return f"{run.name} {run.id}" if run.id else run.name
-
-
-def versions() -> dict[str, str]:
-    """What must be the same everywhere for numbers to agree."""
-    from importlib.metadata import version
-
-    import wsi_fl
-
-    names = ("torch", "torchvision", "opacus", "monai", "numpy")
-    return {"wsi_fl": wsi_fl.__version__} | {name: version(name) for name in names}
 
 
 def brought(site: Site, study: Study, pipeline: Pipeline, method_name: str) -> Brought:
