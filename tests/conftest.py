@@ -1,12 +1,14 @@
 """Small studies that tests share."""
 
 import atexit
+import io
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -128,18 +130,25 @@ def study(tmp_path):
 
 
 @pytest.fixture
-def wsi_fl():
-    """Runs the command line in a folder; returns the finished process."""
+def wsi_fl(monkeypatch):
+    """Runs the command line in a folder and in this process; returns what a finished process would."""
+    from wsi_fl.__main__ import main
 
-    def run(*arguments, cwd, timeout=240, env=None):
-        return subprocess.run(
-            [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
-            cwd=cwd,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, **(env or {})},
-        )
+    def run(*arguments, cwd, env=None):
+        said, told = io.StringIO(), io.StringIO()
+        before = os.umask(0o077)
+        with monkeypatch.context() as patch, redirect_stdout(said), redirect_stderr(told):
+            os.umask(before)
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", ["wsi-fl", *map(str, arguments)])
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code
+            finally:
+                os.umask(before)
+        return subprocess.CompletedProcess(arguments, code, said.getvalue(), told.getvalue())
 
     return run

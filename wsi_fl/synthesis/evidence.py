@@ -120,6 +120,7 @@ def compared(training: Distances, held_out: Distances, *, copy_below: float = CO
         training, held_out: distance of each real image to the nearest synthetic one (or to its projection).
         copy_below: what counts as met almost exactly.
     """
+
     a, b = np.asarray(training, np.float64), np.asarray(held_out, np.float64)
     test = mannwhitneyu(a, b, alternative="less")
     edge = float(np.quantile(b, TAIL))
@@ -165,6 +166,7 @@ def moved(after: Distances, before: Distances) -> Moved:
 
     Reference: Wilcoxon, "Individual comparisons by ranking methods", Biometrics Bulletin 1, 1945.
     """
+
     difference = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     p = float(wilcoxon(difference, alternative="greater").pvalue) if np.any(difference) else None
     return Moved(len(difference), float(np.median(difference)), float((difference > 0).mean()), p)

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from uuid import uuid4
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from wsi_fl.federation.comm import LocalComm, MpiComm
 from wsi_fl.federation.documents import Words
 from wsi_fl.runs import RunFolder, pipeline_stem
 from wsi_fl.stages.site.account import spent_words
@@ -29,9 +30,6 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
-
-if TYPE_CHECKING:
-    from wsi_fl.federation.comm import MpiComm
 
 _TRIES = 10
 """Numbers that are tried for a run of several hospitals, while other jobs begin runs too."""
@@ -190,7 +188,6 @@ def _start(
     """Starts the ranks, and those of the other sites once more whenever one is lost."""
     names = [site.name for site in study.sites(pipeline)]
     if backend == "local":
-        from wsi_fl.federation.comm import LocalComm
         from wsi_fl.stages.training.ranks import work_as_rank
 
         comm = LocalComm(len(names), running=running_sites(study, pipeline, run))
