@@ -258,7 +258,8 @@ def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
     assert workshop.guarantee_of(agreed.method_named(method), pipeline) == guarantee
 
 
-def test_a_failing_rank_ends_the_job_with_one_line(study, wsi_fl):
+def test_a_failing_rank_ends_the_job_with_one_line(tmp_path, wsi_fl):
+    study = make_study(tmp_path / "study", n_sites=3)
     shutil.rmtree(study.store("S2").parent)
     write_store(study, "S2", mpp=0.5)
     done = wsi_fl("train", "--json", cwd=study.root)
