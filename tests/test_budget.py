@@ -428,10 +428,10 @@ def test_of_two_versions_of_a_round_one_leaves(tmp_path):
     first, second = ledger_at(path), ledger_at(path)
     mine, other = made(first, VECTOR), made(second, VECTOR + 1)
     with pytest.raises(WsiFlError, match="released others since"):
-        first.sending(1, mine)
+        first.sending(1, mine.digest)
     with pytest.raises(WsiFlError, match="released others since"):
         first.relay(1, VECTOR * 2, own=mine.digest, schema="ab" * 32, weight=1.0)
-    second.sending(1, other)
+    second.sending(1, other.digest)
     with pytest.raises(WsiFlError, match="was sent already"):
         made(first, VECTOR + 2)
     assert ledger_at(path).mechanisms() == [ROUND]
@@ -466,6 +466,9 @@ def test_two_studies_on_one_ledger_release_no_two_stains_for_one_charge(tmp_path
     second = stain(b, site="S0")["sites"][0]
     refused(lambda: stain(a, site="S0"), "others have taken their place", "--again", error=WsiFlError)
     assert not a.stain("S0").exists()
+    a.stain("S0").parent.mkdir()
+    shutil.copy(b.stain("S0"), a.stain("S0"))  # the other study's release is this site's too
+    assert not stain(a, site="S0")["sites"][0]["spent"]
     once = Mechanism(8.0, 1.5, 1.0, 1)
     assert isclose(second["epsilon"], epsilon([once], 1e-5))
     assert isclose(stain(a, site="S0", again=True)["sites"][0]["epsilon"], epsilon([once] * 2, 1e-5))
@@ -482,16 +485,51 @@ def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospi
     )
 
 
+def test_of_two_models_that_stay_at_home_one_is_kept(hospital, monkeypatch, tmp_path):
+    """A copy of the run, from before the last checkpoint, was finished meanwhile."""
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_log_round", 1)
+        run(hospital, method="regular")
+    path = next(hospital.runs.glob("0*"))
+    copy = path.with_name("00002-copy")
+    shutil.copytree(path, copy)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, PrivacyLedger, "sending", 1)  # round 2 is recorded and has its checkpoint
+        resume(hospital, path.name, backend="local")
+    resume(hospital, copy.name, backend="local")
+    refused(lambda: resume(hospital, path.name, backend="local"), "released others since", error=WsiFlError)
+
+
+def test_a_round_killed_before_it_was_final_is_final_once_the_run_goes_on(hospital, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, PrivacyLedger, "sending", 2)
+        run(hospital, "train.rounds=3", method="regular")
+    path = next(hospital.runs.glob("0*"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        cut(patch, loop, "_train_round", 1)
+        resume(hospital, path.name, backend="local")
+    (path / "sites" / "S0" / "state" / "round_00002.safetensors").unlink()
+    refused(
+        lambda: resume(hospital, path.name, backend="local"), "ledger knows later rounds", error=WsiFlError
+    )
+
+
 # what a run keeps of its promise
 
 
-@pytest.mark.parametrize("file", ["plan.json", "site.toml"])
+@pytest.mark.parametrize("file", ["plan.json", "site.toml", "no plan.json"])
 def test_a_plan_or_site_file_that_was_edited_does_not_go_on(hospital, monkeypatch, file):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         cut(patch, loop, "_log_round", 2)
         run(hospital, "privacy.target_epsilon=2", "train.rounds=4")
     path = next(hospital.runs.glob("0*"))
-    kept = path / "sites" / "S0" / file
+    kept = path / "sites" / "S0" / file.removeprefix("no ")
+    if file == "no plan.json":  # it goes on with the plan that the ledger knows
+        before = json.loads(kept.read_text())
+        kept.unlink()
+        resume(hospital, path.name, backend="local")
+        assert json.loads(kept.read_text()) == before
+        return
     if file == "plan.json":
         plan = json.loads(kept.read_text())
         kept.write_text(json.dumps(plan | {"sigma": plan["sigma"] / 2}))
@@ -550,6 +588,8 @@ def test_lines_of_an_older_version_among_chained_ones_count_where_a_head_vouches
         [Mechanism(4.0, 0.7, 0.2, 20)], 1e-5
     )
     assert once < epsilon([Mechanism(4.0, 0.7, 0.2, 20)], 1e-5)
+    forget_heads(hospital)
+    assert row(run(hospital, "privacy.sigma=40"))["lifetime_epsilon"]  # chained lines have covered them
     edited = ledger.read_text().replace('"run": "older"', '"run": "young"')
     ledger.write_text(edited)
     refused(lambda: run(hospital), "S0.jsonl", "the site's budget", error=WsiFlError)

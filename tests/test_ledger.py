@@ -232,7 +232,7 @@ def test_what_a_run_includes_counts_for_it_alone(open_ledger, tmp_path):
 def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger, tmp_path):
     stain = open_ledger("stain", allow=("model",))
     release(stain, 3, STAIN)
-    stain.sending(3)
+    stain.sending(3, digest(VECTOR))
     terms = Terms(delta=DELTA, max_epsilon=0.01)
     mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["stain"])
     assert mine.last_sent() == 0

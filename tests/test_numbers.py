@@ -182,6 +182,17 @@ def test_an_example_without_a_finite_gradient_has_no_part_in_the_step(name, way,
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("clip", [0.7, 1e-2, 1e-3, 1e-4])
+def test_a_gradient_near_the_end_of_float32_is_clipped_to_C_too(clip):
+    """Its weight would be a subnormal number, of few digits."""
+    torch.manual_seed(0)
+    model = nn.Linear(12, 3)
+    for _ in range(20):
+        x, far = torch.randn(1, 12) * 1e18, torch.randn(1, 3) * 3e18
+        found = gradient(model, x, lambda logits, far=far: (logits * far).sum(), way="ghost", clip=clip)
+        assert float(found.double().norm()) <= clip
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_batch_without_finite_gradients_is_a_step_of_noise(name, way):

@@ -117,7 +117,8 @@ def _first_rounds(sites: list[Site], method: Method, schedule: Schedule, comm: C
         if not stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
         sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
-        if site.ledger.last_round() > last + 1 or sent > last:
+        ahead = site.ledger.last_round() > last + 1 and not site.returning  # it has missed rounds
+        if ahead or sent > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"
             )
@@ -292,9 +293,11 @@ def _trained(
     if carrying := carrying and site.active:
         release_buffer(site, round_)
     checkpoint(site, round_)
-    leaving = [one for one in (released, site.leaving if carrying else None) if one is not None]
-    if leaving or (site.active and site.plan is not None):
-        site.ledger.sending(round_, *leaving)
+    made = [site.own] if site.active and (released is not None or site.plan is not None) else []
+    if carrying and site.leaving is not None:
+        made.append(site.leaving.digest)
+    if made:
+        site.ledger.sending(round_, *made)
     site.seconds = time.perf_counter() - began
     return released
 

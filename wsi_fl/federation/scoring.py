@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.competence import Measured, fitting_answer, measured
 from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.local import probabilities
+from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, macro_accuracy, scores
 from wsi_fl.learning.validation import ANSWERS, answered, best_answer, roles
 
@@ -103,6 +104,8 @@ def _said(
     site: Site, method: Method, role: str, examples: Examples, alive: Callable[[], None]
 ) -> Probabilities:
     """Probabilities of a site's model, "private" being what its method predicts with."""
+    learner = site.learners[role].logits
     if role == "private":
-        return probabilities(lambda x: method.predict(site.learners, x), examples, site.device, alive=alive)
-    return probabilities(site.learners[role].logits, examples, site.device, alive=alive)
+        learner = partial(method.predict, site.learners)
+    said = probabilities(learner, examples, site.device, alive=alive)
+    return undecided_where_broken(said, examples.allowed)

@@ -76,7 +76,8 @@ class Site:
         push: PushSum state of the travelling parameters; None when nothing travels, or before and after its part.
         buffer: its own synthetic samples, which it shares; None where the method carries none.
         leaving: that buffer as it was released in the round that is on.
-        own: SHA-256 of its newest release, which is part of what `push` holds; "" before the first.
+        own: SHA-256 of what it made in the newest round: the release that is part of what `push` holds, or a model that
+            stays; "" before the first.
         received: the buffers it holds of other sites, by their index.
         heard: how far the models that arrived lay from its own (L2), the last ones.
         rejected: what it did not accept in this round, and why.
@@ -146,7 +147,8 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
         return None
     if method.travels is None:
         if site.plan is not None:
-            site.ledger.record(round_, site.plan)
+            site.own = _kept(site)
+            site.ledger.record(round_, site.plan, f"kept {site.own}")
         return None
     learner = site.traveller(method)
     assert site.push is not None
@@ -163,6 +165,11 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
     return made
 
 
+def _kept(site: Site) -> str:
+    """Return the SHA-256 of the parameters that were learned under differential privacy and stay at the site."""
+    return digest(np.concatenate([k.vector() for k in site.learners.values() if k.with_dp]))
+
+
 def relayed(site: Site, method: Method, round_: int) -> Release:
     """What a site passes on: the mixture it holds by now, computed from releases alone."""
     assert site.push is not None
@@ -172,6 +179,8 @@ def relayed(site: Site, method: Method, round_: int) -> Release:
 
 def reissued(site: Site, method: Method, round_: int) -> Release | None:
     """The release of a round that was trained before a restart, byte for byte."""
+    if method.travels is None and site.plan is not None and site.active:
+        site.ledger.settle(round_, _kept(site))
     if method.travels is None or site.push is None:
         return None
     agreed = schema(site.traveller(method).model)

@@ -226,9 +226,6 @@ def probabilities(
 ) -> NDArray[np.float64]:
     """Class probabilities float64[n, classes] of all examples, in order; 0 where a class is not allowed.
 
-    A model that has diverged answers with numbers that are not finite; then it says nothing, and all classes that are
-    allowed are equally probable.
-
     Args:
         predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
         alive: called with every batch, so that nobody thinks this long job hangs.
@@ -238,11 +235,26 @@ def probabilities(
         parts.append(torch.softmax(logits, dim=1).double().cpu().numpy())
         if alive is not None:
             alive()
-    said = np.concatenate(parts)
-    broken = ~np.isfinite(said).all(1)
-    allowed = np.ones(said.shape) if examples.allowed is None else examples.allowed
-    said[broken] = allowed[broken] / allowed[broken].sum(1, keepdims=True)
-    return said
+    return np.concatenate(parts)
+
+
+def undecided_where_broken(
+    said: NDArray[np.float64], allowed: NDArray[np.bool_] | None
+) -> NDArray[np.float64]:
+    """Return class probabilities float64[n, classes] with rows that are not finite replaced.
+
+    A model that has diverged answers with such rows. It says nothing, so all classes that are allowed are equally
+    probable there, and scores can be computed.
+
+    Args:
+        said: float64[n, classes].
+        allowed: bool[n, classes] the possible classes; None for all.
+    """
+    broken = ~np.isfinite(said).all(axis=1, keepdims=True)
+    if not broken.any():
+        return said
+    possible = np.ones(said.shape) if allowed is None else allowed.astype(float)
+    return np.where(broken, possible / possible.sum(1, keepdims=True), said)
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ class Book:
         self._digests: list[str] = []
         self._chained = False
         self._unchained = 0
-        """The first line without `prev` after chained ones; 0 for none."""
+        """The first line without `prev` after the last chained one, once there is one; 0 for none."""
         known = {
             head: _read_head(head) for head in self._heads if head.exists()
         }  # before the file, which may grow
@@ -156,7 +156,7 @@ class Book:
                     f"{was.elsewhere(path)}; put the newest backup of the ledger back: it is the site's budget, "
                     "whatever became of its studies"
                 )
-        if self._unchained and not any(was.lines for was in known.values()):
+        if self._unchained and heads and not any(was.lines for was in known.values()):
             raise WsiFlError(
                 f"{path}: line {self._unchained} does not follow the lines before it, as an earlier version of wsi-fl "
                 "would have written it, and no head file vouches for them; put the newest backup of the ledger and its "
@@ -170,12 +170,13 @@ class Book:
             entry = _parsed(line, f"{self.path}: line {number}")
             if entry.prev is None:
                 self._unchained = self._unchained or number * self._chained
-            elif entry.prev != self._so_far.hexdigest():
+            elif entry.prev == self._so_far.hexdigest():
+                self._chained, self._unchained = True, 0
+            else:
                 raise WsiFlError(
                     f"{self.path}: line {number} does not follow the lines before it, which were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"
                 )
-            self._chained = self._chained or entry.prev is not None
             self._so_far.update(line + b"\n")
             self._digests.append(self._so_far.hexdigest())
             self.entries.append(entry)

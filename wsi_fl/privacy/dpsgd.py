@@ -259,8 +259,12 @@ class DPTrainer:
         return ENGINES[mode](self._model, x, loss_of, self._weigh)
 
     def _weigh(self, norms: Tensor) -> Tensor:
-        """min(1, C / |g_i|), a little less for round-off; 0 where g_i is not finite, so that it has no part."""
-        return (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0).nan_to_num(0.0)
+        """min(1, C / |g_i|), a little less for round-off; 0 where g_i is not finite, so that it has no part.
+
+        It has no part either where the weight is below float32's normal numbers, which are too coarse to keep to C.
+        """
+        weights = (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0)
+        return weights.where(weights >= torch.finfo(torch.float32).tiny, 0.0)
 
     def _set_gradients(self, sums: Sequence[Tensor], generator: torch.Generator) -> None:
         """(sum + N(0, σ²C²)) / B as every parameter's gradient, in place of the sums."""

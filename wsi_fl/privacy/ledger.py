@@ -117,19 +117,35 @@ class PrivacyLedger:
         """Return the last round of this run that was recorded; 0 before the first."""
         return max((one.number for one in self.rounds()), default=0)
 
-    def sending(self, round_: int, *leaving: Release) -> None:
-        """Note that a round is final: what it released is about to leave, and the round is never trained anew.
+    def sending(self, round_: int, *leaving: str) -> None:
+        """Note that a round is final: what it made is about to leave, or is kept for good; it is never trained anew.
 
         Args:
-            leaving: the releases of the round that are about to leave; none where the round made none.
+            leaving: SHA-256 of everything that is about to leave, or is kept.
 
         Raises:
-            WsiFlError: when another job has released something else in this round meanwhile.
+            WsiFlError: when another job has made something else in this round meanwhile.
         """
         with self._book.locked():
-            for release in leaving:
-                self._require_newest(round_, release.digest)
+            for known in leaving:
+                self._require_newest(round_, known)
             self._note_sending(round_)
+
+    def settle(self, round_: int, kept: str) -> None:
+        """Make sure, as a run goes on, that what it kept of a round is what the ledger knows, and that it is final.
+
+        Args:
+            kept: SHA-256 of it. Ledgers of earlier versions do not know it, and it is not compared then.
+
+        Raises:
+            WsiFlError: when another job has made something else in this round meanwhile.
+        """
+        with self._book.locked():
+            here = self._round(round_)
+            if here is not None and here.releases:
+                self._require_newest(round_, kept)
+            if here is not None and not here.final:
+                self._note_sending(round_)
 
     def _note_sending(self, round_: int, *, again: bool = False) -> None:
         entry = {"run": self.run, "site": self.site, "round": round_, "sending": True}

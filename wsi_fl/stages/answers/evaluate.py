@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import probabilities
+from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import (
     SCORES,
     accuracy,
@@ -219,7 +219,10 @@ def _predicted(
     some = {name: one for name, one in sets.items() if len(one)}
     with torch.no_grad():
         by_role = {
-            name: {role: probabilities(model, one, device) for role, model in found.models.items()}
+            name: {
+                role: undecided_where_broken(probabilities(model, one, device), one.allowed)
+                for role, model in found.models.items()
+            }
             for name, one in some.items()
         }
     possible = [answer for answer in ANSWERS if set(roles(answer)) <= found.models.keys()]

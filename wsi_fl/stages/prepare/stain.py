@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,11 +105,11 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
         with one.open() as store:
             worth: Guarantee = "none" if is_synthetic(study, name, store) else "guaranteed"
         ledger = stain_ledger(study, one.site, one.pipeline, worth)
-        kept = None if again else next((file for file in (copy, path) if file.exists()), None)
+        kept = None if again else _kept(ledger, copy, path)
         if kept is None:
             release, document = _measured(one, ledger, watcher)
             write_json(copy, document)
-            ledger.sending(release.round, release)
+            ledger.sending(release.round, release.digest)
         else:
             document = read_json(kept)
             released = read_stain(document, study.relative(kept))
@@ -123,6 +124,14 @@ def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
         if not path.exists() or read_json(path) != document:
             write_json(path, document)
     return document | {"spent": kept is None, "file": study.relative(path)}
+
+
+def _kept(ledger: PrivacyLedger, *files: Path) -> Path | None:
+    """Return the file whose numbers the ledger knows, else the first that is there, to be refused; None for none."""
+    there = [file for file in files if file.exists()]
+    released = {digest for round_ in ledger.rounds() for digest in round_.releases.values()}
+    known = [file for file in there if read_json(file).get("digest") in released]
+    return next(iter([*known, *there]), None)
 
 
 def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> tuple[Release, dict[str, Any]]:

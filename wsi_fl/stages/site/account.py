@@ -249,7 +249,7 @@ def agreed_plan(
         UsageError: when settings, canaries or the store would now make another plan than the run keeps, or the
             ledger knows the run with another one.
     """
-    known = _kept_plan(folder, site, pipeline, n)
+    known = _kept_plan(folder, site, pipeline, n, ledger)
     if known is not None and (recorded := ledger.recorded_plan()):
         _refuse_changed(known, replace(known, **recorded), site.name)
     if known is None:
@@ -272,7 +272,10 @@ def _refuse_changed(now: PrivacyPlan, began: PrivacyPlan, site: str) -> None:
         )
 
 
-def _kept_plan(folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int) -> PrivacyPlan | None:
+def _kept_plan(
+    folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int, ledger: PrivacyLedger
+) -> PrivacyPlan | None:
+    """Return the plan that the run's folder keeps or, where that file was lost, the one that its ledger knows."""
     if not pipeline.privacy.enabled:
         return None
     try:
@@ -280,6 +283,8 @@ def _kept_plan(folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int) -
             return PrivacyPlan(**kept)
         if early := folder.spending():
             return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
+        if (recorded := ledger.recorded_plan()) and "batch_size" in recorded:
+            return _round_of(site, pipeline, n, recorded["batch_size"], recorded["sigma"])
     except (UsageError, TypeError, KeyError, ValueError) as error:
         raise WsiFlError(f"{folder.path}: the privacy plan of this run is damaged ({error})") from None
     return None

@@ -168,7 +168,7 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
                 f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
             ) from None
         released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
-        ledger.sending(round_, released)
+        ledger.sending(round_, released.digest)
         return released
 
 

@@ -168,7 +168,8 @@ def _guarded(
 
 
 def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-    note(log, f"{category.__name__}: {message}")
+    with suppress(OSError):  # a warning ends no run
+        note(log, f"{category.__name__}: {message}")
 
 
 def _in_a_line(error: BaseException, study: Study) -> str:
