@@ -2,6 +2,7 @@
 
 import atexit
 import io
+import json
 import os
 import shutil
 import signal
@@ -10,8 +11,9 @@ import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +121,43 @@ def make_study(root: Path, n_sites=4, extra="", site_extra="real = false", **sto
         )
         write_store(study, f"S{k}", seed=k, **store)
     return study
+
+
+def metrics(path: Path, site: str) -> list[dict[str, Any]]:
+    """The lines of a site's metrics.jsonl in a run."""
+    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+
+
+def model(path: Path, site: str, role: str = "private"):
+    """The tensors of a site's model of a role in a run, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(path / "sites" / site / f"{role}.safetensors")
+
+
+def same(a, b) -> bool:
+    """Whether two models of named tensors are equal, bit for bit."""
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@contextmanager
+def interrupted_after(n: int):
+    """Within it a run ends as by Ctrl-C, where a site is about to log a round for the n-th time."""
+    from wsi_fl.federation import loop
+
+    real, calls = loop._log_round, []
+
+    def cut(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == n:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "_log_round", cut)
+        yield
 
 
 @pytest.fixture(autouse=True)

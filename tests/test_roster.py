@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study
+from conftest import REAL, make_study, metrics, model
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
@@ -36,14 +36,6 @@ SEEDED = "privacy.insecure_seed=1"
 
 def local(study, method="proxyfl", *overrides):
     return train(study, method=method, overrides=overrides, backend="local")
-
-
-def model(path, site, role="private"):
-    return load_file(path / "sites" / site / f"{role}.safetensors")
-
-
-def metrics(path, site):
-    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
 
 
 def spent(rounds):

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import patches_of, refused
+from conftest import patches_of, refused, same
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -93,10 +93,6 @@ def checked(trained):
 
 def tensors(study, phase="after"):
     return load_file(study.generator("S1") / f"{phase}.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 # training
