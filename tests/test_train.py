@@ -131,10 +131,21 @@ def _killed_within(study, known, job):
             break
         time.sleep(0.005)
     (path,) = set(study.runs.glob("*-proxyfl-*")) - known
-    for pid in _processes_of(job.pid):
+    killed = _processes_of(job.pid)
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
     job.wait(10)
+    while any(map(_lives, killed)):  # and holds its locks
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return path
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _processes_of(pid):
