@@ -7,7 +7,7 @@ help:            ## what there is to make
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 10
 
 env: .venv/.ready  ## the environment alone, in .venv
-.venv/.ready: pyproject.toml constraints.txt hatch_build.py wsi_fl/slides/reading/_scatter.c
+.venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,dev]'
 	@touch $@

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from wsi_fl.stages.synthesis.ddpm import trained_denoiser
-from wsi_fl.stages.synthesis.gan import HELD_OUT, open_site, pictures_of
-from wsi_fl.stages.synthesis.quality import quality_of
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.synthesis.check import quality_of
+from wsi_fl.stages.synthesis.ddpm import KIND, load_denoiser
+from wsi_fl.stages.synthesis.kinds import HELD_OUT, pictures_of
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import Sampling, drawn
@@ -31,8 +32,7 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
     """Both samplers on the same labels and seed, one batch each."""
     study = Study.find()
     pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    folder, _ = trained_denoiser(study, site)
-    denoiser, shape = folder.load_denoiser(device_of_rank())
+    denoiser, shape = load_denoiser(KIND.trained(study, site)[0], device_of_rank())
     labels = balanced_labels(shape.n_classes, -(-n // shape.n_classes))
     rows: dict[str, Any] = {}
     sets = {}
@@ -44,7 +44,7 @@ def measured(site: str, n: int, overrides: list[str], pipeline_name: str | None)
         began = time.perf_counter()
         sets[name] = torch.cat(list(drawn(denoiser, shape, labels, sampling, seed=0)))
         rows[name] = {"seconds": time.perf_counter() - began}
-    with open_site(study, site) as store:
+    with open_store(study, site) as store:
         held_out = pictures_of(store, shape.resolution, *HELD_OUT).images
         training = pictures_of(store, shape.resolution, "train").images
     chosen = np.random.default_rng(0).permutation(len(training))[: len(labels)]

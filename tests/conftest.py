@@ -232,3 +232,21 @@ def as_ranks(monkeypatch):
             return list(threads.map(as_rank, range(n)))
 
     return run
+
+
+def train_generator(study, *, site, overrides=(), **given):
+    """`synthesize train` of the study's only pipeline."""
+    from wsi_fl.stages.synthesis.kinds import kind_of
+    from wsi_fl.stages.synthesis.train import train_generator
+
+    pipeline = study.pipeline(study.pipeline_name(None), overrides)
+    return train_generator(study, pipeline, kind_of(pipeline.synthesis.generator), site, **given)
+
+
+def check(study, *, site, overrides=()):
+    """`synthesize check` of the study's only pipeline."""
+    from wsi_fl.stages.synthesis.check import check_generator
+    from wsi_fl.stages.synthesis.kinds import kind_of
+
+    pipeline = study.pipeline(study.pipeline_name(None), overrides)
+    return check_generator(study, pipeline, kind_of(pipeline.synthesis.generator), site)

@@ -10,14 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import check, refused, train_generator
 from safetensors.torch import load_file
 from test_mpcpa import make_study
 
-from wsi_fl.stages.synthesis.check import check
-from wsi_fl.stages.synthesis.ddpm import denoiser_folder
+from wsi_fl.stages.synthesis.ddpm import KIND
 from wsi_fl.stages.synthesis.sample import sample
-from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import (
@@ -30,7 +28,6 @@ from wsi_fl.synthesis.ddpm import (
     drawn,
     ema_decay,
     epochs_by_rule,
-    n_parameters,
     predicted_noise,
     scheduler_of,
     schema_of,
@@ -192,7 +189,7 @@ def test_a_denoiser_travels_as_one_vector():
     state = trained(2)
     again = denoiser_from(vector_of(state.average), SHAPE)
     assert same(state.average, again)
-    assert vector_of(state.average).size == n_parameters(SHAPE)
+    assert vector_of(state.average).size == sum(p.numel() for p in build_denoiser(SHAPE).parameters())
     with pytest.raises(ValueError, match="expected"):
         denoiser_from(vector_of(state.average)[:-1], SHAPE)
     assert schema_of(SHAPE) != schema_of(replace(SHAPE, chain=50))
@@ -215,10 +212,10 @@ def study(tmp_path_factory):
 
 
 def test_training_keeps_json_and_safetensors_alone(study):
-    folder = denoiser_folder(study, "S1")
+    folder = KIND.folder(study, "S1")
     document = folder.document()
     assert document["finished"]
-    assert document["sha256"] == folder.denoiser_digest()
+    assert document["sha256"] == folder.digest("denoiser")
     assert folder.metrics()[-1]["iteration"] == 6
     kinds = {path.suffix for path in folder.path.rglob("*") if path.is_file() and path.name != ".lock"}
     assert kinds == {".json", ".jsonl", ".safetensors", ".png"}
@@ -233,7 +230,7 @@ def test_other_settings_want_again_and_wrong_ones_are_named(study):
 
 
 def test_sampling_waits_for_a_passed_check(study):
-    folder = denoiser_folder(study, "S1")
+    folder = KIND.folder(study, "S1")
     folder.check_path.unlink(missing_ok=True)
     refused(lambda: sample(study, site="S1", n_per_class=3), "was not run", error=WsiFlError)
     document = check(study, site="S1")
@@ -261,7 +258,7 @@ def test_a_killed_training_goes_on_bit_for_bit(study, tmp_path):
     command = [sys.executable, "-m", "wsi_fl", "synthesize", "train", "--site", "S1", "--generator", "ddpm"]
     command += [word for one in more for word in ("--set", one)]
     process = subprocess.Popen(command, cwd=other.root, stderr=subprocess.DEVNULL)
-    folder = denoiser_folder(Study(other.root), "S1")
+    folder = KIND.folder(Study(other.root), "S1")
     deadline = time.monotonic() + 60
     while max(folder.iterations(), default=0) < 3:
         assert process.poll() is None and time.monotonic() < deadline

@@ -15,7 +15,6 @@ from wsi_fl.models.lpips import (
     load_lpips,
     nearest_lpips,
     nearest_other_lpips,
-    paired_lpips,
     pairwise_lpips,
     squared_distances,
 )
@@ -34,6 +33,11 @@ def lpips():
 
 def images(n, size=32, seed=0, channels=3):
     return torch.rand(n, channels, size, size, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def paired_lpips(lpips: Lpips, a, b):
+    """LPIPS float32[n] between a[k] and b[k]."""
+    return (lpips(a) - lpips(b)).square().sum(1)
 
 
 def by_definition(lpips: Lpips, a, b):

@@ -20,12 +20,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from wsi_fl.demo import phantom
-from wsi_fl.models.encoder import Encoder, encode, made_ahead
+from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.slides.choosing.mosaic import MosaicParams, candidates, choose, mean_colour, plan_mosaic
 from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.prepare import mosaic as stage
+from wsi_fl.stages.prepare import sources
 from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
@@ -294,7 +294,7 @@ def test_two_at_a_time_on_one_site_are_refused(study, weights):
 
 def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, weights, monkeypatch):
     names = {"kidney": ["KIRP", "KIRC"], "lung": ["LUAD"]}
-    monkeypatch.setattr(stage, "read_site", lambda *given: (diagnosed(read_site(*given)[0]), []))
+    monkeypatch.setattr(sources, "read_site", lambda *given: (diagnosed(read_site(*given)[0]), []))
     (study.root / "pipelines" / "sub.toml").write_text(
         "[subtypes]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in names.items())
     )
@@ -398,30 +398,6 @@ def test_one_size_encoders_resize_and_others_take_patches_as_they_are(tmp_path, 
         "at 64 px" in smaller.label
         and smaller.label.split()[-1] == Encoder("test_efficientnet", weights).label[-23:]
     )
-
-
-def test_what_is_made_ahead_comes_in_order_raises_and_stops():
-    closed = []
-
-    def endless():
-        try:
-            yield from range(1000)
-        finally:
-            closed.append(True)
-
-    made = made_ahead(endless(), 1)
-    assert [next(made) for _ in range(3)] == [0, 1, 2]
-    made.close()
-    assert closed == [True]
-
-    def broken():
-        yield 1
-        raise WsiFlError("damaged")
-
-    made = made_ahead(broken(), 2)
-    assert next(made) == 1
-    with pytest.raises(WsiFlError, match="damaged"):
-        next(made)
 
 
 def test_export_reads_back_as_clam_and_trident_do(calm):

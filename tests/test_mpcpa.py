@@ -6,7 +6,7 @@ from shutil import copytree
 import numpy as np
 import pytest
 import torch
-from conftest import SHARED, patches_of, refused
+from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
 from wsi_fl.federation.courier import federated_transfers, mpcpa_transfers
@@ -14,9 +14,6 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.synthesis.check import check
-from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser
-from wsi_fl.stages.synthesis.train_ddpm import train_denoiser
 from wsi_fl.stages.training.mpcpa import _ready
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
@@ -223,7 +220,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
         noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
         yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
 
-    monkeypatch.setattr("wsi_fl.stages.synthesis.generated.drawn", planted)
+    monkeypatch.setattr("wsi_fl.stages.synthesis.ddpm.drawn", planted)
     document = check(study, site="S1", overrides=["ddpm.seed=0", "ddpm.samples_per_class=6"])
     assert not document["passed"]
     assert document["memorization"]["copies"] == 12
@@ -329,8 +326,7 @@ def test_a_denoiser_that_saw_a_dozen_images_a_thousand_times_is_caught(tmp_path)
         "ddpm.lr=2e-3",
         "ddpm.samples_per_class=50",
     ]
-    pipeline = study.pipeline(study.pipeline_name(None), settings)
-    train_denoiser(study, pipeline, "D1")
-    document = check_denoiser(study, pipeline, "D1")
+    train_generator(study, site="D1", overrides=settings)
+    document = check(study, site="D1", overrides=settings)
     assert not document["passed"], document["memorization"]
     print(document["reasons"], document["memorization"])

@@ -18,7 +18,7 @@ from wsi_fl.demo import phantom
 from wsi_fl.demo.phantom import tiff as writer
 from wsi_fl.slides.choosing import patches as planning
 from wsi_fl.slides.choosing.patches import read_patches
-from wsi_fl.slides.reading import native, scatter, sweep
+from wsi_fl.slides.reading import native, sweep
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import Sweep
 from wsi_fl.slides.reading.tiff import tiled_images
@@ -363,15 +363,8 @@ def test_patches_that_touch_are_read_together_and_give_the_same(tmp_path, monkey
     assert np.array_equal(together, expected)
 
 
-@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("tile_px", [16, 48, 96, 240])
-def test_tiles_are_copied_to_their_patches_with_a_compiler_and_without(
-    tmp_path, monkeypatch, tile_px, compiled
-):
-    if compiled and not scatter.is_compiled():
-        pytest.skip("wsi-fl was installed without a C compiler")
-    if not compiled:
-        monkeypatch.setattr(scatter, "_by_c", None)
+def test_tiles_are_copied_to_their_patches(tmp_path, tile_px):
     path = write_slide(tmp_path / "s.tif", tile_px=tile_px)  # whose last tiles hang over on both sides
     corners = np.array([(x, y) for y in range(0, 610, 96) for x in range(0, 730, 96)])
     spec, record = GridSpec(96, MPP, 96), SlideRecord(path, "s", "p", "s", "negative", positive=False)
@@ -471,8 +464,8 @@ def test_tiles_that_lie_together_are_one_read_and_each_fails_alone(tmp_path, mon
 
 
 def test_tiles_that_are_patches_are_decoded_where_they_belong(tmp_path, monkeypatch):
-    copied, original = [], sweep.scatter
-    monkeypatch.setattr(sweep, "scatter", lambda *given: (copied.append(given), original(*given))[1])
+    copied, original = [], sweep._copy
+    monkeypatch.setattr(sweep, "_copy", lambda *given: (copied.append(given), original(*given))[1])
     path = write_slide(tmp_path / "s.tif")
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
     for corner, n_copied in ((0, 0), (32, 4)):

@@ -7,10 +7,12 @@ import threading
 import time
 import weakref
 from contextlib import closing, suppress
+from itertools import count
 
 import pytest
 
-from wsi_fl.system.ordered import in_order
+from wsi_fl.system.ordered import in_order, made_ahead
+from wsi_fl.types import WsiFlError
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -22,8 +24,9 @@ def test_numbers_come_in_order_and_only_so_far_ahead(threads, ahead):
         begun.append(k)
         time.sleep(0.002 * (k % 3))
         ended.add(k)
+        return k
 
-    for place, k in enumerate(in_order(task, 30, threads=threads, ahead=ahead)):
+    for place, k in enumerate(in_order(task, range(30), threads=threads, ahead=ahead)):
         assert k == place
         assert set(range(k + 1)) <= ended
         assert max(begun) <= k + ahead
@@ -32,11 +35,11 @@ def test_numbers_come_in_order_and_only_so_far_ahead(threads, ahead):
 
 def test_tasks_run_at_the_same_time():
     together = threading.Barrier(3, timeout=20)
-    assert list(in_order(lambda k: together.wait() and None, 6, threads=3, ahead=5)) == list(range(6))
+    assert list(in_order(lambda k: (together.wait(), k)[1], range(6), threads=3, ahead=5)) == list(range(6))
 
 
 def test_nothing_to_do_is_nothing():
-    assert list(in_order(lambda k: None, 0, threads=3, ahead=2)) == []
+    assert list(in_order(print, (), threads=3, ahead=2)) == []
 
 
 def test_an_error_reaches_the_consumer_and_ends_the_threads():
@@ -47,13 +50,13 @@ def test_an_error_reaches_the_consumer_and_ends_the_threads():
             raise ValueError("three")
 
     with pytest.raises(ValueError, match="three"):
-        list(in_order(task, 50, threads=2, ahead=4))
+        list(in_order(task, count(), threads=2, ahead=4))
     assert threading.active_count() == before
 
 
 def test_leaving_early_ends_the_threads_before_going_on():
     before, begun = threading.active_count(), []
-    with closing(in_order(begun.append, 500, threads=3, ahead=50)) as numbers:
+    with closing(in_order(begun.append, range(500), threads=3, ahead=50)) as numbers:
         next(numbers)
     n = len(begun)
     assert threading.active_count() == before
@@ -72,8 +75,51 @@ def test_threads_that_cannot_be_started_leave_none_behind(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(RuntimeError, match="can't start"):
-        next(in_order(lambda k: None, 10, threads=4, ahead=5))
+        next(in_order(print, range(10), threads=4, ahead=5))
     assert threading.active_count() == before
+
+
+def test_items_are_drawn_by_the_consumer_and_only_so_far_ahead():
+    drawn = []
+
+    def items():
+        for k in range(30):
+            drawn.append(threading.current_thread())
+            yield k
+
+    for place, k in enumerate(in_order(lambda k: k, items(), threads=2, ahead=3)):
+        assert k == place and len(drawn) <= place + 4
+    assert set(drawn) == {threading.current_thread()}
+
+
+def test_an_error_of_the_items_reaches_the_consumer_and_ends_the_threads():
+    before = threading.active_count()
+
+    def items():
+        yield 1
+        raise WsiFlError("damaged")
+
+    with pytest.raises(WsiFlError, match="damaged"):
+        list(in_order(lambda k: k, items(), threads=2, ahead=2))
+    assert threading.active_count() == before
+
+
+def test_nothing_that_was_taken_is_kept():
+    class Large:
+        pass
+
+    known = []
+
+    def make(_):
+        large = Large()
+        known.append(weakref.ref(large))
+        return large
+
+    with closing(in_order(make, range(4), threads=1, ahead=1)) as made:
+        next(made)
+        for _ in range(2):
+            next(made)
+        assert known[0]() is None and known[1]() is None
 
 
 def test_an_error_does_not_keep_what_the_task_held():
@@ -86,7 +132,7 @@ def test_an_error_does_not_keep_what_the_task_held():
     def task(k, held=large):
         raise ValueError(k)
 
-    numbers = in_order(task, 3, threads=1, ahead=1)
+    numbers = in_order(task, range(3), threads=1, ahead=1)
     gc.disable()
     try:
         with suppress(ValueError):
@@ -95,3 +141,27 @@ def test_an_error_does_not_keep_what_the_task_held():
         assert known() is None
     finally:
         gc.enable()
+
+
+def test_what_is_made_ahead_comes_in_order_raises_and_stops():
+    closed = []
+
+    def endless():
+        try:
+            yield from range(1000)
+        finally:
+            closed.append(True)
+
+    made = made_ahead(endless(), 1)
+    assert [next(made) for _ in range(3)] == [0, 1, 2]
+    made.close()
+    assert closed == [True]
+
+    def broken():
+        yield 1
+        raise WsiFlError("damaged")
+
+    made = made_ahead(broken(), 2)
+    assert next(made) == 1
+    with pytest.raises(WsiFlError, match="damaged"):
+        next(made)

@@ -195,7 +195,7 @@ def test_a_slide_without_mpp_needs_the_override(record, tmp_path):
 
 
 def test_plans_stay_small_however_large_the_slide(record, monkeypatch):
-    monkeypatch.setattr(planning, "_PICTURE_PX", 200)
+    monkeypatch.setattr(planning, "PICTURE_PX", 200)
     plan = plan_slide(record, SPEC)
     assert max(plan.thumbnail.shape) <= 200
     assert plan.thumbnail.shape[:2] == plan.tissue.shape

@@ -21,7 +21,8 @@ from wsi_fl.synthesis.layers import (
 from wsi_fl.synthesis.privacy_loss import Keepaway
 from wsi_fl.synthesis.projection import projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_pixels
-from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, averaged
+from wsi_fl.synthesis.state import move_average
+from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
 from wsi_fl.types import UsageError
 
 TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)
@@ -231,7 +232,7 @@ def test_path_lengths_of_a_linear_generator():
 def test_the_moving_average_is_arithmetic():
     mine, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
     expected = 0.9 * mine.weight.detach() + 0.1 * theirs.weight.detach()
-    averaged(mine, theirs, 0.9)
+    move_average(mine, theirs, 0.9)
     assert torch.allclose(mine.weight, expected)
 
 
@@ -292,7 +293,7 @@ def test_half_precision_changes_little(monkeypatch):
     images, labels = tiny_images()
     plain, half = tiny_state(), tiny_state()
     expected = [step(plain, images, labels) for _ in range(2)]
-    monkeypatch.setattr(gan, "_precision", lambda state: torch.autocast("cpu", torch.bfloat16))
+    monkeypatch.setattr(gan, "half_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
     found = [step(half, images, labels) for _ in range(2)]
     assert found[0].generator == pytest.approx(expected[0].generator, rel=0.05)
     assert found[0].discriminator == pytest.approx(expected[0].discriminator, rel=0.05)

@@ -12,17 +12,15 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import patches_of, refused, same
+from conftest import check, patches_of, refused, same, train_generator
 from PIL import Image
 from safetensors.torch import load_file
 
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.site.data import is_synthetic, open_features, open_store
-from wsi_fl.stages.synthesis.check import check
-from wsi_fl.stages.synthesis.gan import load_generator, trained_folder
+from wsi_fl.stages.synthesis.gan import KIND, load_gan
 from wsi_fl.stages.synthesis.sample import sample
-from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
 from wsi_fl.stores.patch_features import write_shard as write_feature_shard
 from wsi_fl.stores.patches import PatchStore
@@ -99,7 +97,7 @@ def tensors(study, phase="after"):
 
 
 def test_both_generators_are_kept_and_gan_json_says_what_they_are(trained):
-    folder, document = trained_folder(trained, "S1")
+    folder, document = KIND.trained(trained, "S1")
     assert document["finished"]
     assert [document["phases"][phase]["iterations"] for phase in ("before", "after")] == [4, 6]
     assert all(document["phases"][phase]["sha256"] == folder.digest(phase) for phase in ("before", "after"))
@@ -125,7 +123,7 @@ def test_other_settings_want_again(trained, tmp_path):
     study = make_study(tmp_path / "study")
     train_generator(study, site="S1", overrides=["gan.privacy_iterations=0"])
     assert not (study.generator("S1") / "after.safetensors").exists()
-    assert load_generator(study, "S1", torch.device("cpu"))[1]["phases"].keys() == {"before"}
+    assert KIND.trained(study, "S1")[1]["phases"].keys() == {"before"}
     train_generator(study, site="S1", again=True)
     assert (study.generator("S1") / "after.safetensors").exists()
 
@@ -162,7 +160,7 @@ def interrupted(study, settings, how, after):
         time.sleep(0.005)
     process.send_signal(how)
     said = process.communicate()[1]
-    refused(lambda: trained_folder(study, "S1"), "has not finished", error=WsiFlError)
+    refused(lambda: KIND.trained(study, "S1"), "has not finished", error=WsiFlError)
     return process.returncode, said
 
 
@@ -207,7 +205,7 @@ def test_the_verdict_has_all_that_was_asked_for(checked):
     assert document == json.loads((study.generator("S1") / "check.json").read_text())
     assert document["generator"] == {
         "phase": "after",
-        "sha256": trained_folder(study, "S1")[0].digest("after"),
+        "sha256": KIND.trained(study, "S1")[0].digest("after"),
     }
     for phase in ("before", "after"):
         for what in ("nearest sample", "projection"):
@@ -295,7 +293,7 @@ def test_a_synthetic_store_is_a_patch_store_that_says_so(checked):
         assert pixels.std() > 1
         provenance = json.loads(store.meta.generator)
         assert provenance == document["generator"]
-        assert provenance["sha256"] == trained_folder(study, "S1")[0].digest("after")
+        assert provenance["sha256"] == KIND.trained(study, "S1")[0].digest("after")
         assert provenance["check"] == "passed"
         assert provenance["differential_privacy"] is False
     with h5py.File(study.store("twin")) as file:
@@ -390,8 +388,8 @@ def plant_copier(study, coarse, labels):
     With one latent dimension, normalised, z is −1 or 1: two styles per class. The 4-px features are made independent of
     the style, so the first image is linear in its own style, for which two linear systems are solved.
     """
-    folder, document = trained_folder(study, "S1")
-    copier = folder.load_generator("after", torch.device("cpu")).double()
+    folder, document = KIND.trained(study, "S1")
+    copier = load_gan(folder, "after", torch.device("cpu")).double()
     synthesis = copier.synthesis
     z = torch.tensor([-1.0, 1.0], dtype=torch.float64).repeat(len(labels) // 2)[:, None]
     w = copier.mapping(z, labels)

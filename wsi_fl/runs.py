@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from wsi_fl.system.files import append_line, atomic, read_json, read_lines, write_json, write_text
+from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -42,8 +43,7 @@ class RunFolder:
         """The next free number, claimed under a lock: two runs started at once get two numbers."""
         runs.mkdir(parents=True, exist_ok=True)
         name = pipeline_stem(pipeline)
-        with (runs / ".lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with alone(runs / ".lock"):
             path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{name}"
             path.mkdir()
         return RunFolder(path)
@@ -75,8 +75,7 @@ class RunFolder:
             raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
         runs.mkdir(parents=True, exist_ok=True)
         path = runs / f"{number:05d}-{name}"
-        with (runs / ".lock").open("w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with alone(runs / ".lock"):
             if next(runs.glob(f"{number:05d}-*"), None) is None:
                 path.mkdir()
                 describe(RunFolder(path))
@@ -154,8 +153,8 @@ class RunFolder:
     def refuse_if_busy(self) -> None:
         """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
         for lock in self.path.glob("sites/*/.lock"):
-            with lock.open("w") as handle:
-                hold_alone(handle, lock.parent)
+            with hold_alone(lock.parent):
+                pass
 
     def discard_if_unstarted(self) -> None:
         """Removes the directory of a run that failed before any site had finished anything."""
@@ -284,14 +283,18 @@ class SiteFolder:
         """Notes the synthetic samples that the site shares, before its first round; they never change."""
         import torch
 
-        _save(self.path / _BUFFER, {"values": torch.from_numpy(np.array(values))}, provenance)
+        from wsi_fl.models.checkpoint import save_tensors
+
+        save_tensors(self.path / _BUFFER, {"values": torch.from_numpy(np.array(values))}, provenance)
 
     def buffer(self) -> tuple[NDArray[np.uint8], dict[str, Any]] | None:
         """What `remember_buffer` noted."""
         path = self.path / _BUFFER
         if not path.exists():
             return None
-        tensors, provenance = _load(path, "buffer")
+        from wsi_fl.models.checkpoint import load_tensors
+
+        tensors, provenance = load_tensors(path, "buffer")
         return tensors["values"].numpy(), provenance
 
     def log_round(self, document: Mapping[str, Any]) -> None:
@@ -318,8 +321,10 @@ class SiteFolder:
 
     def save_model(self, role: str, tensors: Mapping[str, Tensor]) -> Path:
         """Writes `<role>.safetensors`."""
+        from wsi_fl.models.checkpoint import save_tensors
+
         path = self.path / f"{role}.safetensors"
-        _save(path, tensors, {})
+        save_tensors(path, tensors, {})
         return path
 
     def load_model(self, role: str) -> dict[str, Tensor]:
@@ -343,14 +348,18 @@ class SiteFolder:
         self, round_: int, tensors: Mapping[str, Tensor], document: Mapping[str, Any]
     ) -> None:
         """Writes the state after local training of a round, then forgets all but the last two."""
-        _save(self.checkpoint_path(round_), tensors, document)
+        from wsi_fl.models.checkpoint import save_tensors
+
+        save_tensors(self.checkpoint_path(round_), tensors, document)
         earlier = [kept for kept in self.checkpoints() if kept < round_]
         for old in earlier[: 1 - _KEPT_CHECKPOINTS]:
             self.checkpoint_path(old).unlink()
 
     def load_checkpoint(self, round_: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """(tensors, document) of a round's checkpoint."""
-        return _load(self.checkpoint_path(round_), "checkpoint")
+        from wsi_fl.models.checkpoint import load_tensors
+
+        return load_tensors(self.checkpoint_path(round_), "checkpoint")
 
     def checkpoints(self) -> list[int]:
         """Rounds with a checkpoint, oldest first."""
@@ -369,32 +378,10 @@ def note(path: Path, text: str) -> None:
         handle.write(f"{_now()} {text}\n")
 
 
-def hold_alone(handle: IO[str], folder: Path) -> None:
-    """Locks a site's part of a run for this process, or says that another has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise WsiFlError(f"{folder}: another job still works on this run; end it") from None
+def hold_alone(folder: Path) -> AbstractContextManager[None]:
+    """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
+    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it")
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _load(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    try:
-        with safe_open(path, "pt") as file:
-            document = json.loads((file.metadata() or {})["document"])
-            return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise WsiFlError(f"{path}: damaged {what} ({error})") from None
-    except RecursionError:
-        raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply)") from None
-
-
-def _save(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    from safetensors.torch import save_file
-
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    with atomic(path) as temporary:
-        save_file(contiguous, temporary, metadata={"document": json.dumps(document)})

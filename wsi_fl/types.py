@@ -49,6 +49,11 @@ class NoCommonPlan(KnownToAll, UsageError):
     """What the sites bring does not make one plan (exit code 2)."""
 
 
+def one_line(error: BaseException) -> str:
+    """Return what an error says in one line, or the name of its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 @dataclass(frozen=True)
 class SlideRecord:
     """One slide of a site, as its archive describes it."""

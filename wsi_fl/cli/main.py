@@ -184,7 +184,7 @@ def mosaic(
     _one_or_all("mosaic", site, every)
     study = _study()
     from wsi_fl.stages.prepare.mosaic import mosaic
-    from wsi_fl.stages.prepare.mosaic_table import print_mosaic
+    from wsi_fl.stages.prepare.tables import print_mosaic
     from wsi_fl.stages.work.console import Bars
 
     with Bars("mosaic") as bars:

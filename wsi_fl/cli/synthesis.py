@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.synthesis.kinds import Kind
     from wsi_fl.study.folder import Study
+    from wsi_fl.study.pipeline import Pipeline as PipelineFile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,18 +30,26 @@ Set = Annotated[
     ),
 ]
 Generator = Annotated[
-    str | None, typer.Option(help="gan or ddpm. Default: synthesis.generator of the pipeline.")
+    str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
 ]
-
-
-def _with_generator(overrides: list[str] | None, generator: str | None) -> list[str]:
-    return [*(overrides or []), *([f"synthesis.generator={generator}"] if generator else [])]
 
 
 def _study() -> Study:
     from wsi_fl.study.folder import Study
 
     return Study.find()
+
+
+def _chosen(
+    name: str | None, overrides: list[str] | None, generator: str | None
+) -> tuple[Study, PipelineFile, Kind]:
+    """(study, pipeline, kind of generator)."""
+    from wsi_fl.stages.synthesis.kinds import kind_of
+
+    study = _study()
+    of_kind = [f"synthesis.generator={generator}"] if generator else []
+    pipeline = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
+    return study, pipeline, kind_of(pipeline.synthesis.generator)
 
 
 def _out(document: dict[str, Any]) -> None:
@@ -58,19 +68,12 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    study = _study()
     from wsi_fl.stages.synthesis.train import print_trained, train_generator
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize train") as bars:
-        document = train_generator(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=_with_generator(overrides, generator),
-            again=again,
-            watcher=bars,
-        )
+        chosen = _chosen(pipeline, overrides, generator)
+        document = train_generator(*chosen, site, again=again, watcher=bars)
     _out(document) if as_json else print_trained(document)
 
 
@@ -80,9 +83,7 @@ def sample(
     n_per_class: Annotated[int, typer.Option(help="Synthetic patches of each class.")],
     name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
     seed: Annotated[int, typer.Option(help="Of the latents.")] = 0,
-    generator: Annotated[
-        str | None, typer.Option(help="gan or ddpm. Default: the one that the site has.")
-    ] = None,
+    generator: Generator = None,
     as_site: Annotated[
         bool,
         typer.Option(
@@ -99,11 +100,10 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
-    study = _study()
     from wsi_fl.stages.synthesis.sample import print_sampled, sample
 
     document = sample(
-        study,
+        _study(),
         site=site,
         n_per_class=n_per_class,
         name=name,
@@ -124,18 +124,12 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Whether a generator copies its training patches: verdict, figures, one HTML page. Exit code 1 if it does."""
-    study = _study()
-    from wsi_fl.stages.synthesis.check import check, print_check
+    from wsi_fl.stages.synthesis.check import check_generator, print_check
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize check") as bars:
-        document = check(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=_with_generator(overrides, generator),
-            watcher=bars,
-        )
+        chosen = _chosen(pipeline, overrides, generator)
+        document = check_generator(*chosen, site, watcher=bars)
     _out(document) if as_json else print_check(document)
     if not document["passed"]:
         raise typer.Exit(1)

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
+from wsi_fl.models.checkpoint import load_slots, slots_of, under
 from wsi_fl.privacy.choice import AUTO, MODES
-from wsi_fl.privacy.dpsgd import DPTrainer, laid_out_like
+from wsi_fl.privacy.dpsgd import DPTrainer
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""
@@ -153,24 +154,12 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Parameters and optimizer state as named tensors, for a checkpoint."""
         tensors = {f"model/{name}": value.detach().cpu() for name, value in self.model.state_dict().items()}
-        for index, slots in self.optimizer.state_dict()["state"].items():
-            for key, value in slots.items():
-                tensors[f"optimizer/{index}/{key}"] = torch.as_tensor(value).detach().cpu().clone()
-        return tensors
+        return tensors | slots_of(self.optimizer, "optimizer")
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Restores what `state` returned."""
-        self.model.load_state_dict(
-            {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-        )
-        parameters = self._parameters()
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, value in tensors.items():
-            if key.startswith("optimizer/"):
-                _, index, name = key.split("/", 2)
-                slots.setdefault(int(index), {})[name] = laid_out_like(parameters[int(index)], value)
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
+        self.model.load_state_dict(under(tensors, "model/"))
+        load_slots(self.optimizer, tensors, "optimizer")
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +14,13 @@ from torch import nn
 from torch.nn import functional
 
 from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights, refuse_file_name
+from wsi_fl.system.ordered import made_ahead
 from wsi_fl.types import UsageError, WsiFlError
-
-T = TypeVar("T")
 
 _CPU_PX = 1 << 19
 """Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
 _DIGITS = 16
-_AHEAD = 1
+_AHEAD = 2
 
 
 class EncoderError(WsiFlError):
@@ -128,17 +125,18 @@ class Encoder:
 
 
 def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np.float32]:
-    """The features float32[n, d] of n patches that come in batches uint8[b, h, w, 3] of any length.
+    """Return the features float32[n, d] of n patches that come in batches uint8[b, h, w, 3] of any length.
 
     The next batches are made in a thread of their own while the encoder runs; how they were divided makes no
     difference. An error of theirs is raised here.
     """
-    found = [encoder(batch) for batch in made_ahead(regrouped(batches, encoder), _AHEAD)]
+    with closing(made_ahead(regrouped(batches, encoder), _AHEAD)) as ready:
+        found = [encoder(batch) for batch in ready]
     return np.concatenate(found) if found else np.empty((0, encoder.n_features), np.float32)
 
 
 def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterator[NDArray[np.uint8]]:
-    """The same patches in batches as the encoder wants them; copies, so that a reader may use its arrays again."""
+    """Yield the same patches in batches as the encoder wants them, copied."""
     waiting: NDArray[np.uint8] | None = None
     filled = 0
     for batch in batches:
@@ -155,49 +153,6 @@ def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterato
                 waiting = None
     if waiting is not None:
         yield waiting[:filled]
-
-
-def made_ahead(items: Iterable[T], n: int) -> Generator[T, None, None]:
-    """The items, made in a thread that is at most n finished ones ahead; it stops when nobody wants more."""
-    ready: queue.Queue[tuple[str, Any]] = queue.Queue(n)
-    unwanted = threading.Event()
-
-    def put(kind: str, item: Any) -> bool:
-        while not unwanted.is_set():
-            try:
-                ready.put((kind, item), timeout=0.1)
-            except queue.Full:
-                continue
-            return True
-        return False
-
-    def work() -> None:
-        iterator = iter(items)
-        try:
-            for item in iterator:
-                if not put("item", item):
-                    break
-            else:
-                put("end", None)
-        except BaseException as error:  # raised where the items are wanted
-            put("error", error)
-        finally:
-            if isinstance(iterator, Generator):
-                iterator.close()
-
-    thread = threading.Thread(target=work, name="reading ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            kind, item = ready.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise item
-            yield item
-    finally:
-        unwanted.set()
-        thread.join()
 
 
 def _architecture(name: str, section: str) -> nn.Module:

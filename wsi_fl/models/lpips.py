@@ -12,9 +12,7 @@ beside this file with the package's licence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -74,7 +72,7 @@ class Lpips(nn.Module):
         x = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
         x = (x.float() - self.shift) / self.scale
         parts = []
-        with self._precision(images.device):
+        with half_precision(images.device):
             for k, block in enumerate(self.trunk):
                 x = block(functional.max_pool2d(x, 2) if k else x)
                 parts.append(self._embedded(x.float(), k))
@@ -88,11 +86,14 @@ class Lpips(nn.Module):
         weighted: Tensor = features / length * (weight / positions**0.5)
         return weighted.flatten(1)
 
-    def _precision(self, device: torch.device) -> AbstractContextManager[Any]:
-        """bfloat16 on GPUs that have it; distances of processors are reproducible to the last digit that matters."""
-        if device.type == "cuda" and torch.cuda.is_bf16_supported():
-            return torch.autocast("cuda", torch.bfloat16)
-        return nullcontext()
+
+def half_precision(device: torch.device) -> torch.autocast:
+    """Return a context that computes in bfloat16 on GPUs that have it.
+
+    On processors it changes nothing, so there distances are reproducible. Second derivatives are taken outside it.
+    """
+    able = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    return torch.autocast(device.type, torch.bfloat16, enabled=able)
 
 
 def load_lpips(weights: str | None) -> Lpips:
@@ -176,12 +177,6 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """
     lengths = a.square().sum(1)[:, None] + b.square().sum(1)[None, :]
     return torch.addmm(lengths, a, b.T, alpha=-2).clamp_min(0)
-
-
-def paired_lpips(lpips: Lpips, a: Tensor, b: Tensor) -> Tensor:
-    """LPIPS float32[n] between a[k] and b[k]."""
-    difference: Tensor = lpips(a) - lpips(b)
-    return difference.square().sum(1)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 State = Mapping[str, torch.Tensor]
 
@@ -70,7 +70,7 @@ def published_weights(name: str, hub_id: str | None) -> Path:
             socket.getaddrinfo(host, 443)  # else the hub's client tries again for most of a minute
         return Path(hf_hub_download(hub_id, file))
     except Exception as error:  # the hub's client has many ways to fail
-        reason = " ".join((str(error) or type(error).__name__).split())[:120]
+        reason = one_line(error)[:120]
         raise WsiFlError(
             f"{name}: its published weights ({hub_id} at {host}) cannot be downloaded ({reason}); {advice}"
         ) from None

@@ -9,7 +9,6 @@ ones, where two versions share a ledger, are accepted as long as a head vouches 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.system.files import append_line, read_json, write_json
+from wsi_fl.system.locks import alone
 from wsi_fl.types import WsiFlError
 
 Guarantee = Literal["guaranteed", "nominal", "none"]
@@ -195,9 +195,7 @@ class Book:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Let nobody else read what is left of the budget, or spend it, meanwhile; begin by catching up."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with alone(self.path):
             self.catch_up()
             yield
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wsi_fl.models.checkpoint import laid_out_like
 from wsi_fl.privacy.choice import AUTO, MODES, fastest, require, suitable
 from wsi_fl.privacy.gradients import ENGINES, LossOf, Sums, trained
 from wsi_fl.privacy.noise import Noise
@@ -167,13 +168,6 @@ def _fault(mode: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[st
 
 def _one_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0]
-
-
-def laid_out_like(parameter: Tensor, values: Tensor) -> Tensor:
-    """The values with the strides of the parameter: fused optimizers pair numbers by their place in memory."""
-    if values.stride() == parameter.stride() or values.shape != parameter.shape:
-        return values
-    return torch.empty_like(parameter, memory_format=torch.preserve_format).copy_(values)
 
 
 class DPTrainer:

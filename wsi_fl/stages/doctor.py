@@ -14,7 +14,7 @@ from typing import Any
 
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.console import say
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, one_line
 
 _MIN_FREE = 5 << 30
 _MPI_TEST = "from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2"
@@ -25,7 +25,6 @@ def doctor() -> dict[str, Any]:
     checks: dict[str, Callable[[], str]] = {
         "Python": _python,
         "OpenSlide": _openslide,
-        "compiled part": _compiled,
         "PyTorch": _torch,
         "MPI": _mpi,
         "GPU": _gpu,
@@ -38,7 +37,7 @@ def doctor() -> dict[str, Any]:
         except WsiFlError as problem:
             rows.append({"name": name, "ok": False, "said": str(problem)})
         except (ImportError, OSError) as problem:
-            said = f"{' '.join(str(problem).split())}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
+            said = f"{one_line(problem)}; reinstall with `pip install --force-reinstall 'wsi-fl[mpi]'`"
             rows.append({"name": name, "ok": False, "said": said})
     return {"ok": all(row["ok"] for row in rows), "checks": rows}
 
@@ -64,14 +63,6 @@ def _openslide() -> str:
                     "it reads wrong pixels; reinstall with `pip install --force-reinstall openslide-bin`"
                 )
     return "reads a slide it was given"
-
-
-def _compiled() -> str:
-    from wsi_fl.slides.reading.scatter import is_compiled
-
-    if is_compiled():
-        return "there; slides are read at full speed"
-    return "not there, slides are read about a tenth more slowly; to have it, install a C compiler, then wsi-fl again"
 
 
 def _torch() -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from math import ceil, gcd
@@ -23,7 +22,9 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler,
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.synthesis.sampling import to_pixels
+from wsi_fl.models.lpips import half_precision
+from wsi_fl.synthesis.sampling import to_images, to_pixels
+from wsi_fl.synthesis.state import TrainingState, move_average
 
 Denoiser = torch.nn.Module
 """A U-Net: (noisy images, step, classes) → the noise."""
@@ -106,7 +107,7 @@ class Sampling:
 
 
 def epochs_by_rule(n_images: int, n_classes: int) -> int:
-    """Epochs of a training: more for more classes, more for fewer images (the paper, appendix B.2).
+    """Return the epochs of a training: more for more classes, more for fewer images (the paper, appendix B.2).
 
     The paper's formula did not survive in its text. This one has both properties: every class is shown the same
     number of images in all, 320 000, whatever the number of different ones.
@@ -119,12 +120,12 @@ def epochs_by_rule(n_images: int, n_classes: int) -> int:
 
 
 def steps_by_rule(n_images: int, n_classes: int, batch_size: int) -> int:
-    """Optimizer steps of so many epochs."""
+    """Return the optimizer steps of the epochs that `epochs_by_rule` gives."""
     return epochs_by_rule(n_images, n_classes) * ceil(n_images / batch_size)
 
 
 def build_denoiser(shape: DdpmShape) -> Denoiser:
-    """A fresh U-Net with one class more than there are, that of no class."""
+    """Return a fresh U-Net with one class more than there are, that of no class."""
     depth = len(shape.widths)
     network: Denoiser = UNet2DModel(
         sample_size=shape.resolution,
@@ -141,85 +142,51 @@ def build_denoiser(shape: DdpmShape) -> Denoiser:
     return network
 
 
-class DdpmState:
-    """Networks, optimizer and random generator of one training.
-
-    Attributes:
-        average: the moving average of the denoiser, the one that is used.
-        iteration: steps done.
-    """
+class DdpmState(TrainingState):
+    """Networks, optimizer and random generator of one training."""
 
     def __init__(self, shape: DdpmShape, terms: DdpmTerms, *, seed: int, device: torch.device) -> None:
-        self.shape, self.terms, self.device = shape, terms, device
+        super().__init__(seed, device)
+        self.shape, self.terms = shape, terms
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.denoiser = build_denoiser(shape).to(device)
         self.average = deepcopy(self.denoiser).requires_grad_(False).eval()
-        self.random = torch.Generator(device).manual_seed(seed)
         fused = device.type in ("cpu", "cuda")
         self.optimizer = torch.optim.Adam(self.denoiser.parameters(), lr=terms.lr, fused=fused)
         self.noising = DDPMScheduler(**shape.diffusion)
-        self.iteration = 0
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is a tensor, by name, for a checkpoint."""
-        found = {"random": self.random.get_state()}
-        for name, network in (("denoiser", self.denoiser), ("average", self.average)):
-            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
-        for index, slots in self.optimizer.state_dict()["state"].items():
-            found |= {f"adam/{index}/{key}": torch.as_tensor(value) for key, value in slots.items()}
-        return {key: value.cpu().clone() for key, value in found.items()}
-
-    def document(self) -> dict[str, Any]:
-        """Everything else, as JSON."""
-        return {"iteration": self.iteration}
-
-    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Restores what `tensors` and `document` gave."""
-        self.random.set_state(tensors["random"])
-        self.denoiser.load_state_dict(_under(tensors, "denoiser/"))
-        self.average.load_state_dict(_under(tensors, "average/"))
-        slots: dict[int, dict[str, Tensor]] = {}
-        for key, value in _under(tensors, "adam/").items():
-            index, slot = key.split("/")
-            slots.setdefault(int(index), {})[slot] = value
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": slots, "param_groups": groups})
-        self.iteration = int(document["iteration"])
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+        self.networks = {"denoiser": self.denoiser, "average": self.average}
+        self.optimizers = {"adam": self.optimizer}
 
 
 def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
-    """One step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
+    """Take one step on E‖ε − ε_θ(√ᾱ_t x + √(1 − ᾱ_t) ε, t, y)‖²; returns that loss.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
         labels: int64[n].
     """
     shape, terms, random, device = state.shape, state.terms, state.random, state.device
-    rows = torch.randint(len(images), (terms.batch_size,), generator=random, device=device)
-    x = images[rows].float() / 127.5 - 1
+    rows = state.rows(len(images), terms.batch_size)
+    x = to_images(images[rows])
     t = torch.randint(shape.chain, (terms.batch_size,), generator=random, device=device)
     noise = torch.randn(x.shape, generator=random, device=device)
     unnamed = torch.rand(terms.batch_size, generator=random, device=device) < terms.class_dropout
     classes = labels[rows].masked_fill(unnamed, shape.null)
-    with _precision(device):
+    with half_precision(device):
         said = state.denoiser(state.noising.add_noise(x, noise, t), t, classes).sample
     loss = (said.float() - noise).square().mean()
     state.optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(state.denoiser.parameters(), _CLIP_NORM)
     state.optimizer.step()
-    _average(state)
+    move_average(state.average, state.denoiser, ema_decay(state.iteration, terms.ema))
     state.iteration += 1
     return float(loss.detach())
 
 
 def ema_decay(iteration: int, ema: float) -> float:
-    """What the moving average keeps of itself in the step after so many.
+    """Return what the moving average keeps of itself in the step after so many.
 
     Example:
         >>> ema_decay(0, 0.999), ema_decay(10**6, 0.999)
@@ -228,23 +195,8 @@ def ema_decay(iteration: int, ema: float) -> float:
     return min(ema, (1 + iteration) / (_EMA_RAMP + iteration))
 
 
-@torch.no_grad()
-def _average(state: DdpmState) -> None:
-    kept = ema_decay(state.iteration, state.terms.ema)
-    moved = list(state.denoiser.parameters())
-    for mean, now in zip(state.average.parameters(), moved, strict=True):
-        mean.lerp_(now, 1 - kept)
-
-
-def _precision(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 on GPUs that have it."""
-    if device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.autocast("cuda", torch.bfloat16)
-    return nullcontext()
-
-
 def scheduler_of(shape: DdpmShape, sampling: Sampling) -> Any:
-    """diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
+    """Return diffusers' scheduler with its timesteps set; short ones begin at the noisiest step of the chain."""
     common = shape.diffusion | {"timestep_spacing": "trailing"}
     if sampling.sampler == "ddpm":
         found: Any = DDPMScheduler(**common)
@@ -268,7 +220,7 @@ def drawn(
     seed: int,
     told: Callable[[int], None] | None = None,
 ) -> Iterator[Tensor]:
-    """uint8[b, c, h, h] on the CPU, batch by batch, one image per label; the same for the same arguments and device.
+    """Draw one image per label, uint8[b, c, h, h] on the CPU by batches; the same for the same arguments and device.
 
     Args:
         told: called after every evaluation with the number of images done; a batch counts in parts.
@@ -281,9 +233,10 @@ def drawn(
             (len(classes), shape.channels, shape.resolution, shape.resolution), generator=random
         ).to(device)
         scheduler = scheduler_of(shape, sampling)
+        noisy = {} if sampling.sampler == "ddim" else {"generator": random}
         for number, t in enumerate(scheduler.timesteps, 1):
             noise = predicted_noise(denoiser, shape, x, t, classes, sampling.guidance)
-            x = scheduler.step(noise, t, x, **_randomness(sampling, random)).prev_sample
+            x = scheduler.step(noise, t, x, **noisy).prev_sample
             if told is not None:
                 told(start + len(classes) * number // len(scheduler.timesteps))
         yield to_pixels(x).cpu()
@@ -293,15 +246,11 @@ def _seed_of_batch(seed: int, start: int) -> int:
     return int(np.random.SeedSequence((seed, start)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def _randomness(sampling: Sampling, random: torch.Generator) -> dict[str, Any]:
-    return {} if sampling.sampler == "ddim" else {"generator": random}
-
-
 def predicted_noise(
     denoiser: Denoiser, shape: DdpmShape, x: Tensor, t: Tensor, classes: Tensor, guidance: float
 ) -> Tensor:
-    """ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
-    with _precision(x.device):
+    """Return ε_θ(x, t, y), or with guidance g: ε_θ(x, t) + g (ε_θ(x, t, y) − ε_θ(x, t))."""
+    with half_precision(x.device):
         if guidance == 1.0:
             said: Tensor = denoiser(x, t, classes).sample.float()
             return said
@@ -313,13 +262,13 @@ def predicted_noise(
 
 
 def vector_of(denoiser: Denoiser) -> NDArray[np.float32]:
-    """All parameters as one float32[d]: what travels."""
+    """Return all parameters as one float32[d]: what travels."""
     flat = torch.cat([p.detach().reshape(-1).cpu() for p in denoiser.parameters()])
     return flat.numpy().astype(np.float32, copy=False)
 
 
 def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
-    """The denoiser of these parameters, ready to draw.
+    """Return the denoiser of these parameters, ready to draw.
 
     Raises:
         ValueError: when they are not as many as the shape has.
@@ -332,11 +281,11 @@ def denoiser_from(vector: NDArray[np.float32], shape: DdpmShape) -> Denoiser:
     return denoiser.requires_grad_(False).eval()
 
 
-def n_parameters(shape: DdpmShape) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in build_denoiser(shape).parameters())
+def shape_from(document: Mapping[str, Any]) -> DdpmShape:
+    """Return the shape that JSON tells."""
+    return DdpmShape(**{**document, "widths": tuple(document["widths"])})
 
 
 def schema_of(shape: DdpmShape) -> str:
-    """A digest of all that must agree for a denoiser to be understood by another site."""
+    """Return a digest of all that must agree for a denoiser to be understood by another site."""
     return hashlib.sha256(json.dumps(asdict(shape), sort_keys=True).encode()).hexdigest()

@@ -9,9 +9,8 @@ of another patient: a fixed threshold means nothing across resolutions and tissu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,24 +171,16 @@ def moved(after: Distances, before: Distances) -> Moved:
     return Moved(len(difference), float(np.median(difference)), float((difference > 0).mean()), p)
 
 
-def verdict(comparisons: Sequence[tuple[str, Comparison]], n_held_out: int) -> dict[str, Any]:
-    """{"passed", "reasons"}: passed only where every comparison could be made and none looks like copying."""
+def doubts(comparisons: Mapping[str, Comparison], n_held_out: int) -> list[str]:
+    """Return why a generator does not pass: it looks like copying, or that cannot be told. Empty where it passes."""
     if n_held_out < LEAST_HELD_OUT:
-        reason = (
+        return [
             f"only {n_held_out} held-out images (split val or test): with fewer than {LEAST_HELD_OUT} "
             "copying cannot be told from likeness"
-        )
-        return {"passed": False, "reasons": [reason]}
+        ]
     if not comparisons:
-        reason = "too few images differ from all others: copying cannot be told from likeness"
-        return {"passed": False, "reasons": [reason]}
-    reasons = [reason for what, one in comparisons for reason in one.reasons(what)]
-    return {"passed": not reasons, "reasons": reasons}
-
-
-def described(comparison: Comparison) -> dict[str, Any]:
-    """As JSON."""
-    return asdict(comparison)
+        return ["too few images differ from all others: copying cannot be told from likeness"]
+    return [reason for what, one in comparisons.items() for reason in one.reasons(what)]
 
 
 def frechet_distance(a: Features, b: Features) -> float:

@@ -1,8 +1,9 @@
-"""What a site keeps of its generator: `generators/<site>/`, atomically and without pickle.
+"""What a site keeps of its generator, atomically and without pickle: `generators/<site>/` or `denoisers/<site>/`.
 
-gan.json                    settings, classes, digests of the generators, whether training has finished
-before.safetensors          the moving average of the generator at the end of the first phase
+gan.json, ddpm.json         settings, classes, digests of the generators, whether training has finished
+before.safetensors          the moving average of a GAN's generator at the end of the first phase
 after.safetensors           the same at the end of the second, with the privacy loss
+denoiser.safetensors        the moving average of a diffusion model's denoiser at the end
 state/                      the last two checkpoints of the training
 metrics.jsonl  samples/     losses and pictures on the way
 check.json  check/          the verdict and its pictures
@@ -12,55 +13,41 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from wsi_fl.synthesis.stylegan2 import GanShape, Generator
-from wsi_fl.system.files import append_line, atomic, read_json, read_lines, write_json, write_text
+from wsi_fl.models.checkpoint import load_tensors, save_tensors
+from wsi_fl.synthesis.state import TrainingState
+from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import WsiFlError
 
-Phase = Literal["before", "after"]
-"""The end of the training without, and with, the privacy loss."""
+Phase = Literal["before", "after", "denoiser"]
+"""Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
+Network = TypeVar("Network", bound=nn.Module)
 
 _KEPT = 2
 
 
-class State(Protocol):
-    """All that a training goes on from: tensors by name, and a JSON document."""
-
-    iteration: int
-
-    def tensors(self) -> dict[str, Tensor]: ...
-
-    def document(self) -> dict[str, Any]: ...
-
-    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None: ...
-
-
 class GeneratorFolder:
-    """`generators/<site>`."""
+    """The folder of one site's generator.
 
-    name: ClassVar[str] = "gan.json"
+    Args:
+        name: of the document, "gan.json" or "ddpm.json".
+    """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, name: str = "gan.json") -> None:
+        self.path, self.name = path, name
 
     @property
     def check_path(self) -> Path:
         return self.path / "check.json"
 
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
     def document(self) -> dict[str, Any] | None:
-        """gan.json, once training has begun."""
+        """Return what is known of the training; None before it has begun."""
         path = self.path / self.name
         return dict(read_json(path)) if path.exists() else None
 
@@ -68,7 +55,7 @@ class GeneratorFolder:
         write_json(self.path / self.name, document)
 
     def check(self) -> dict[str, Any] | None:
-        """The verdict, where `check` was run."""
+        """Return the verdict; None where `check` was not run."""
         return dict(read_json(self.check_path)) if self.check_path.exists() else None
 
     def sample_path(self, iteration: int) -> Path:
@@ -77,56 +64,54 @@ class GeneratorFolder:
     def generator_path(self, phase: Phase) -> Path:
         return self.path / f"{phase}.safetensors"
 
-    def save_generator(self, phase: Phase, generator: Generator) -> str:
-        """Writes the generator; returns the digest of its file."""
+    def save_generator(self, phase: Phase, generator: nn.Module) -> str:
+        """Write a generator; return the digest of its file."""
         save_tensors(self.generator_path(phase), generator.state_dict(), {})
         return self.digest(phase)
 
     def digest(self, phase: Phase) -> str:
-        """SHA-256 of the generator's file: what a verdict is about."""
+        """Return the SHA-256 of a generator's file: what a verdict is about."""
         return hashlib.sha256(self.generator_path(phase).read_bytes()).hexdigest()
 
-    def load_generator(self, phase: Phase, device: torch.device) -> Generator:
-        """The generator, ready to make images.
+    def load_generator(
+        self, phase: Phase, build: Callable[[Mapping[str, Any]], Network], device: torch.device
+    ) -> Network:
+        """Return a generator, ready to make images.
+
+        Args:
+            build: makes the network of a shape that the document keeps.
 
         Raises:
-            WsiFlError: when it is missing, damaged, or of another shape than gan.json says.
+            WsiFlError: when it is missing, damaged, or of another shape than the document says.
         """
         path, document = self.generator_path(phase), self.document()
         if document is None or not path.exists():
             raise WsiFlError(f"{path}: no such generator; train it with `wsi-fl synthesize train`")
-        generator = Generator(GanShape(**document["settings"]["shape"]))
-        try:
-            generator.load_state_dict(load_file(path))
-        except (SafetensorError, RuntimeError, OSError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise WsiFlError(f"{path}: damaged or not of the shape that gan.json says ({reason})") from None
+        generator = build(document["settings"]["shape"])
+        what = f"generator, or not of the shape that {self.name} says"
+        _restore(path, what, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
-    def save_state(self, state: State) -> None:
-        """Writes a checkpoint, then forgets all but the last two."""
+    def save_state(self, state: TrainingState) -> None:
+        """Write a checkpoint, then forget all but the last two."""
         save_tensors(self._state_path(state.iteration), state.tensors(), state.document())
         for old in self.iterations()[:-_KEPT]:
             self._state_path(old).unlink()
 
-    def load_state(self, state: State) -> bool:
-        """Restores the newest checkpoint; whether there is one."""
+    def load_state(self, state: TrainingState) -> bool:
+        """Restore the newest checkpoint; return whether there is one.
+
+        Raises:
+            WsiFlError: when it is damaged or of another training.
+        """
         if not (known := self.iterations()):
             return False
-        path = self._state_path(known[-1])
-        try:
-            with safe_open(path, "pt") as file:
-                document = json.loads((file.metadata() or {})["document"])
-                state.load({key: file.get_tensor(key) for key in file.keys()}, document)  # noqa: SIM118
-        except (SafetensorError, KeyError, ValueError, RuntimeError, OSError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise WsiFlError(
-                f"{path}: damaged checkpoint ({reason}); delete it to go on from the one before"
-            ) from None
+        what = "checkpoint; delete it to go on from the one before"
+        _restore(self._state_path(known[-1]), what, state.load)
         return True
 
     def iterations(self) -> list[int]:
-        """Of the checkpoints, oldest first."""
+        """Return the iterations of all checkpoints, oldest first."""
         return sorted(
             int(path.stem.split("_")[1]) for path in (self.path / "state").glob("iteration_*.safetensors")
         )
@@ -135,20 +120,22 @@ class GeneratorFolder:
         return self.path / "state" / f"iteration_{iteration:07d}.safetensors"
 
     def log(self, line: Mapping[str, Any]) -> None:
-        append_line(self.metrics_path, line)
+        append_line(self.path / "metrics.jsonl", line)
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.metrics_path)
+        return read_lines(self.path / "metrics.jsonl")
 
     def forget_after(self, iteration: int) -> None:
-        """Drops the lines of steps that will be made again."""
+        """Drop the lines of steps that will be made again."""
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-        write_text(self.metrics_path, text)
+        write_text(self.path / "metrics.jsonl", text)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """One safetensors file, whole or absent, with a JSON document in its header."""
-    contiguous = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
-    with atomic(path) as temporary:
-        save_file(contiguous, temporary, metadata={"document": json.dumps(document)})
+def _restore(path: Path, what: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
+    tensors, document = load_tensors(path, what)
+    try:
+        load(tensors, document)
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise WsiFlError(f"{path}: damaged {what} ({reason})") from None

@@ -9,7 +9,6 @@ regularisation, style mixing and exponential moving average (Karras et al., 2019
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -19,9 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wsi_fl.models.lpips import half_precision
 from wsi_fl.synthesis.ada import Controller, augmented
 from wsi_fl.synthesis.privacy_loss import Keepaway
-from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator, averaged
+from wsi_fl.synthesis.sampling import to_images
+from wsi_fl.synthesis.state import TrainingState, move_average
+from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
 
 _W_MEAN_DECAY = 0.998
 _PATH_DECAY = 0.01
@@ -74,29 +76,35 @@ class Losses:
     privacy: float | None
 
 
-class GanState:
+class GanState(TrainingState):
     """Networks, optimizers, counters and the random generator of one training.
 
     Attributes:
-        average: the moving average of the generator, the one that is used.
-        iteration: steps done in both phases.
         ada: the augmentation's controller.
         path_mean: moving mean of path lengths.
         margin: of the privacy loss, once the second phase has begun.
     """
 
     def __init__(self, shape: GanShape, terms: GanTerms, *, seed: int, device: torch.device) -> None:
-        self.shape, self.terms, self.device = shape, terms, device
+        super().__init__(seed, device)
+        self.shape, self.terms = shape, terms
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.generator = Generator(shape).to(device)
             self.discriminator = Discriminator(shape).to(device)
         self.average = deepcopy(self.generator).requires_grad_(False).eval()
-        self.random = torch.Generator(device).manual_seed(seed)
         self.generator_optimizer = _adam(self.generator, terms.lr, terms.path_every, terms.path_weight > 0)
         self.discriminator_optimizer = _adam(self.discriminator, terms.lr, terms.r1_every, True)
+        self.networks = {
+            "generator": self.generator,
+            "discriminator": self.discriminator,
+            "average": self.average,
+        }
+        self.optimizers = {
+            "adam/generator": self.generator_optimizer,
+            "adam/discriminator": self.discriminator_optimizer,
+        }
         self.ada = Controller(terms.ada_p, terms.ada_target, terms.ada_images)
-        self.iteration = 0
         self.path_mean = 0.0
         self.margin: float | None = None
 
@@ -104,24 +112,8 @@ class GanState:
     def images_seen(self) -> int:
         return self.iteration * self.terms.batch_size
 
-    def _networks(self) -> dict[str, torch.nn.Module]:
-        return {"generator": self.generator, "discriminator": self.discriminator, "average": self.average}
-
-    def _optimizers(self) -> dict[str, torch.optim.Adam]:
-        return {"generator": self.generator_optimizer, "discriminator": self.discriminator_optimizer}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that is a tensor, by name, for a checkpoint."""
-        found = {"random": self.random.get_state()}
-        for name, network in self._networks().items():
-            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
-        for name, optimizer in self._optimizers().items():
-            for index, slots in optimizer.state_dict()["state"].items():
-                found |= {f"adam/{name}/{index}/{key}": torch.as_tensor(v) for key, v in slots.items()}
-        return {key: value.cpu().clone() for key, value in found.items()}
-
     def document(self) -> dict[str, Any]:
-        """Everything else, as JSON."""
+        """Return everything else, as JSON."""
         ada = {"p": self.ada.p, "sign_sum": self.ada.sign_sum, "seen": self.ada.seen}
         return {
             "iteration": self.iteration,
@@ -131,24 +123,10 @@ class GanState:
         }
 
     def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Restores what `tensors` and `document` gave."""
-        self.random.set_state(tensors["random"])
-        for name, network in self._networks().items():
-            network.load_state_dict(_under(tensors, f"{name}/"))
-        for name, optimizer in self._optimizers().items():
-            slots: dict[int, dict[str, Tensor]] = {}
-            for key, value in _under(tensors, f"adam/{name}/").items():
-                index, slot = key.split("/")
-                slots.setdefault(int(index), {})[slot] = value
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": slots, "param_groups": groups})
-        self.iteration = int(document["iteration"])
+        """Restore what `tensors` and `document` gave."""
+        super().load(tensors, document)
         self.path_mean, self.margin = float(document["path_mean"]), document["margin"]
         self.ada = replace(self.ada, **document["ada"])
-
-
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
 def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.optim.Adam:
@@ -158,7 +136,7 @@ def _adam(network: torch.nn.Module, lr: float, every: int, lazy: bool) -> torch.
 
 
 def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | None = None) -> Losses:
-    """One step of discriminator, generator, averages and augmentation, on the site's training images.
+    """Take one step of discriminator, generator, averages and augmentation, on the site's training images.
 
     Args:
         images: uint8[n, c, h, h], all of them: batches are drawn from the state's own generator, with replacement.
@@ -167,38 +145,24 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
     """
     terms = state.terms
     regularise_d = state.iteration % terms.r1_every == 0
-    real, classes = _drawn(state, images, labels)
+    rows = state.rows(len(images), terms.batch_size)
+    real, classes = to_images(images[rows]), labels[rows]
     discriminator, r1 = _train_discriminator(state, real, classes, regularise_d)
     generator, privacy = _train_generator(state, real, labels, keepaway)
     path = None
     if terms.path_weight > 0 and state.iteration % terms.path_every == 0:
         path = _shorten_paths(state, labels)
     state.iteration += 1
-    averaged(state.average, state.generator, ema_decay(state.images_seen, terms))
+    move_average(state.average, state.generator, ema_decay(state.images_seen, terms))
     if state.iteration % _ADA_EVERY == 0:
         state.ada = state.ada.moved()
     return Losses(generator, discriminator, r1, path, privacy)
 
 
 def ema_decay(images_seen: int, terms: GanTerms) -> float:
-    """What remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
+    """Return what remains of the moving average after a batch: half after `ema_images`, earlier while few were seen."""
     half_life = min(terms.ema_images, max(images_seen * _EMA_RAMP, 1e-8))
     return float(0.5 ** (terms.batch_size / half_life))
-
-
-def to_images(pixels: Tensor) -> Tensor:
-    """uint8 → float32 in [−1, 1]."""
-    return pixels.float() / 127.5 - 1
-
-
-def _drawn(state: GanState, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    rows = _rows(state, len(images))
-    return to_images(images[rows]), labels[rows]
-
-
-def _rows(state: GanState, n: int, size: int | None = None) -> Tensor:
-    shape = (size or state.terms.batch_size,)
-    return torch.randint(n, shape, generator=state.random, device=state.device)
 
 
 def _latents(state: GanState, n: int) -> Tensor:
@@ -222,19 +186,12 @@ def _styles(state: GanState, labels: Tensor) -> Tensor:
     return styles
 
 
-def _precision(state: GanState) -> AbstractContextManager[Any]:
-    """bfloat16 on GPUs that have it. Regularisers, which take second derivatives, stay in single precision."""
-    if state.device.type == "cuda" and torch.cuda.is_bf16_supported():
-        return torch.autocast("cuda", torch.bfloat16)
-    return nullcontext()
-
-
 def _train_discriminator(
     state: GanState, real: Tensor, classes: Tensor, regularise: bool
 ) -> tuple[float, float | None]:
     network, optimizer = state.discriminator.requires_grad_(True), state.discriminator_optimizer
     optimizer.zero_grad(set_to_none=True)
-    with _precision(state):
+    with half_precision(state.device):
         with torch.no_grad():
             fake = state.generator.synthesis(_styles(state, classes), state.random)
         fake_logits = network(augmented(fake, state.ada.p, state.random), classes)
@@ -254,7 +211,7 @@ def _train_discriminator(
 def r1_penalty(
     network: torch.nn.Module, real: Tensor, classes: Tensor, p: float, generator: torch.Generator
 ) -> Tensor:
-    """Mean squared norm of the logit's gradient with respect to each real image, through the augmentation."""
+    """Return the mean squared norm of the logit's gradient by each real image, through the augmentation."""
     images = real.detach().requires_grad_(True)
     logits = network(augmented(images, p, generator), classes)
     (gradient,) = torch.autograd.grad(logits.sum(), images, create_graph=True)
@@ -267,8 +224,8 @@ def _train_generator(
     state.discriminator.requires_grad_(False)
     optimizer = state.generator_optimizer
     optimizer.zero_grad(set_to_none=True)
-    classes = labels[_rows(state, len(labels))]
-    with _precision(state):
+    classes = labels[state.rows(len(labels), state.terms.batch_size)]
+    with half_precision(state.device):
         fake = state.generator.synthesis(_styles(state, classes), state.random)
         logits = state.discriminator(augmented(fake, state.ada.p, state.random), classes)
         loss = functional.softplus(-logits).mean()
@@ -284,7 +241,7 @@ def _train_generator(
 def _shorten_paths(state: GanState, labels: Tensor) -> float:
     """A step of the generator on its path-length penalty alone."""
     state.generator_optimizer.zero_grad(set_to_none=True)
-    classes = labels[_rows(state, len(labels), max(1, state.terms.batch_size // _PATH_SHRINK))]
+    classes = labels[state.rows(len(labels), max(1, state.terms.batch_size // _PATH_SHRINK))]
     styles = _styles(state, classes)
     images = state.generator.synthesis(styles, state.random)
     penalty, state.path_mean = path_penalty(images, styles, state.path_mean, state.random)
@@ -296,7 +253,7 @@ def _shorten_paths(state: GanState, labels: Tensor) -> float:
 def path_penalty(
     images: Tensor, styles: Tensor, mean: float, generator: torch.Generator
 ) -> tuple[Tensor, float]:
-    """((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
+    """Return ((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
     pixels = images.shape[2] * images.shape[3]
     y = torch.randn(images.shape, generator=generator, device=images.device) / sqrt(pixels)
     (gradient,) = torch.autograd.grad((images * y).sum(), styles, create_graph=True)

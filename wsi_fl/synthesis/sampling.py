@@ -18,7 +18,7 @@ def device_of(generator: Generator) -> torch.device:
 
 @torch.no_grad()
 def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, truncation: float = 1.0) -> Tensor:
-    """uint8[n, c, h, h] on the CPU, one image per label int64[n]; the same for the same seed, labels and device.
+    """Draw uint8[n, c, h, h] on the CPU, one image per label int64[n], n > 0; the same for the same seed and device.
 
     Args:
         truncation: 1 draws from the whole distribution, less draws styles towards their mean.
@@ -38,17 +38,21 @@ def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, trunc
         ).cpu()
         for start in range(0, len(labels), _BATCH)
     ]
-    shape = (0, generator.shape.channels, generator.shape.resolution, generator.shape.resolution)
-    return torch.cat(parts) if parts else torch.empty(shape, dtype=torch.uint8)
+    return torch.cat(parts)
+
+
+def to_images(pixels: Tensor) -> Tensor:
+    """Return uint8 pixels as float32 in [−1, 1]."""
+    return pixels.float() / 127.5 - 1
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """[−1, 1] → uint8, rounded; what lies outside is cut off."""
+    """Return images in [−1, 1] as uint8, rounded; what lies outside is cut off."""
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 
 def balanced_labels(n_classes: int, n_per_class: int) -> NDArray[np.int64]:
-    """n_per_class of each class, in turn.
+    """Return labels int64[n_classes · n_per_class], n_per_class of each class, in turn.
 
     Example:
         >>> balanced_labels(2, 3).tolist()

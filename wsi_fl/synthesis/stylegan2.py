@@ -207,12 +207,3 @@ class Discriminator(nn.Module):
         classes = normalised(full_precision(self.classes(x[:, :0], labels)))
         out: Tensor = (x * classes).sum(dim=1) / sqrt(x.shape[1])
         return out
-
-
-def averaged(network: nn.Module, other: nn.Module, decay: float) -> None:
-    """Exponential moving average: `network` becomes decay · network + (1 − decay) · other; buffers are copied."""
-    with torch.no_grad():
-        for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
-            mine.lerp_(theirs, 1 - decay)
-        for kept, current in zip(network.buffers(), other.buffers(), strict=True):
-            kept.copy_(current)

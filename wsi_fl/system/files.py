@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -82,6 +82,14 @@ def remove_leftovers(folder: Path) -> None:
     """Deletes what a killed writer left in `folder`. Only call it while holding the folder's lock."""
     for path in folder.glob(f".*{_TEMPORARY}*"):
         path.unlink(missing_ok=True)
+
+
+def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
+    """Delete shards and pictures (`.h5`, `.png`) whose slide is not among those kept: they would only mislead."""
+    for folder in folders:
+        for path in folder.glob("*"):
+            if path.suffix in {".h5", ".png"} and path.stem not in kept:
+                path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

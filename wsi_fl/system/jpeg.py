@@ -10,7 +10,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, one_line
 
 _SOI = b"\xff\xd8"
 _APP0, _APP14, _SOS = 0xE0, 0xEE, 0xDA
@@ -88,7 +88,7 @@ def _without_colour(segments: Stream) -> bytes:
 
 
 def _unusable(error: ValueError) -> WsiFlError:
-    return WsiFlError(f"unusable JPEG stream: {' '.join(str(error).split())}")
+    return WsiFlError(f"unusable JPEG stream: {one_line(error)}")
 
 
 def _pixels(picture: NDArray[np.uint8]) -> str:

@@ -1,4 +1,4 @@
-"""Locks on folders: one process at a time works where two would spoil each other's files."""
+"""Locks on files: one process at a time works where two would spoil each other's files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,41 @@ from wsi_fl.types import WsiFlError
 
 
 @contextmanager
-def locked(folder: Path, site: str) -> Iterator[None]:
-    """One `tile`, `mosaic`, `features` or `stain` at a time per site; what a killed one left behind is removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
+def alone(path: Path, busy: str | None = None) -> Iterator[None]:
+    """Hold the lock on a file, which is made where there is none.
+
+    Args:
+        path: the file; what is in it stays.
+        busy: what to say at once when another process holds the lock; None to wait for it.
+
+    Raises:
+        WsiFlError: with `busy`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
         except OSError:
-            raise WsiFlError(
-                f"site {site}: another wsi-fl command is writing {folder}; wait for it"
-            ) from None
+            if busy is None:
+                raise
+            raise WsiFlError(busy) from None
+        yield
+
+
+@contextmanager
+def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a site's folder for one command at a time, and remove what a killed one left in it.
+
+    Args:
+        folder: made where there is none.
+        site: the site's name, for the error.
+        wait: wait until another command is done with the folder, instead of refusing.
+
+    Raises:
+        WsiFlError: when another command has the folder.
+    """
+    busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
+    with alone(folder / ".lock", None if wait else busy):
         for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
             remove_leftovers(place)
         yield

@@ -1,68 +1,85 @@
-"""Work in threads whose results are wanted in order."""
+"""Work in threads whose results are wanted in order: the one way to look ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
+from itertools import count, islice, takewhile
 from queue import SimpleQueue
 from threading import Event, Thread, current_thread
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
-def in_order(task: Callable[[int], None], n: int, *, threads: int, ahead: int) -> Generator[int, None, None]:
-    """Calls task(0) to task(n − 1) in threads and yields each number once its call and all before it have returned.
+def in_order(
+    task: Callable[[T], R], items: Iterable[T], *, threads: int, ahead: int
+) -> Generator[R, None, None]:
+    """Call a task for each item in threads and yield what the calls return, in the order of the items.
 
-    They are handed out in order. Queues instead of futures: what a future costs, decoding threads wait for, as it holds
-    the interpreter's lock.
+    Items are drawn by the consumer's thread, each when its call may begin. Queues instead of futures: what a future
+    costs, decoding threads wait for, as it holds the interpreter's lock.
 
     Args:
-        task, n: what to call.
+        task: what is called for each item.
+        items: any number of them, even without end.
         threads: how many call it. They are gone when the iterator is closed or used up.
         ahead: calls that may begin before the consumer is done with what was yielded last.
 
     Raises:
-        Exception: what a call raised.
+        Exception: what a call, or drawing an item, raised.
 
     Example:
-        >>> squares = [0] * 5
-        >>> def square(k):
-        ...     squares[k] = k * k
-        >>> [squares[k] for k in in_order(square, 5, threads=2, ahead=2)]
+        >>> list(in_order(lambda k: k * k, range(5), threads=2, ahead=2))
         [0, 1, 4, 9, 16]
     """
-    to_do: SimpleQueue[int | None] = SimpleQueue()
-    done: SimpleQueue[int | BaseException] = SimpleQueue()
+    to_do: SimpleQueue[tuple[int, T] | None] = SimpleQueue()
+    done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
     stopped = Event()
+    numbered = enumerate(items)
+    workers: list[Thread] = []
+    early: dict[int, R] = {}
+
+    def call(job: tuple[int, T] | None) -> bool:
+        if job is None or stopped.is_set():
+            return False
+        try:
+            done.put((job[0], task(job[1]), None))
+        except BaseException as error:  # handed to the consumer, who raises it
+            done.put((job[0], None, error))
+        return True
 
     def work() -> None:
-        while (k := to_do.get()) is not None and not stopped.is_set():
-            try:
-                task(k)
-            except BaseException as error:  # handed to the consumer, who raises it
-                done.put(error)
-            else:
-                done.put(k)
+        while call(to_do.get()):  # no variable keeps the last item
+            pass
 
-    for k in range(min(n, ahead + 1)):
-        to_do.put(k)
-    workers: list[Thread] = []
-    early: set[int] = set()
+    def begin(n: int) -> int:
+        n_begun = 0
+        for job in islice(numbered, n):
+            to_do.put(job)
+            n_begun += 1
+            if len(workers) < threads:
+                worker = Thread(target=work, daemon=True)
+                worker.start()
+                workers.append(worker)
+        return n_begun
+
     try:
-        for _ in range(min(threads, n)):
-            worker = Thread(target=work, daemon=True)
-            worker.start()
-            workers.append(worker)
-        for k in range(n):
+        n_begun, k = begin(ahead + 1), 0
+        while k < n_begun:
             while k not in early:
-                finished = done.get()
-                if isinstance(finished, BaseException):
+                number, result, error = done.get()
+                if error is not None:
                     try:
-                        raise finished
+                        raise error
                     finally:
-                        del finished  # its traceback holds this frame
-                early.add(finished)
-            early.remove(k)
-            yield k
-            if k + ahead + 1 < n:
-                to_do.put(k + ahead + 1)
+                        del error  # its traceback holds this frame
+                early[number] = result
+                del result
+            yield early.pop(k)
+            k += 1
+            n_begun += begin(1)
     finally:
         stopped.set()
         for _ in workers:
@@ -72,3 +89,23 @@ def in_order(task: Callable[[int], None], n: int, *, threads: int, ahead: int) -
                 worker.join()
         while not done.empty():  # errors hold frames that hold the queue
             done.get()
+
+
+def made_ahead(items: Iterable[T], n: int) -> Generator[T, None, None]:
+    """Yield the items, which a thread makes up to n ahead of the consumer, and close their generator at the end.
+
+    Raises:
+        Exception: what making an item raised.
+
+    Example:
+        >>> list(made_ahead((k * k for k in range(4)), 2))
+        [0, 1, 4, 9]
+    """
+    iterator, end = iter(items), object()
+    with closing(in_order(lambda _: next(iterator, end), count(), threads=1, ahead=n)) as made:
+        try:
+            yield from takewhile(lambda item: item is not end, made)
+        finally:
+            made.close()
+            if isinstance(iterator, Generator):
+                iterator.close()

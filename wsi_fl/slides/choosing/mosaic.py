@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from wsi_fl.slides.choosing.areas import area_mean
-from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
-from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction, tissue_mask
-from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.slides.choosing.look import look_at
+from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction
+from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 _STARTS = 4
 """Times k-means begins anew; the best is taken."""
-_UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 16
-_PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
 _LEAST_OF_BEST = 0.5
 _ONE_AT_A_TIME = threading.Lock()
 """The limit on threads is the process's."""
@@ -94,7 +91,7 @@ class MosaicPlan:
 def plan_mosaic(
     record: SlideRecord, spec: GridSpec, params: MosaicParams | None = None, *, reader: Reader = "auto"
 ) -> MosaicPlan:
-    """The mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
+    """Choose the mosaic of a slide; reads a thumbnail and no more, so memory does not grow with the slide.
 
     The mean colour of a patch is the same at every magnification, so the thumbnail's serves for that at 5×.
 
@@ -102,28 +99,14 @@ def plan_mosaic(
         WsiFlError: when the slide cannot be used: unreadable, without mpp, too coarse, without tissue.
     """
     params = params or MosaicParams()
-    with Slide(record.path, record.mpp_override, reader) as slide:
-        mpp, size_l0 = slide.mpp, slide.size_l0
-        if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):
-            raise WsiFlError(
-                f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has "
-                f"{mpp:g}; set mosaic.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
-            )
-        side_l0 = size_in_l0(spec, mpp)
-        wanted_px = ceil(max(size_l0) / side_l0 * _PATCH_IN_THUMBNAIL_PX)
-        thumbnail, downsample = slide.thumbnail(min(max(wanted_px, _PICTURE_PX), _MOST_THUMBNAIL_PX))
-    try:
-        mask = tissue_mask(thumbnail, downsample * mpp, params.tissue)
-    except WsiFlError as error:
-        raise type(error)(f"{record.path.name}: {error}") from None
-    grid = grid_positions(size_l0, spec, mpp)
-    rows, note = candidates(
-        tissue_fraction(mask, grid, side_l0, downsample), params.min_tissue, params.clusters
+    seen = look_at(
+        record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="mosaic", reader=reader
     )
-    xy_l0 = grid[rows]
-    colour = mean_colour(thumbnail, xy_l0, side_l0, downsample)
+    rows, note = candidates(seen.tissue, params.min_tissue, params.clusters)
+    xy_l0 = seen.xy_l0[rows]
+    colour = mean_colour(seen.thumbnail, xy_l0, seen.side_l0, seen.downsample)
     mosaic = choose(colour, xy_l0, params.clusters, params.fraction, params.seed)
-    return MosaicPlan(record, spec, mpp, xy_l0, mosaic, note, thumbnail, downsample)
+    return MosaicPlan(record, spec, seen.mpp, xy_l0, mosaic, note, seen.thumbnail, seen.downsample)
 
 
 def candidates(tissue: NDArray[np.float32], min_tissue: float, few: int) -> tuple[NDArray[np.int64], str]:

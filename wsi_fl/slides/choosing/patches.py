@@ -21,17 +21,15 @@ from wsi_fl.slides.choosing.annotations import (
     tumor_fraction,
     unsure_fraction,
 )
-from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
 from wsi_fl.slides.choosing.labels import label_patches
-from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction, tissue_mask
+from wsi_fl.slides.choosing.look import PICTURE_PX, look_at
+from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.slides.reading.sweep import Sweep
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
-_UPSAMPLING_TOLERANCE = 0.1
 _PATCH_IN_THUMBNAIL_PX = 8
-_PICTURE_PX, _MOST_THUMBNAIL_PX = 1024, 2048
 _BATCH, _BATCH_BYTES = 32, 20 << 20
 _AHEAD, _AHEAD_BYTES = 1, 1 << 28
 """Batches beyond those that threads are filling, and the most memory for all of them."""
@@ -90,27 +88,19 @@ class SlidePlan:
 def plan_slide(
     record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
 ) -> SlidePlan:
-    """Finds tissue, lays the grid and labels it; reads a thumbnail and the annotation, no more.
+    """Find tissue, lay the grid and label it; reads a thumbnail and the annotation, no more.
 
     Raises:
         WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
             without tissue, contradicting its annotation, or without a patch to keep.
     """
     params = params or PlanParams()
-    with Slide(record.path, record.mpp_override, reader) as slide:
-        mpp, size_l0, quickhash = slide.mpp, slide.size_l0, slide.quickhash
-        _check_resolution(record, spec, mpp)
-        patch_l0 = size_in_l0(spec, mpp)
-        wanted_px = ceil(max(size_l0) / patch_l0 * _PATCH_IN_THUMBNAIL_PX)
-        thumbnail, downsample = slide.thumbnail(min(max(wanted_px, _PICTURE_PX), _MOST_THUMBNAIL_PX))
-    try:
-        mask = tissue_mask(thumbnail, downsample * mpp, params.tissue)
-    except WsiFlError as error:
-        raise type(error)(f"{record.path.name}: {error}") from None
-    annotations = _annotations_of(record, size_l0, params)
-    xy_l0 = grid_positions(size_l0, spec, mpp)
-    tissue = tissue_fraction(mask, xy_l0, patch_l0, downsample)
-    tumor, unsure = _shares(annotations, xy_l0, patch_l0, tissue >= params.min_tissue)
+    seen = look_at(
+        record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader
+    )
+    tissue = seen.tissue
+    annotations = _annotations_of(record, seen.size_l0, params)
+    tumor, unsure = _shares(annotations, seen.xy_l0, seen.side_l0, tissue >= params.min_tissue)
     if record.supervision == "weak":
         tumor = np.full_like(tumor, np.nan)
     keep, label = label_patches(
@@ -126,20 +116,20 @@ def plan_slide(
         raise WsiFlError(
             f"{record.path.name}: no patch to keep: {_why_none(record, params, tissue, tumor, unsure)}"
         )
-    picture, picture_mask, factor = _reduced(thumbnail, mask)
+    picture, picture_mask, factor = _reduced(seen.thumbnail, seen.mask)
     return SlidePlan(
         record,
         spec,
-        mpp,
-        size_l0,
-        quickhash,
-        xy_l0[keep],
+        seen.mpp,
+        seen.size_l0,
+        seen.quickhash,
+        seen.xy_l0[keep],
         label[keep],
         tumor[keep],
         _jpeg(picture),
         np.packbits(picture_mask),
         picture_mask.shape,
-        downsample * factor,
+        seen.downsample * factor,
         _rings(annotations),
     )
 
@@ -174,7 +164,7 @@ def read_patches(
         step = _strip_size(xy_l0, spec, ahead)
         for first in range(0, len(xy_l0), _AT_ONCE):
             sweep = Sweep(slide, xy_l0[first : first + _AT_ONCE], spec, step, first)
-            with closing(in_order(sweep.fill, len(sweep), threads=threads, ahead=ahead)) as filled:
+            with closing(in_order(sweep.fill, range(len(sweep)), threads=threads, ahead=ahead)) as filled:
                 for number in filled:
                     yield sweep.take(number, aside)
 
@@ -185,15 +175,6 @@ def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
     in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
     in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
     return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))
-
-
-def _check_resolution(record: SlideRecord, spec: GridSpec, mpp: float) -> None:
-    """Refuses to invent detail that the slide does not have."""
-    if spec.mpp < mpp * (1 - _UPSAMPLING_TOLERANCE):
-        raise WsiFlError(
-            f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
-            f"set tile.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
-        )
 
 
 def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:
@@ -264,7 +245,7 @@ def _reduced(
     thumbnail: NDArray[np.uint8], mask: NDArray[np.bool_]
 ) -> tuple[NDArray[np.uint8], NDArray[np.bool_], int]:
     """Thumbnail and mask by a whole factor smaller: plans of a whole site are held at once."""
-    factor = ceil(max(mask.shape) / _PICTURE_PX)
+    factor = ceil(max(mask.shape) / PICTURE_PX)
     if factor == 1:
         return thumbnail, mask, 1
     small = Image.fromarray(thumbnail).reduce(factor)

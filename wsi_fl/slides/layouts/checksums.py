@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 from wsi_fl.system.files import append_line, read_lines
+from wsi_fl.system.locks import alone
 
 _MAX_THREADS = 4
 
@@ -32,7 +31,7 @@ def digests(
     known = _known(remembered)
     if remembered is None or all(stamp in known for stamp in stamps.values()):
         return _completed(paths, stamps, known, None, progress)
-    with _alone(remembered):
+    with alone(remembered):
         return _completed(paths, stamps, _known(remembered), remembered, progress)
 
 
@@ -78,12 +77,3 @@ def _stamp(path: Path) -> _Stamp | None:
 def _known(remembered: Path | None) -> dict[_Stamp, str]:
     lines = read_lines(remembered) if remembered is not None else []
     return {(line["path"], line["size"], line["mtime_ns"]): line["md5"] for line in lines}
-
-
-@contextmanager
-def _alone(remembered: Path) -> Iterator[None]:
-    """Waits for the other processes that read the same slides."""
-    remembered.parent.mkdir(parents=True, exist_ok=True)
-    with remembered.open("ab") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield

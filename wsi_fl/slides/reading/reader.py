@@ -24,7 +24,7 @@ from wsi_fl.slides.reading.levels import Levels
 from wsi_fl.slides.reading.native import Box, NativeLevel
 from wsi_fl.slides.reading.pixels import Failures, resampled, rgb
 from wsi_fl.slides.reading.trusted import TrustedLevels
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, one_line
 
 Reader = Literal["auto", "native", "openslide"]
 """`native` decodes a slide's own tiles, `auto` does so where they give OpenSlide's pixels."""
@@ -295,7 +295,7 @@ class Slide:
 
     def _unreadable(self, corner: tuple[int, ...], error: Exception) -> WsiFlError:
         where = f"{self.path.name}: cannot be read at level-0 pixel ({corner[0]}, {corner[1]})"
-        return WsiFlError(f"{where}: {_one_line(error)}")
+        return WsiFlError(f"{where}: {one_line(error)}")
 
 
 def _open(path: Path) -> openslide.OpenSlide:
@@ -306,7 +306,7 @@ def _open(path: Path) -> openslide.OpenSlide:
     except openslide.OpenSlideUnsupportedFormatError:
         raise WsiFlError(f"{path.name}: not a slide format that OpenSlide knows") from None
     except openslide.OpenSlideError as error:
-        raise WsiFlError(f"{path.name}: cannot be opened: {_one_line(error)}") from None
+        raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
 
 
 def _dicom_member(folder: Path) -> Path:
@@ -315,10 +315,6 @@ def _dicom_member(folder: Path) -> Path:
         if path.is_file() and openslide.OpenSlide.detect_format(str(path)) == "dicom":
             return path
     raise WsiFlError(f"{folder}: a folder without DICOM slide files")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _number(properties: Mapping[str, str], key: str) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,16 +11,13 @@ from numpy.typing import NDArray
 from wsi_fl.slides.reading.cuts import Cuts, cut
 from wsi_fl.slides.reading.native import NativeLevel
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.slides.reading.scatter import scatter
 from wsi_fl.system import jpeg
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.bulk import aligned_empty
 from wsi_fl.types import GridSpec, WsiFlError
 
 _REACH_BYTES = 1 << 28
 """How far ahead a tile gives, in pixels of the patches between; patches still further on decode it again. The next row
 of the grid should lie within."""
-_MEMORY = Recycled(most=8)
-"""Of strips that are gone."""
 
 
 class Sweep:
@@ -60,12 +57,16 @@ class Sweep:
     def __len__(self) -> int:
         return self._n
 
-    def fill(self, number: int) -> None:
-        """Decodes the tiles under a strip that none before it decodes; what has no tiles is read from the slide."""
+    def fill(self, number: int) -> int:
+        """Decode the tiles under a strip that none before it decodes, and return its number.
+
+        What has no tiles is read from the slide.
+        """
         strip = self._strips[number]
         self._read(strip, np.flatnonzero(~strip.tiled).tolist())
         if self._level is not None:
             self._decode(self._level, self._cuts, number)
+        return number
 
     def take(self, number: int, aside: dict[int, str] | None) -> tuple[int, NDArray[np.uint8]]:
         """(row of the first patch, the good ones' pixels uint8[b, size_px, size_px, 3]); the strip is gone then.
@@ -103,8 +104,9 @@ class Sweep:
         first, end = jobs[:, 2:].T
         patches, scratch = self._patches(parts[:, 0]), self._room(level)
         alone = (end - first == 1) & _whole(parts, level.tile_shape, self._spec.size_px)[first]
-        places = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
-        for stream, (begin, stop, direct) in zip(level.streams(jobs[:, 1]), places, strict=True):
+        served = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
+        places = parts[:, 1:].tolist()
+        for stream, (begin, stop, direct) in zip(level.streams(jobs[:, 1]), served, strict=True):
             try:
                 jpeg.decode(stream, patches[begin] if direct else scratch)
             except WsiFlError:
@@ -113,7 +115,8 @@ class Sweep:
                     self._strips[strip].doubtful.add(k)
                 continue
             if not direct:
-                scatter(scratch, parts[begin:stop], patches[begin:stop])
+                for part, patch in zip(places[begin:stop], patches[begin:stop], strict=True):
+                    _copy(scratch, part, patch)
 
     def _patches(self, numbers: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
         """Where these patches go."""
@@ -126,8 +129,7 @@ class Sweep:
         with self._allocating:
             if strip.pixels is None:
                 size = self._spec.size_px
-                room = _MEMORY.empty((self._step, size, size, 3), np.uint8)  # the same for the last one
-                strip.pixels = room[: len(strip.corners)]
+                strip.pixels = aligned_empty((len(strip.corners), size, size, 3))
                 if self._level is not None and strip.over.any():
                     strip.pixels[strip.over] = self._level.background
             return strip.pixels
@@ -151,6 +153,12 @@ class _Strip:
         """Over a tile that cannot be decoded."""
         self.bad: dict[int, str] = {}
         """Patch → why it cannot be read."""
+
+
+def _copy(tile: NDArray[np.uint8], part: Sequence[int], patch: NDArray[np.uint8]) -> None:
+    """Copy a part of a tile, as in `Cuts.parts` without the patch's number, to its place in a patch."""
+    top, bottom, left, right, row, column = part
+    patch[row : row + bottom - top, column : column + right - left] = tile[top:bottom, left:right]
 
 
 def _whole(parts: NDArray[np.int64], tile_shape: tuple[int, ...], size_px: int) -> NDArray[np.bool_]:

@@ -17,12 +17,12 @@ from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.answers.trained import answers_with, trained_site
 from wsi_fl.stages.site.data import of_slides
-from wsi_fl.stages.work.aside import one_line
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.aside import reason_of
+from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, SiteFile
-from wsi_fl.types import DiskFull, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import DiskFull, SlideRecord, UsageError
 
 
 def predict(
@@ -36,7 +36,7 @@ def predict(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Predicts slides one by one; returns the `--json` document, whose `failed` names those that could not be.
+    """Predict slides one by one; return the `--json` document, whose `failed` names those that could not be.
 
     Started under mpiexec or srun, the ranks share the slides, and all but the first return {}.
 
@@ -47,51 +47,40 @@ def predict(
     """
     began = time.perf_counter()
     job = Job()
-    watcher = watcher if watcher and job.first else Silent()
+    told = job.watched(watcher)
     names = _names(slides)
-    ready: list[tuple[RunFolder, Pipeline, SiteFile, One]] = []
 
-    def prepare() -> None:
+    def prepare() -> tuple[RunFolder, Pipeline, SiteFile, One]:
         run, pipeline, where = trained_site(study, run_name, site, overrides)
-        ready.append((run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type, watcher)))
+        return run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type, told)
 
-    job.together(prepare)
-    run, pipeline, where, one = ready[0]
+    run, pipeline, where, one = job.each(prepare)
     folder = out.resolve() if out is not None else run.path / "predictions" / site
-
-    def work() -> list[dict[str, Any]]:
-        found = []
-        for number in job.mine(range(len(slides))):
-            record = SlideRecord(
-                slides[number], names[number], "", site, "negative", False, mpp_override=where.mpp_override
-            )
-            found.append({"number": number} | _outcome(one, record, folder, watcher))
-        return found
-
-    parts = [one for part in job.together(work) for one in part]
-    ordered = sorted(parts, key=lambda one: int(one["number"]))
+    records = [
+        SlideRecord(path, name, "", site, "negative", False, mpp_override=where.mpp_override)
+        for path, name in zip(slides, names, strict=True)
+    ]
+    outcomes = job.share(records, lambda mine: (_outcome(one, record, folder, told) for record in mine))
     if not job.first:
         return {}
     return {
         "run": study.relative(run.path),
         "site": site,
         "with": answers_with(run, pipeline, site),
-        "slides": [one["row"] for one in ordered if "row" in one],
-        "failed": [one["failed"] for one in ordered if "failed" in one],
+        "slides": [one["row"] for one in outcomes if "row" in one],
+        "failed": [one["failed"] for one in outcomes if "failed" in one],
         "seconds": time.perf_counter() - began,
     }
 
 
 def _outcome(one: One, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
-    """A slide's row, or why there is none."""
+    """Predict a slide; return its row, or why there is none."""
     try:
         return {"row": one(record, folder / record.slide, watcher)}
     except (DiskFull, UsageError):
         raise
-    except WsiFlError as error:
-        reason = str(error)
     except Exception as error:  # one slide that a library chokes on must not end the others
-        reason = one_line(error)
+        reason = reason_of(error)
     watcher.say(f"  {record.slide} failed: {reason}")
     return {"failed": {"slide": record.slide, "reason": reason}}
 
@@ -120,25 +109,16 @@ def _names(slides: Sequence[Path]) -> list[str]:
 
 
 def print_predictions(document: dict[str, Any]) -> None:
-    """A row per slide, then the pictures' paths on stdout."""
-    from rich.table import Table
-
-    from wsi_fl.stages.work.console import stderr
-
+    """Print a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
         of_bags = "class" in document["slides"][0]
         headings = (
             ("patches", "class", "probability") if of_bags else ("patches", "max", "top k", "over threshold")
         )
         whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
-        table = Table(title=f"{whose} of {document['site']}", title_justify="left")
-        for heading in ("slide", *headings):
-            table.add_column(heading, justify="left" if heading == "slide" else "right", no_wrap=True)
-        for row in document["slides"]:
-            table.add_row(
-                row["slide"], str(row["patches"]), *(_of_slide(row) if of_bags else _of_patches(row))
-            )
-        stderr.print(table)
+        cells = _of_slide if of_bags else _of_patches
+        rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
+        print_table(f"{whose} of {document['site']}", ["slide", *headings], rows)
     else:
         say("no slide could be predicted", style="bold yellow")
     for row in document["slides"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,18 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.slides.stains.methods import AnyStain, restained
+from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.stains import stains_of
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.mosaics import fingerprint
 from wsi_fl.stores.patch_features import FeaturesMeta, shard_is_current, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -43,24 +44,21 @@ def features(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Features of one site, or with `site` None of every site of the pipeline; returns the `--json` document.
+    """Make the features of one site, or with `site` None of every site of the pipeline; return the `--json` document.
 
     With `stain.exchange` also those of the training patches in the stain of every other site of the pipeline. Started
     under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
     job = Job()
-    prepared: list[_Site] = []
 
-    def prepare() -> None:
-        pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-        names = [one.name for one in study.sites(pipeline)] if site is None else [study.site(site).name]
-        stores = {name: open_store(study, name) for name in names}
+    def prepare() -> list[_Site]:
+        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        stores = [open_store(study, one.name) for one in sites]
         encoder = encoder_of(study, pipeline.encoding, job.threads, "features")
-        prepared.extend(_prepared(study, pipeline, store, encoder) for store in stores.values())
+        return [_prepare(study, pipeline, store, encoder) for store in stores]
 
-    job.together(prepare)
-    told = watcher if watcher and job.first else Silent()
-    rows = [_make_site(study, one, job, told) for one in prepared]
+    told = job.watched(watcher)
+    rows = [_make_site(study, one, job, told) for one in job.each(prepare)]
     return {"sites": rows} if job.first else {}
 
 
@@ -84,7 +82,7 @@ class _Site:
         return self.meta.store.site
 
 
-def _prepared(study: Study, pipeline: Pipeline, store: PatchStore, encoder: Encoder) -> _Site:
+def _prepare(study: Study, pipeline: Pipeline, store: PatchStore, encoder: Encoder) -> _Site:
     name = store.meta.site
     if not store.slides:
         raise WsiFlError(f"site {name}: its store has no patches")
@@ -101,35 +99,27 @@ def _make_site(study: Study, site: _Site, job: Job, watcher: Watcher) -> dict[st
     """All ranks make shards, each its share; the first one holds the lock and writes the file."""
     began = time.perf_counter()
     path, store = study.features(site.name), site.store
-    shards = [path.parent / "features" / f"{slide}.h5" for slide in store.slides]
-    with ExitStack() as stack:
+    folder, n = path.parent / "features", len(store.slides)
 
-        def lock() -> None:
-            if job.first:
-                stack.enter_context(locked(path.parent, site.name))
+    def shard_of(slide: str) -> Path:
+        return folder / f"{slide}.h5"
 
-        def make() -> int:
-            made = 0
-            mine = job.mine(range(len(shards)))
-            for done, number in enumerate(mine, 1):
-                made += _make_slide(site, store.slides[number], shards[number])
-                watcher.update(site.name, done * len(shards) / len(mine), len(shards), store.slides[number])
-            return made
+    def write() -> None:
+        write_patch_features(path, site.meta, store.table, [shard_of(slide) for slide in store.slides])
+        remove_strays((folder,), store.slides)
 
-        def write() -> None:
-            if job.first:
-                write_patch_features(path, site.meta, store.table, shards)
-                for stray in set((path.parent / "features").glob("*.h5")) - set(shards):
-                    stray.unlink()
-
-        job.together(lock)
-        made = sum(job.together(make))
-        job.together(write)
+    with job.first_holds(locked(path.parent, site.name)):
+        made = job.share(
+            store.slides,
+            lambda mine: (_make_slide(site, slide, shard_of(slide)) for slide in mine),
+            lambda done, slide: watcher.update(site.name, done, n, slide),
+        )
+        job.first_does(write)
     split = store.table.split
     return {
         "site": site.name,
-        "slides": len(shards),
-        "made": made,
+        "slides": n,
+        "made": sum(made),
         "patches": len(store),
         "n_features": site.encoder.n_features,
         "train": int((split == "train").sum()),
@@ -142,7 +132,7 @@ def _make_site(study: Study, site: _Site, job: Job, watcher: Watcher) -> dict[st
 
 
 def _make_slide(site: _Site, slide: str, shard: Path) -> bool:
-    """Whether the shard of one slide had to be made."""
+    """Make the shard of one slide unless it is current; return whether it had to be made."""
     store = site.store
     rows = np.flatnonzero(store.table.slide == slide)
     others = site.others if store.table.split[rows[0]] == "train" else {}
@@ -168,18 +158,13 @@ def _make_slide(site: _Site, slide: str, shard: Path) -> bool:
 
 
 def print_features(document: dict[str, Any]) -> None:
-    """A row per site."""
-    from rich.table import Table
-
-    from wsi_fl.stages.work.console import stderr
-
-    table = Table(title="features", title_justify="left")
-    for heading in ("site", "slides", "patches", "train", "test", "stains"):
-        table.add_column(heading, justify="left" if heading == "site" else "right")
-    for row in document["sites"]:
-        numbers = (row["slides"], row["patches"], row["train"], row["test"], len(row["variants"]) + 1)
-        table.add_row(row["site"], *map(str, numbers))
-    stderr.print(table)
+    """Print a row per site."""
+    headings = ("slides", "patches", "train", "test")
+    rows = [
+        [row["site"], *(str(row[key]) for key in headings), str(len(row["variants"]) + 1)]
+        for row in document["sites"]
+    ]
+    print_table("features", ["site", *headings, "stains"], rows)
     first = document["sites"][0]
     say(f"{first['n_features']} features of every patch ready ({first['encoder']})")
     say(

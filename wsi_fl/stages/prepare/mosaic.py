@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,19 +17,18 @@ import numpy as np
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.slides.choosing.mosaic import MosaicParams
 from wsi_fl.slides.choosing.splits import assign_splits
-from wsi_fl.slides.layouts import read_site
 from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
-from wsi_fl.stages.prepare.mosaic_table import row_of
-from wsi_fl.stages.prepare.sources import sources_of
+from wsi_fl.stages.prepare.sources import Listed, list_slides
+from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.work.console import Silent, Watcher
+from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.features import FeatureMeta, write_features
 from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Mosaic, Pipeline
-from wsi_fl.study.pipeline import SiteFile as SiteConfig
+from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
 
@@ -44,80 +41,64 @@ def mosaic(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Mosaics of one site, or with `site` None of every site of the pipeline; returns the `--json` document.
+    """Make the mosaics of one site, or with `site` None of every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
     job = Job()
-    listed: list[_Listed] = []
-    encoder: list[Encoder] = []
+    told = job.watched(watcher)
 
-    def prepare() -> None:
-        pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-        chosen = study.sites(pipeline) if site is None else [study.site(site)]
-        sources = [(one, sources_of(study, one)) for one in chosen]
-        for one, source in sources:
-            records, aside = read_site(one.layout, source)
-            listed.append(_Listed(study, one, pipeline, tuple(aside), labelled(records, pipeline.subtypes)))
-        encoder.append(encoder_of(study, pipeline.mosaic, job.threads))
+    def prepare() -> tuple[list[tuple[Listed, Labelled]], Encoder]:
+        listed = list_slides(study, site, pipeline_name, overrides, told)
+        known = [(one, labelled(one.records, one.pipeline.subtypes)) for one in listed]
+        return known, encoder_of(study, listed[0].pipeline.mosaic, job.threads)
 
-    job.together(prepare)
-    told = watcher if watcher and job.first else Silent()
-    rows = [_make_site(one, encoder[0], job, told) for one in listed]
+    known, encoder = job.each(prepare)
+    rows = [_make_site(*one, encoder, job, told) for one in known]
     return {"sites": rows} if job.first else {}
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A site and its slides."""
-
-    study: Study
-    site: SiteConfig
-    pipeline: Pipeline
-    aside: tuple[SetAside, ...]
-    labelled: Labelled
-
-
-def _make_site(listed: _Listed, encoder: Encoder, job: Job, watcher: Watcher) -> dict[str, Any]:
+def _make_site(
+    listed: Listed, known: Labelled, encoder: Encoder, job: Job, watcher: Watcher
+) -> dict[str, Any]:
     """All ranks make mosaics, each its share; the first one holds the lock and writes the store."""
     began = time.perf_counter()
-    name, settings = listed.site.name, listed.pipeline.mosaic
-    folder = listed.study.mosaic(name).parent
-    records = assign_splits(listed.labelled.records, test_fraction=settings.test_fraction, seed=settings.seed)
-    failed = [*listed.aside, *listed.labelled.aside]
-    with ExitStack() as stack:
+    study, name, settings = listed.study, listed.site.name, listed.pipeline.mosaic
+    folder = study.mosaic(name).parent
+    records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)
+    work = work_of(study, listed.pipeline, name, encoder, job.threads)
+    n, failed = len(records), [*listed.aside, *known.aside]
+    with job.first_holds(locked(folder, name)):
+        done = job.share(
+            records,
+            lambda mine: map(asdict, write_mosaics(mine, work)),
+            lambda done, one: watcher.update(name, done, n, one.slide),
+        )
+        made = [Done(**one) for one in done]
+        failed += [SetAside(one.slide, one.reason) for one in made if one.reason]
+        kept = [record for record, one in zip(records, made, strict=True) if one.whole]
 
-        def lock() -> None:
-            if job.first:
-                stack.enter_context(locked(folder, name))
-
-        job.together(lock)
-        done = _make_slides(listed, records, encoder, job, watcher)
-        failed += [SetAside(one.slide, one.reason) for one in done if one.reason]
-        kept = [record for record, one in zip(records, done, strict=True) if one.whole]
-        tables: list[BagTable] = []
-
-        def write() -> None:
+        def write() -> tuple[BagTable, int]:
             if not kept:
-                first = f"{failed[0].slide}: {failed[0].reason}" if failed else "it has no slides"
-                raise WsiFlError(f"site {name}: no slide gave a mosaic; the first: {first}")
-            if job.first:
-                tables.append(_write_store(listed, kept, encoder.label))
-                _remove_strays(folder / "mosaics", {record.slide for record in kept})
+                raise WsiFlError(f"site {name}: no slide gave a mosaic; {first_reason(failed)}")
+            written = _write_store(listed, known, kept, encoder.label)
+            remove_strays((folder / "mosaics",), {record.slide for record in kept})
+            return written
 
-        job.together(write)
-    if not job.first:
+        written = job.first_does(write)
+    if written is None:
         return {}
-    notes = [{"slide": one.slide, "note": one.note} for one in done if one.whole and one.note]
-    n_slides = len(records) + len(listed.aside) + len(listed.labelled.aside)
-    return row_of(
-        listed.study,
+    table, n_patches = written
+    return mosaic_row(
+        study,
         name,
-        tables[0],
+        table,
+        n_patches=n_patches,
+        encoder=encoder.label,
         classes=classes_of(listed.pipeline.subtypes),
         failed=failed,
-        notes=notes,
-        n_slides=n_slides,
+        notes=[{"slide": one.slide, "note": one.note} for one in made if one.whole and one.note],
+        n_slides=n + len(listed.aside) + len(known.aside),
         seconds=time.perf_counter() - began,
     )
 
@@ -138,33 +119,13 @@ def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threa
     return Work(folder, spec_of(pipeline), params, pipeline.slides.reader, threads, encoder)
 
 
-def _make_slides(
-    listed: _Listed, records: Sequence[SlideRecord], encoder: Encoder, job: Job, watcher: Watcher
-) -> list[Done]:
-    """What became of every slide, in order."""
-    name = listed.site.name
-    work = work_of(listed.study, listed.pipeline, name, encoder, job.threads)
-    numbers = job.mine(range(len(records)))
-
-    def make() -> list[dict[str, Any]]:
-        found = []
-        mine = [records[number] for number in numbers]
-        for number, one in zip(numbers, write_mosaics(mine, work), strict=True):
-            found.append(asdict(one) | {"number": number})
-            watcher.update(name, len(found) * len(records) / len(mine), len(records), one.slide)
-        return found
-
-    parts = [one for part in job.together(make) for one in part]
-    ordered = sorted(parts, key=lambda one: int(one["number"]))
-    return [Done(**{key: value for key, value in one.items() if key != "number"}) for one in ordered]
-
-
-def _write_store(listed: _Listed, kept: Sequence[SlideRecord], label: str) -> BagTable:
-    """`mosaic.h5` of all shards, in the order of the slides."""
+def _write_store(
+    listed: Listed, known: Labelled, kept: Sequence[SlideRecord], label: str
+) -> tuple[BagTable, int]:
+    """Write `mosaic.h5` of all shards, in the order of the slides; return its table and how many patches it holds."""
     study, name = listed.study, listed.site.name
     folder = study.mosaic(name).parent
     shards = [read_mosaic(mosaic_path(folder, record.slide)) for record in kept]
-    known = listed.labelled
     table = BagTable(
         np.array([known.label[record.slide] for record in kept], np.int64),
         np.array([known.tumor_type[record.slide] for record in kept], np.str_),
@@ -177,11 +138,4 @@ def _write_store(listed: _Listed, kept: Sequence[SlideRecord], label: str) -> Ba
     meta = FeatureMeta(name, classes_of(subtypes), subtypes, label, spec_of(listed.pipeline), recipe)
     mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
     write_features(study.mosaic(name), meta, table, [shard.bag for shard in shards], mpp_l0)
-    return table
-
-
-def _remove_strays(folder: Path, kept: set[str]) -> None:
-    """Mosaics of slides that no longer belong to the store would only mislead."""
-    for path in [*folder.glob("*.h5"), *folder.glob("*.png")]:
-        if path.stem not in kept:
-            path.unlink()
+    return table, sum(len(shard.bag.features) for shard in shards)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,15 @@ from wsi_fl.slides.choosing.mosaic import MosaicParams, MosaicPlan, plan_mosaic
 from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
 from wsi_fl.slides.reading.reader import Reader, Slide
-from wsi_fl.stages.work.aside import one_line, partly
+from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.features import Bag
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, fingerprint, read_mosaic, write_mosaic
 from wsi_fl.system.files import write_bytes
+from wsi_fl.system.ordered import in_order
 from wsi_fl.types import DiskFull, GridSpec, SlideRecord, WsiFlError
+
+T = TypeVar("T")
 
 _LOOKERS = 4
 """Slides looked at while another is encoded: each needs some hundred megabytes for its tissue mask."""
@@ -71,52 +75,109 @@ def picture_path(folder: Path, slide: str) -> Path:
 
 
 def write_mosaics(records: Sequence[SlideRecord], work: Work) -> Iterator[Done]:
-    """Writes the shards of these slides; the next are looked at, and the last one drawn, while one is encoded."""
+    """Write the shards of these slides and yield in order what became of each.
+
+    The next are looked at, and the last one is drawn, while one is encoded.
+    """
     n_ahead = min(work.threads, _LOOKERS)
-    with ThreadPoolExecutor(n_ahead) as looking, ThreadPoolExecutor(1) as writing:
-        ahead: deque[tuple[SlideRecord, Future[_Looked]]] = deque()
-        before: tuple[SlideRecord, Future[None]] | None = None
-        waiting = iter(records)
-        try:
-            while True:
-                for record in islice(waiting, n_ahead + 1 - len(ahead)):
-                    ahead.append((record, looking.submit(_look, record, work)))
-                if not ahead:
-                    break
-                record, looked = ahead.popleft()
-                begun = _encoded(record, looked, work, writing)
-                if before is not None:
-                    yield _finished(*before, work)
-                    before = None
-                if isinstance(begun, Done):
-                    yield begun
-                else:
-                    before = record, begun
-            if before is not None:
-                yield _finished(*before, work)
-        finally:
-            looking.shutdown(cancel_futures=True)
+    with (
+        closing(in_order(partial(_look, work), records, threads=n_ahead, ahead=n_ahead)) as looked,
+        closing(
+            in_order(partial(_write, work), (_encode(work, one) for one in looked), threads=1, ahead=1)
+        ) as written,
+    ):
+        yield from written
 
 
 @dataclass(frozen=True)
 class _Looked:
-    """What was found in a slide before its pixels are read; no plan where its shard is current."""
+    """What was found in a slide before its pixels are read."""
 
     fingerprint: str
     quickhash: str
-    plan: MosaicPlan | None
+    plan: MosaicPlan
 
 
-def _look(record: SlideRecord, work: Work) -> _Looked:
-    with Slide(record.path, record.mpp_override, "openslide") as slide:
-        quickhash, mpp = slide.quickhash, slide.mpp
-    wanted = _fingerprint(record, quickhash, mpp, work)
-    current = current_mosaic(mosaic_path(work.folder, record.slide), wanted)
-    if current and picture_path(work.folder, record.slide).exists():
-        return _Looked(wanted, quickhash, None)
-    if current is False:
-        say(f"  {record.slide}: parameters, encoder or slide changed, made again")
-    return _Looked(wanted, quickhash, plan_mosaic(record, work.spec, work.params, reader=work.reader))
+@dataclass(frozen=True)
+class _Encoded:
+    """A shard that is still to be written, with its plan and the small copies that its picture is made of."""
+
+    plan: MosaicPlan
+    shard: MosaicShard
+    small: list[tuple[int, NDArray[np.uint8]]]
+
+
+def _look(work: Work, record: SlideRecord) -> _Looked | Done:
+    """Plan a slide's mosaic, unless its shard is there and current."""
+
+    def look() -> _Looked | Done:
+        with Slide(record.path, record.mpp_override, "openslide") as slide:
+            quickhash, mpp = slide.quickhash, slide.mpp
+        wanted = _fingerprint(record, quickhash, mpp, work)
+        current = current_mosaic(mosaic_path(work.folder, record.slide), wanted)
+        if current and picture_path(work.folder, record.slide).exists():
+            return _done(record.slide, work)
+        if current is False:
+            say(f"  {record.slide}: parameters, encoder or slide changed, made again")
+        return _Looked(wanted, quickhash, plan_mosaic(record, work.spec, work.params, reader=work.reader))
+
+    return _apart(record.slide, look)
+
+
+def _encode(work: Work, looked: _Looked | Done) -> _Encoded | Done:
+    """Read and encode the patches of a plan."""
+    if isinstance(looked, Done):
+        return looked
+    plan, found = looked.plan, looked
+
+    def encode_plan() -> _Encoded:
+        read = _bag(plan, work)
+        shard = MosaicShard(
+            slide=plan.record.slide,
+            quickhash=found.quickhash,
+            fingerprint=found.fingerprint,
+            encoder=work.encoder.label,
+            spec=work.spec,
+            mpp_l0=plan.mpp,
+            n_candidates=len(plan.xy_l0),
+            note=plan.note,
+            bag=read.bag,
+            unread=tuple((*plan.kept_l0[row].tolist(), read.unread[row]) for row in sorted(read.unread)),
+        )
+        return _Encoded(plan, shard, read.small)
+
+    return _apart(plan.record.slide, encode_plan)
+
+
+def _write(work: Work, encoded: _Encoded | Done) -> Done:
+    """Write the picture first: a shard that is there says that all of its slide is done."""
+    if isinstance(encoded, Done):
+        return encoded
+    plan, shard, small = encoded.plan, encoded.shard, encoded.small
+
+    def write() -> Done:
+        write_bytes(picture_path(work.folder, shard.slide), draw_mosaic(plan, small))
+        write_mosaic(mosaic_path(work.folder, shard.slide), shard)
+        return _done(shard.slide, work)
+
+    return _apart(shard.slide, write)
+
+
+def _apart(slide: str, step: Callable[[], T]) -> T | Done:
+    """Take a slide a step further: one that a library chokes on must not end the others."""
+    try:
+        return step()
+    except (DiskFull, EncoderError):
+        raise
+    except Exception as error:
+        return Done(slide, reason=reason_of(error))
+
+
+def _done(slide: str, work: Work) -> Done:
+    """Return what the shard of a slide says of it."""
+    shard = read_mosaic(mosaic_path(work.folder, slide))
+    n = len(shard.bag.features) + len(shard.unread)
+    return Done(slide, True, partly(shard.unread, n), shard.note)
 
 
 def _fingerprint(record: SlideRecord, quickhash: str, mpp: float, work: Work) -> str:
@@ -130,23 +191,8 @@ def _fingerprint(record: SlideRecord, quickhash: str, mpp: float, work: Work) ->
     )
 
 
-def _encoded(
-    record: SlideRecord, looked: Future[_Looked], work: Work, writing: ThreadPoolExecutor
-) -> Done | Future[None]:
-    """What became of a slide, or its shard being written."""
-    try:
-        found = looked.result()
-        if found.plan is None:
-            return _done(record, work)
-        return _read_and_encoded(found, found.plan, work, writing)
-    except (DiskFull, EncoderError):
-        raise
-    except Exception as error:  # one slide that a library chokes on must not end the others
-        return Done(record.slide, reason=_reason(error))
-
-
 def bag_of_slide(record: SlideRecord, work: Work) -> Bag:
-    """The mosaic of one slide, kept nowhere.
+    """Return the mosaic of one slide, which is kept nowhere.
 
     Raises:
         WsiFlError: when the slide gives none.
@@ -181,53 +227,3 @@ def _bag(plan: MosaicPlan, work: Work) -> _Read:
     kept = np.setdiff1d(np.arange(len(plan.kept_l0)), list(unread))
     bag = Bag(features, plan.kept_l0[kept], plan.kept_cluster[kept], plan.mosaic.weight[kept])
     return _Read(bag, small, unread)
-
-
-def _read_and_encoded(
-    found: _Looked, plan: MosaicPlan, work: Work, writing: ThreadPoolExecutor
-) -> Future[None]:
-    """The patches of a plan as a shard that is on its way."""
-    read = _bag(plan, work)
-    lost = tuple((*plan.kept_l0[row].tolist(), read.unread[row]) for row in sorted(read.unread))
-    shard = MosaicShard(
-        slide=plan.record.slide,
-        quickhash=found.quickhash,
-        fingerprint=found.fingerprint,
-        encoder=work.encoder.label,
-        spec=work.spec,
-        mpp_l0=plan.mpp,
-        n_candidates=len(plan.xy_l0),
-        note=plan.note,
-        bag=read.bag,
-        unread=lost,
-    )
-    return writing.submit(_write, plan, shard, read.small, work.folder)
-
-
-def _write(
-    plan: MosaicPlan, shard: MosaicShard, small: Sequence[tuple[int, NDArray[np.uint8]]], folder: Path
-) -> None:
-    """The picture first: a shard that is there says that all of its slide is done."""
-    write_bytes(picture_path(folder, shard.slide), draw_mosaic(plan, small))
-    write_mosaic(mosaic_path(folder, shard.slide), shard)
-
-
-def _finished(record: SlideRecord, writing: Future[None], work: Work) -> Done:
-    try:
-        writing.result()
-    except DiskFull:
-        raise
-    except Exception as error:  # likewise
-        return Done(record.slide, reason=_reason(error))
-    return _done(record, work)
-
-
-def _done(record: SlideRecord, work: Work) -> Done:
-    """What the shard says."""
-    shard = read_mosaic(mosaic_path(work.folder, record.slide))
-    n = len(shard.bag.features) + len(shard.unread)
-    return Done(record.slide, True, partly(shard.unread, n), shard.note)
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, WsiFlError) else one_line(error)

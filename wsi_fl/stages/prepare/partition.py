@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import say, stderr
+from wsi_fl.stages.work.console import print_table, say
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import DataSet, Images, read_data_set
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
@@ -143,17 +143,10 @@ def _row(study: Study, site: str, table: PatchTable, classes: tuple[str, ...]) -
 
 
 def print_partition(document: dict[str, Any]) -> None:
-    """Training images: classes × sites."""
-    from rich.table import Table
-
-    table = Table(title=f"training images ({document['skew']})", title_justify="left")
-    table.add_column("class")
-    for row in document["sites"]:
-        table.add_column(row["site"], justify="right")
-    for name in document["classes"]:
-        table.add_row(name, *(str(row["classes"][name]) for row in document["sites"]))
-    table.add_section()
-    table.add_row("sum", *(str(row["train"]) for row in document["sites"]), style="bold")
-    table.add_row("test", *(str(row["test"]) for row in document["sites"]))
-    stderr.print(table)
+    """Print training images, classes × sites."""
+    sites = document["sites"]
+    rows = [[name, *(str(row["classes"][name]) for row in sites)] for name in document["classes"]]
+    sums = [["sum", *(str(row["train"]) for row in sites)], ["test", *(str(row["test"]) for row in sites)]]
+    title = f"training images ({document['skew']})"
+    print_table(title, ["class", *(row["site"] for row in sites)], [*rows, None, *sums])
     say("stores ready; next: wsi-fl train --method proxyfl --pipeline NAME")

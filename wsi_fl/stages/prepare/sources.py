@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from wsi_fl.slides.layouts import Sources
+from wsi_fl.slides.layouts import Sources, read_site
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import SiteFile as SiteConfig
-from wsi_fl.types import UsageError
+from wsi_fl.study.pipeline import Pipeline, SiteFile
+from wsi_fl.types import SetAside, SlideRecord, UsageError
 
 
-def sources_of(study: Study, site: SiteConfig) -> Sources:
-    """The paths of a site file, resolved against the study."""
+def sources_of(study: Study, site: SiteFile) -> Sources:
+    """Return the paths of a site file, resolved against the study."""
     if site.slides is None:
         raise UsageError(
             f"sites/{site.name}.toml: slides is missing; a site made by `wsi-fl partition` has none to tile"
@@ -44,10 +46,46 @@ def _patterns(patterns: str | list[str] | None) -> list[str]:
     return [patterns] if isinstance(patterns, str) else patterns or []
 
 
-def watched(sources: Sources, watcher: Watcher | None) -> Sources:
-    """Verifying an archive may take hours: these sources say how far it is."""
-    if watcher is None:
-        return sources
-    return replace(
-        sources, progress=lambda done, total: watcher.update(sources.site, done, total, "checking MD5")
-    )
+@dataclass(frozen=True)
+class Listed:
+    """A site and its slides.
+
+    Attributes:
+        records: the slides that its archive describes well.
+        aside: the others.
+    """
+
+    study: Study
+    site: SiteFile
+    pipeline: Pipeline
+    records: tuple[SlideRecord, ...]
+    aside: tuple[SetAside, ...]
+
+
+def asked_for(
+    study: Study, site: str | None, pipeline_name: str | None, overrides: Sequence[str]
+) -> tuple[Pipeline, list[SiteFile]]:
+    """Return the pipeline that a command runs, and the site that it names or else every site of the pipeline."""
+    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+    return pipeline, study.sites(pipeline) if site is None else [study.site(site)]
+
+
+def list_slides(
+    study: Study,
+    site: str | None,
+    pipeline_name: str | None,
+    overrides: Sequence[str],
+    watcher: Watcher,
+) -> list[Listed]:
+    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive.
+
+    Args:
+        watcher: told how far the verifying of an archive is, which may take hours.
+    """
+    pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+    listed = []
+    for one, sources in [(one, sources_of(study, one)) for one in sites]:
+        tell = partial(watcher.update, one.name, note="checking MD5")
+        records, aside = read_site(one.layout, replace(sources, progress=tell))
+        listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside)))
+    return listed

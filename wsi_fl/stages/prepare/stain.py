@@ -25,10 +25,11 @@ from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.privacy.release import Release
 from wsi_fl.slides.pictures.stain import draw_stains
 from wsi_fl.slides.stains.methods import STAIN_METHODS
+from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.account import require_budget
 from wsi_fl.stages.site.data import is_synthetic, open_store
 from wsi_fl.stages.site.stains import check_own, read_stain, stain_ledger
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -53,7 +54,7 @@ def stain(
     again: bool = False,
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """The stain of one site, or with `site` None of every site of the pipeline; returns the `--json` document.
+    """Release the stain of one site, or with `site` None of every site of the pipeline; return the `--json` document.
 
     A site that has released one keeps it and spends nothing more. Started under mpiexec or srun, the ranks share the
     sites, and all but the first return {}.
@@ -62,21 +63,18 @@ def stain(
         again: measure and release once more, which costs as much as the first time.
     """
     job = Job()
-    told = watcher if watcher and job.first else Silent()
-    chosen: list[_Site] = []
+    told = job.watched(watcher)
 
-    def prepare() -> None:
-        pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-        sites = study.sites(pipeline) if site is None else [study.site(site)]
-        chosen.extend(_Site(study, one, pipeline) for one in sites)
+    def prepare() -> list[_Site]:
+        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        chosen = [_Site(study, one, pipeline) for one in sites]
         for one in job.mine(chosen):
             one.open().close()
+        return chosen
 
-    job.together(prepare)
-    found = job.together(lambda: [_of_site(one, again, told) for one in job.mine(chosen)])
-    job.together(lambda: _draw(job.mine(chosen)))
-    order = [one.site.name for one in chosen]
-    rows = sorted((row for part in found for row in part), key=lambda row: order.index(row["site"]))
+    chosen = job.each(prepare)
+    rows = job.share(chosen, lambda mine: (_release_of(one, again, told) for one in mine))
+    job.each(lambda: _draw(job.mine(chosen)))
     return {"sites": rows} if job.first else {}
 
 
@@ -95,8 +93,8 @@ class _Site:
         return store
 
 
-def _of_site(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
-    """One site of the `--json` document."""
+def _release_of(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
+    """Release a site's stain, unless it has released one; return its part of the document."""
     study, name = one.study, one.site.name
     path = study.stain(name)
     copy = study.store(name).parent / "stain.json"

@@ -1,30 +1,28 @@
-"""What `tile` says at its end: the table of the paper (Table 1), and what was set aside."""
+"""What `tile` and `mosaic` say at their end: a row per site for `--json`, tables for people, and what was set aside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from wsi_fl.stages.work.console import say
+import numpy as np
+
+from wsi_fl.stages.work.console import print_table, say
 from wsi_fl.stores.columns import Counts
 from wsi_fl.study.folder import Study
-from wsi_fl.types import (
-    CLASSES,
-    SPLITS,
-    SetAside,
-    SlideRecord,
-)
+from wsi_fl.types import CLASSES, SPLITS, BagTable, SetAside, SlideRecord
 
 
-def row_of(
+def tile_row(
     study: Study, site: str, found: Counts, failed: Sequence[SetAside], n_slides: int, seconds: float
 ) -> dict[str, Any]:
-    """One site of the `--json` document; `found` holds the patches of each class by split."""
+    """Return a site's part of the document of `tile`; `found` holds the patches of each class by split."""
     counts = {split: {name: int(found[split][k]) for k, name in enumerate(CLASSES)} for split in SPLITS}
     return {
         "site": site,
         "slides": n_slides,
-        "failed": [{"slide": aside.slide, "reason": aside.reason} for aside in failed],
+        "failed": [asdict(aside) for aside in failed],
         "patches": sum(sum(c.values()) for c in counts.values()),
         "healthy": sum(c["healthy"] for c in counts.values()),
         "tumor": sum(c["tumor"] for c in counts.values()),
@@ -36,8 +34,39 @@ def row_of(
     }
 
 
+def mosaic_row(
+    study: Study,
+    site: str,
+    table: BagTable,
+    *,
+    n_patches: int,
+    encoder: str,
+    classes: Sequence[str],
+    failed: Sequence[SetAside],
+    notes: Sequence[Mapping[str, str]],
+    n_slides: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """Return a site's part of the document of `mosaic`."""
+    counts = np.bincount(table.label, minlength=len(classes))
+    return {
+        "site": site,
+        "slides": n_slides,
+        "failed": [asdict(aside) for aside in failed],
+        "notes": list(notes),
+        "bags": len(table),
+        "patches": n_patches,
+        "classes": {name: int(counts[k]) for k, name in enumerate(classes)},
+        "train": int((table.split == "train").sum()),
+        "test": int((table.split == "test").sum()),
+        "encoder": encoder,
+        "store": study.relative(study.mosaic(site)),
+        "seconds": seconds,
+    }
+
+
 def weak_note(records: Sequence[SlideRecord]) -> str:
-    """Says how many slides lend their label to all their patches."""
+    """Say how many slides lend their label to all their patches; "" when none does."""
     n = sum(record.supervision == "weak" for record in records)
     return (
         f"{n} slides have no annotation: their patches take the slide's label (weak supervision)" if n else ""
@@ -45,7 +74,7 @@ def weak_note(records: Sequence[SlideRecord]) -> str:
 
 
 def storage_note(contents: Sequence[str], wanted: str) -> str:
-    """Says how many slides could not be stored as their own bytes."""
+    """Say how many slides could not be stored as their own bytes; "" when all could."""
     n = sum(content != wanted for content in contents)
     return (
         f"{n} of {len(contents)} slides are stored raw: their patches are not whole JPEG tiles of theirs"
@@ -54,37 +83,56 @@ def storage_note(contents: Sequence[str], wanted: str) -> str:
     )
 
 
+def first_reason(failed: Sequence[SetAside]) -> str:
+    """Say what went wrong first at a site that gave nothing."""
+    return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
+
+
 def print_tile(document: dict[str, Any]) -> None:
-    """The table of the paper (Table 1): labels × train/test × sites, and what was set aside."""
-    from rich.table import Table
-
-    from wsi_fl.stages.work.console import stderr
-
+    """Print the table of the paper (Table 1), labels × train and test × sites, and what was set aside."""
     rows = document["sites"]
-    table = Table(title="patches", title_justify="left")
-    table.add_column("")
-    for row in rows:
-        table.add_column(row["site"], justify="right")
-    table.add_column("sum", justify="right")
+    lines: list[list[Any] | None] = []
     for split in SPLITS:
-        if not any(sum(row["table"][split].values()) for row in rows):
-            continue
-        for name in CLASSES:
-            values = [row["table"][split][name] for row in rows]
-            table.add_row(f"{split} {name}", *map(str, values), str(sum(values)))
-        totals = [sum(row["table"][split].values()) for row in rows]
-        table.add_row(f"{split} sum", *map(str, totals), str(sum(totals)), style="bold", end_section=True)
-    stderr.print(table)
+        counts = [row["table"][split] for row in rows]
+        if any(sum(count.values()) for count in counts):
+            lines += [[f"{split} {name}", *(count[name] for count in counts)] for name in CLASSES]
+            lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
+    _print_by_site("patches", rows, lines)
+    _say_aside(rows, "patch")
+    for row in rows:
+        if missing := [name for name in CLASSES if not row[name]]:
+            say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
+    say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}")
+
+
+def print_mosaic(document: dict[str, Any]) -> None:
+    """Print bags by class and split of every site, and what was set aside."""
+    rows = document["sites"]
+    classes = [[name, *(row["classes"][name] for row in rows)] for name in rows[0]["classes"]]
+    splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
+    _print_by_site("mosaics", rows, [*classes, None, *splits])
+    _say_aside(rows, "slide")
+    stores = ", ".join(row["store"] for row in rows)
+    say(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
+
+
+def _print_by_site(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> None:
+    """Print lines of a name and a number for each site as a table, with their sum."""
+    headings = ["", *(row["site"] for row in rows), "sum"]
+    cells = [line and [*map(str, line), str(sum(line[1:]))] for line in lines]
+    print_table(title, headings, cells)
+
+
+def _say_aside(rows: Sequence[Any], unit: str) -> None:
+    """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
     for row in rows:
         for aside in row["failed"]:
             whole = "" if " patches set aside" in aside["reason"] else " set aside"
             say(f"  {row['site']}: {aside['slide']}{whole}: {aside['reason']}", style="yellow")
+        for one in row.get("notes", ()):
+            say(f"  {row['site']}: {one['slide']}: {one['note']}", style="yellow")
         if not row["train"]:
             say(
-                f"  {row['site']}: has no training patch, so nothing can be trained on it",
+                f"  {row['site']}: has no training {unit}, so nothing can be trained on it",
                 style="bold yellow",
             )
-        missing = [name for name in CLASSES if not row[name]]
-        if missing:
-            say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
-    say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}")

@@ -8,9 +8,11 @@ fits is not read again, so a killed job loses at most the slide in hand.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,25 +21,17 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
-from wsi_fl.slides.layouts import read_site
-from wsi_fl.stages.prepare.sources import sources_of, watched
-from wsi_fl.stages.prepare.tables import row_of, storage_note, weak_note
+from wsi_fl.stages.prepare.sources import Listed, list_slides
+from wsi_fl.stages.prepare.tables import first_reason, storage_note, tile_row, weak_note
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
-from wsi_fl.stages.prepare.tile_shards import (
-    Wanted,
-    Written,
-    check_space,
-    remove_strays,
-    shard_path,
-    write_each,
-)
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.prepare.tile_shards import Wanted, Written, check_space, shard_path, write_each
+from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.columns import Counts, link_shards
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.pipeline import SiteFile as SiteConfig
+from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
 from wsi_fl.types import CLASSES, GridSpec, SetAside, SlideRecord, WsiFlError
 
@@ -50,27 +44,18 @@ def tile(
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Tiles one site, or with `site` None every site of the pipeline; returns the `--json` document.
+    """Tile one site, or with `site` None every site of the pipeline; return the `--json` document.
 
     Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
     job = Job()
-    listed: list[_Listed] = []
-
-    def prepare() -> None:
-        pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-        chosen = study.sites(pipeline) if site is None else [study.site(site)]
-        sources = [(one, watched(sources_of(study, one), watcher if job.first else None)) for one in chosen]
-        for one, source in sources:
-            records, aside = read_site(one.layout, source)
-            listed.append(_Listed(study, one, pipeline, tuple(records), tuple(aside)))
-
-    job.together(prepare)
+    told = job.watched(watcher)
+    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides, told))
     if job.first:
         for one in listed:
             if note := weak_note(one.records):
                 say(f"  {one.records[0].site}: {note}", style="yellow")
-    rows = [_tile_site(one, job, watcher if watcher and job.first else Silent()) for one in listed]
+    rows = [_tile_site(one, job, told) for one in listed]
     which = "--all" if site is None else f"--site {site}"
     named = "" if pipeline_name is None else f" --pipeline {pipeline_name}"
     return {"sites": rows, "next": next_steps(listed[0].pipeline, which, named)} if job.first else {}
@@ -88,60 +73,47 @@ def next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
     return [step + named for step in (*steps, "wsi-fl train --method proxyfl")]
 
 
-@dataclass(frozen=True)
-class _Listed:
-    """A site and its slides."""
-
-    study: Study
-    site: SiteConfig
-    pipeline: Pipeline
-    records: tuple[SlideRecord, ...]
-    aside: tuple[SetAside, ...]
-
-
-def _tile_site(listed: _Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
+def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     """All ranks plan, then all write shards, each its share; the first one holds the lock and writes the columns."""
     began = time.perf_counter()
-    study, site, pipeline = listed.study, listed.site, listed.pipeline
-    folder, spec = study.store(site.name).parent, spec_of(pipeline)
-    tiling = pipeline.tile
+    study, name, pipeline = listed.study, listed.site.name, listed.pipeline
+    folder, spec, tiling = study.store(name).parent, spec_of(pipeline), pipeline.tile
     records = assign_splits(listed.records, test_fraction=tiling.test_fraction, seed=tiling.seed)
     plans = Plans(folder / ".plans", records, spec)
-    with ExitStack() as stack:
-
-        def lock() -> None:
-            if job.first:
-                stack.enter_context(locked(folder, site.name))
-                (folder / "slides").mkdir(exist_ok=True)
-                stack.callback(plans.clear)
-                plans.clear()
-
-        job.together(lock)
-        unplanned = _plan_all(listed, records, plans, job, watcher)
-        failed = [*listed.aside, *unplanned.values()]
-        numbers = [number for number in range(len(records)) if number not in unplanned]
+    failed = list(listed.aside)
+    with job.first_holds(_locked(folder, name, plans)):
+        numbers = _plan_all(listed, records, plans, job, watcher, failed)
         written = _write_all(listed, plans, numbers, job, watcher)
         failed += [SetAside(records[one.number].slide, one.reason) for one in written if one.reason]
         shards = [shard_path(folder, records[one.number].slide) for one in written if one.content]
-        counts: Counts = {}
 
-        def write_columns() -> None:
+        def write_columns() -> Counts:
             if not shards:
-                raise WsiFlError(
-                    f"site {site.name}: no slide gave a patch; the first: {_first_reason(failed)}"
-                )
-            if job.first:
-                meta = StoreMeta(site.name, CLASSES, spec, min_tissue=pipeline.tile.min_tissue)
-                counts.update(link_shards(study.store(site.name), meta, shards))
-                remove_strays(folder, {shard.stem for shard in shards})
+                raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
+            meta = StoreMeta(name, CLASSES, spec, min_tissue=tiling.min_tissue)
+            counts = link_shards(study.store(name), meta, shards)
+            remove_strays((folder / "slides", folder / "overview"), {shard.stem for shard in shards})
+            return counts
 
-        job.together(write_columns)
-    if not job.first:
+        counts = job.first_does(write_columns)
+    if counts is None:
         return {}
     if note := storage_note([one.content for one in written if one.content], pipeline.store.pixels):
-        say(f"  {site.name}: {note}", style="yellow")
+        say(f"  {name}: {note}", style="yellow")
     n_slides = len(records) + len(listed.aside)
-    return row_of(study, site.name, counts, failed, n_slides, time.perf_counter() - began)
+    return tile_row(study, name, counts, failed, n_slides, time.perf_counter() - began)
+
+
+@contextmanager
+def _locked(folder: Path, site: str, plans: Plans) -> Iterator[None]:
+    """Hold the site's folder and keep plans in it no longer than that."""
+    with locked(folder, site):
+        (folder / "slides").mkdir(exist_ok=True)
+        plans.clear()
+        try:
+            yield
+        finally:
+            plans.clear()
 
 
 def spec_of(pipeline: Pipeline) -> GridSpec:
@@ -150,9 +122,14 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
 
 
 def _plan_all(
-    listed: _Listed, records: Sequence[SlideRecord], plans: Plans, job: Job, watcher: Watcher
-) -> dict[int, SetAside]:
-    """Plans of the slides that work go to `plans`; returns the others by their number, with the reason."""
+    listed: Listed,
+    records: Sequence[SlideRecord],
+    plans: Plans,
+    job: Job,
+    watcher: Watcher,
+    failed: list[SetAside],
+) -> list[int]:
+    """Plan every slide; plans go to `plans`, slides without one to `failed`. Return the numbers of the others."""
     settings = listed.pipeline.tile
     params = PlanParams(
         min_tissue=settings.min_tissue,
@@ -161,62 +138,40 @@ def _plan_all(
         hole_groups=settings.hole_groups or HOLE_GROUPS,
         ignored_groups=settings.ignored_groups,
     )
-    mine = job.mine(range(len(records)))
-    spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
-
-    def work() -> list[tuple[int, str]]:
-        found = []
-        each = plan_each(
-            mine, records, lambda one: plan_slide(one, spec, params, reader=reader), plans, job.threads
-        )
-        for done, (number, aside) in enumerate(zip(mine, each, strict=True), 1):
-            if aside is not None:
-                found.append((number, aside.reason))
-            watcher.update(listed.site.name, done / 2 * _scale(mine, records), len(records), "finding tissue")
-        return found
-
-    reasons = sorted((number, reason) for part in job.together(work) for number, reason in part)
-    return {number: SetAside(records[number].slide, reason) for number, reason in reasons}
+    n, name = len(records), listed.site.name
+    plan = partial(
+        plan_slide, spec=spec_of(listed.pipeline), params=params, reader=listed.pipeline.slides.reader
+    )
+    reasons = job.share(
+        range(n),
+        lambda mine: plan_each(mine, records, plan, plans, job.threads),
+        lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
+    )
+    failed += [
+        SetAside(record.slide, reason) for record, reason in zip(records, reasons, strict=True) if reason
+    ]
+    return [number for number, reason in enumerate(reasons) if reason is None]
 
 
 def _write_all(
-    listed: _Listed, plans: Plans, numbers: Sequence[int], job: Job, watcher: Watcher
+    listed: Listed, plans: Plans, numbers: Sequence[int], job: Job, watcher: Watcher
 ) -> list[Written]:
-    """Shards of all planned slides, each written by one rank; what became of each, in order."""
-    study, pipeline = listed.study, listed.pipeline
-    folder, spec, settings = study.store(listed.site.name).parent, spec_of(pipeline), pipeline.tile
+    """Write the shards of all planned slides, each by one rank; return what became of each, in order."""
+    study, pipeline, name = listed.study, listed.pipeline, listed.site.name
+    folder, spec, settings = study.store(name).parent, spec_of(pipeline), pipeline.tile
     wanted = Wanted(folder, spec, pipeline.store.pixels, pipeline.slides.reader, job.threads, study.relative)
 
-    def choose_mine() -> None:
-        keep = choose(
-            plans,
-            numbers,
-            balance=settings.balance,
-            max_per_slide=settings.max_per_slide,
-            seed=settings.seed,
-        )
+    def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
+        most, seed = settings.max_per_slide, settings.seed
+        keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=seed)
         if job.first:
             check_space(folder, sum(int(rows.sum()) for rows in keep), spec, wanted.content)
-        chosen.extend(job.mine(list(zip(numbers, keep, strict=True))))
+        return list(zip(numbers, keep, strict=True))
 
-    def work() -> list[dict[str, Any]]:
-        found = []
-        for done, one in enumerate(write_each(chosen, plans, wanted), 1):
-            found.append(asdict(one))
-            progress = (len(chosen) + done) / 2 * _scale(chosen, numbers)
-            watcher.update(listed.site.name, progress, len(numbers), plans.slide(one.number))
-        return found
-
-    chosen: list[tuple[int, NDArray[np.bool_]]] = []
-    job.together(choose_mine)
-    written = [Written(**one) for part in job.together(work) for one in part]
-    return sorted(written, key=lambda one: one.number)
-
-
-def _scale(mine: Sequence[Any], everything: Sequence[Any]) -> float:
-    """What one slide of this rank's share stands for."""
-    return len(everything) / max(1, len(mine))
-
-
-def _first_reason(failed: Sequence[SetAside]) -> str:
-    return f"{failed[0].slide}: {failed[0].reason}" if failed else "it has no slides"
+    n = len(numbers)
+    written = job.share(
+        job.each(choose_rows),
+        lambda mine: map(asdict, write_each(mine, plans, wanted)),
+        lambda done, one: watcher.update(name, (n + done) / 2, n, plans.slide(one[0])),
+    )
+    return [Written(**one) for one in written]

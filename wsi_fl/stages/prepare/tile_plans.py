@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.choosing.patches import SlidePlan
 from wsi_fl.slides.choosing.splits import sample_rows
-from wsi_fl.stages.work.aside import one_line
-from wsi_fl.types import GridSpec, SetAside, SlideRecord, WsiFlError
+from wsi_fl.stages.work.aside import reason_of
+from wsi_fl.system.ordered import in_order
+from wsi_fl.types import GridSpec, SlideRecord
 
 _PLANNERS = 4
 """Slides planned at once: each needs some hundred megabytes for its tissue mask."""
@@ -88,22 +88,19 @@ def plan_each(
     plan: Callable[[SlideRecord], SlidePlan],
     plans: Plans,
     threads: int,
-) -> Iterator[SetAside | None]:
-    """Plans and saves the slides with these numbers, a few at a time; yields in order why one cannot be used."""
+) -> Iterator[str | None]:
+    """Plan and save the slides with these numbers, a few at a time; yield in order why one cannot be used, or None."""
 
-    def one(number: int) -> SetAside | None:
-        record = records[number]
+    def one(number: int) -> str | None:
         try:
-            found = plan(record)
-        except WsiFlError as error:
-            return SetAside(record.slide, str(error))
+            found = plan(records[number])
         except Exception as error:  # one slide that a library chokes on must not end the others
-            return SetAside(record.slide, one_line(error))
+            return reason_of(error)
         plans.save(number, found)
         return None
 
-    with ThreadPoolExecutor(min(threads, _PLANNERS)) as pool:
-        yield from pool.map(one, numbers)
+    n_threads = min(threads, _PLANNERS)
+    yield from in_order(one, numbers, threads=n_threads, ahead=2 * n_threads)
 
 
 def choose(

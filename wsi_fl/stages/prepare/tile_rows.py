@@ -5,9 +5,8 @@ A patch that cannot be read does not end the slide: at the end of the pass `Unre
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.system import jpeg
+from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
 _STREAMS_PER_TASK = 16
@@ -36,7 +36,7 @@ class NoStream(Exception):
 def pixel_batches(
     record: SlideRecord, xy_l0: NDArray[np.int64], spec: GridSpec, *, threads: int, reader: Reader
 ) -> Iterator[NDArray[np.uint8]]:
-    """Batches uint8[b, size_px, size_px, 3] in order.
+    """Yield the pixels in batches uint8[b, size_px, size_px, 3], in order.
 
     Raises:
         Unreadable: after the last batch, when some rows are missing from them.
@@ -57,51 +57,40 @@ def new_streams(
     threads: int,
     reader: Reader,
 ) -> Iterator[bytes]:
-    """The patches encoded anew; raises as `pixel_batches` does."""
-    ahead: deque[Future[bytes]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for batch in pixel_batches(record, xy_l0, spec, threads=threads, reader=reader):
-            ahead.extend(pool.submit(jpeg.encode, patch, quality) for patch in batch)
-            while len(ahead) > 2 * threads:
-                yield ahead.popleft().result()
-        for encoded in ahead:
-            yield encoded.result()
+    """Yield the patches encoded anew; raises as `pixel_batches` does."""
+    batches = pixel_batches(record, xy_l0, spec, threads=threads, reader=reader)
+    patches = (patch for batch in batches for patch in batch)
+    with closing(
+        in_order(lambda patch: jpeg.encode(patch, quality), patches, threads=threads, ahead=2 * threads)
+    ) as streams:
+        yield from streams
 
 
 def native_streams(
     record: SlideRecord, xy_l0: NDArray[np.int64], spec: GridSpec, *, threads: int, reader: Reader
 ) -> Iterator[bytes]:
-    """The slide's own streams, each read to its end once, so that a damaged tile is found now.
+    """Yield the slide's own streams, each read to its end once, so that a damaged tile is found now.
 
     Raises:
         NoStream: when a patch has none.
         Unreadable: after the last, when some rows are missing.
     """
     unread: dict[int, str] = {}
-    with Slide(record.path, record.mpp_override, reader) as slide, ThreadPoolExecutor(threads) as pool:
+    with Slide(record.path, record.mpp_override, reader) as slide:
 
         def read(first: int) -> list[bytes | WsiFlError | None]:
             corners = xy_l0[first : first + _STREAMS_PER_TASK].tolist()
             return [_checked(slide, (x, y), spec) for x, y in corners]
 
-        ahead: deque[tuple[int, Future[list[bytes | WsiFlError | None]]]] = deque()
-        starts = iter(range(0, len(xy_l0), _STREAMS_PER_TASK))
-        try:
-            while True:
-                while len(ahead) <= threads and (first := next(starts, None)) is not None:
-                    ahead.append((first, pool.submit(read, first)))
-                if not ahead:
-                    break
-                first, future = ahead.popleft()
-                for row, stream in enumerate(future.result(), first):
-                    if stream is None:
-                        raise NoStream
-                    if isinstance(stream, WsiFlError):
-                        unread[row] = str(stream)
-                    else:
-                        yield stream
-        finally:
-            pool.shutdown(cancel_futures=True)
+        starts = range(0, len(xy_l0), _STREAMS_PER_TASK)
+        with closing(in_order(read, starts, threads=threads, ahead=threads)) as parts:
+            for row, stream in enumerate(stream for part in parts for stream in part):
+                if stream is None:
+                    raise NoStream
+                if isinstance(stream, WsiFlError):
+                    unread[row] = str(stream)
+                else:
+                    yield stream
     if unread:
         raise Unreadable(unread)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.prepare.tile_plans import Plans
 from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams, new_streams, pixel_batches
-from wsi_fl.stages.work.aside import one_line, partly
+from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.contents import SlideSource, quality_of
 from wsi_fl.stores.shards import (
@@ -30,6 +30,7 @@ from wsi_fl.stores.shards import (
     write_streams,
 )
 from wsi_fl.system.files import write_bytes
+from wsi_fl.system.ordered import in_order
 from wsi_fl.types import DiskFull, GridSpec, PatchTable, WsiFlError
 
 _SPARE_BYTES = 64 << 20
@@ -73,19 +74,19 @@ class Written:
 def write_each(
     chosen: Sequence[tuple[int, NDArray[np.bool_]]], plans: Plans, wanted: Wanted
 ) -> Iterator[Written]:
-    """Writes the shards and pictures of these slides, two at a time: while one opens, ends or is drawn, the other is
-    read. Yields in order."""
-    with ThreadPoolExecutor(_SLIDES_AT_ONCE) as pool:
-        work = [pool.submit(_written, number, keep, plans, wanted) for number, keep in chosen]
-        try:
-            for future in work:
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+    """Write the shards and pictures of these slides; yield in order what became of each.
+
+    Two at a time: while one opens, ends or is drawn, the other is read.
+    """
+    with closing(
+        in_order(
+            lambda one: _write(*one, plans, wanted), chosen, threads=_SLIDES_AT_ONCE, ahead=_SLIDES_AT_ONCE
+        )
+    ) as written:
+        yield from written
 
 
-def _written(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted) -> Written:
-    """What became of a slide."""
+def _write(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted) -> Written:
     if not keep.any():
         return Written(number, None, "none of its patches was drawn into the sample")
     try:
@@ -95,7 +96,7 @@ def _written(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted)
     except DiskFull:
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
-        return Written(number, None, str(error) if isinstance(error, WsiFlError) else one_line(error))
+        return Written(number, None, reason_of(error))
     return Written(number, content, partly(unread, int(keep.sum())))
 
 
@@ -224,10 +225,3 @@ def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
             f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
             f"set {advice}tile.max_per_slide, or free some space"
         )
-
-
-def remove_strays(folder: Path, kept: set[str]) -> None:
-    """Shards of slides that no longer belong to the store would only mislead."""
-    for path in [*(folder / "slides").glob("*.h5"), *(folder / "overview").glob("*.png")]:
-        if path.stem not in kept:
-            path.unlink()

@@ -1,14 +1,10 @@
-"""`synthesize check`: does a site's generator copy its training images, and what did the privacy loss do?
-
-Every distance of a *training* image to the generator is set beside that of a *held-out* image (split test or val)
-to the same synthetic set, once to the nearest of many samples and once to the image's own latent projection.
-"""
+"""`synthesize check`: does a site's generator copy its training images? A verdict, figures and one page."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,312 +13,147 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.models.lpips import Lpips, nearest_lpips, nearest_other_lpips
+from wsi_fl.models.encoder import encode
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.synthesis.gan import (
+from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.synthesis.kinds import (
     HELD_OUT,
-    Pictures,
-    lpips_of,
-    open_site,
+    Case,
+    Document,
+    Evidence,
+    Kind,
     pictures_of,
     shared_phase,
-    trained_folder,
 )
-from wsi_fl.stages.synthesis.quality import quality_of
+from wsi_fl.stages.synthesis.synthetic import as_pixels
 from wsi_fl.stages.work.console import Silent, Watcher, say
-from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import (
     COPY,
     CRITERIA,
     LEAST_HELD_OUT,
-    Comparison,
-    can_be_told,
-    compared,
-    moved,
-    over_usual,
-    spread,
-    verdict,
+    doubts,
+    frechet_distance,
+    kernel_distance,
 )
-from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.projection import Projections, projected
-from wsi_fl.synthesis.sampling import balanced_labels, sampled
-from wsi_fl.synthesis.stylegan2 import Generator
 from wsi_fl.system.files import write_bytes, write_json, write_text
 from wsi_fl.system.locks import locked
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 _SHOWN = 9
+_ENCODED = 64
 
 
-@dataclass(frozen=True)
-class _Real:
-    """What the generators are compared with: their training images and held-out ones, and the few to be projected."""
-
-    training: Pictures
-    held_out: Pictures
-    projected_training: Pictures
-    projected_held_out: Pictures
-
-
-@dataclass(frozen=True)
-class _Usual:
-    """LPIPS of the same images to their nearest training image of another patient: float64[n] each."""
-
-    training: NDArray[np.float64]
-    held_out: NDArray[np.float64]
-    projected_training: NDArray[np.float64]
-    projected_held_out: NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What was measured of one generator."""
-
-    samples: Tensor
-    nearest_training: NDArray[np.float64]
-    nearest_held_out: NDArray[np.float64]
-    projected_training: Projections
-    projected_held_out: Projections
-
-
-@dataclass(frozen=True)
-class _Check:
-    """One check in progress."""
-
-    pipeline: Pipeline
-    folder: GeneratorFolder
-    document: dict[str, Any]
-    lpips: Lpips
-    device: torch.device
-    watcher: Watcher
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.pipeline.lpips.memory_mb << 20
-
-
-def check(
-    study: Study,
-    *,
-    site: str,
-    pipeline_name: str | None = None,
-    overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
-) -> dict[str, Any]:
-    """Writes `check.json` and `check/` beside the generator; returns the verdict, the `--json` document."""
+def check_generator(
+    study: Study, pipeline: Pipeline, kind: Kind, site: str, *, watcher: Watcher | None = None
+) -> Document:
+    """Write `check.json` and `check/` beside a site's generator; return the verdict, the `--json` document."""
     began = time.perf_counter()
-    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
-    if pipeline.synthesis.generator == "ddpm":
-        from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser  # diffusers takes seconds to import
-
-        return check_denoiser(study, pipeline, site, watcher=watcher)
-    folder, document = trained_folder(study, site)
-    device = device_of_rank()
-    lpips = lpips_of(study, pipeline, site, device)
-    job = _Check(pipeline, folder, document, lpips, device, watcher or Silent())
+    folder, document = kind.trained(study, site)
+    watcher, resolution = watcher or Silent(), document["settings"]["shape"]["resolution"]
     with locked(folder.path, site):
-        real = _real(study, site, job)
-        phases: list[Phase] = ["before", "after"] if "after" in document["phases"] else ["before"]
-        for phase in phases:  # so that progress is of the whole from the beginning
-            n_projected = len(real.projected_training) + len(real.projected_held_out)
-            job.watcher.update(_part_name(phase), 0, n_projected)
-        found = {phase: _measured(job, real, phase) for phase in phases}
-        result = _result(study, site, job, real, found)
+        with open_store(study, site) as store:
+            if store_digest(store) != document["store"]["sha256"]:
+                raise UsageError(
+                    f"site {site}: its store was made anew since the generator was trained; train --again"
+                )
+            training, held_out = (
+                pictures_of(store, resolution, *splits) for splits in (("train",), HELD_OUT)
+            )
+        if (n := len(held_out)) < LEAST_HELD_OUT:
+            watcher.say(f"  site {site} holds out {n} images; {LEAST_HELD_OUT} are the least for a verdict")
+        case = Case(study, pipeline, site, folder, document, training, held_out, watcher)
+        evidence = kind.evidence(case)
+        result = _result(case, evidence)
         result["seconds"] = time.perf_counter() - began
-        _write(study, job, real, found, result)
+        _write(case, evidence, result)
     return result
 
 
-def _real(study: Study, site: str, job: _Check) -> _Real:
-    gan, resolution = job.pipeline.gan, job.document["settings"]["shape"]["resolution"]
-    with open_site(study, site) as store:
-        training = pictures_of(store, resolution, "train")
-        held_out = pictures_of(store, resolution, *HELD_OUT)
-    if len(training) != job.document["store"]["n"]:
-        raise UsageError(
-            f"site {site}: its store was made anew since the generator was trained; train --again"
-        )
-    if len(held_out) < LEAST_HELD_OUT:
-        job.watcher.say(
-            f"  site {site} holds out {len(held_out)} images; {LEAST_HELD_OUT} are the least for a verdict"
-        )
-    some_training = training.some(gan.check_images, gan.seed)
-    some_held_out = held_out.some(gan.check_images, gan.seed)
-    return _Real(
-        some_training,
-        some_held_out,
-        some_training.some(gan.projections, gan.seed + 1),
-        some_held_out.some(gan.projections, gan.seed + 1),
-    )
-
-
-def _measured(job: _Check, real: _Real, phase: Phase) -> _Found:
-    gan = job.pipeline.gan
-    generator = job.folder.load_generator(phase, job.device)
-    n_classes = generator.shape.n_classes
-    labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
-    samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
-    both = torch.cat([real.training.images, real.held_out.images])
-    nearest = _distances(job, both, samples)
-    n = len(real.training)
-    projections = _projections(job, generator, real, phase)
-    m = len(real.projected_training)
-    return _Found(
-        samples, nearest[:n], nearest[n:], _part(projections, slice(m)), _part(projections, slice(m, None))
-    )
-
-
-def _distances(job: _Check, images: Tensor, others: Tensor) -> NDArray[np.float64]:
-    """LPIPS of each image to its nearest among the others; uint8 in."""
-    return nearest_lpips(job.lpips, images, others, memory_bytes=job.memory_bytes)
-
-
-def _usual(job: _Check, real: _Real) -> _Usual:
-    every = real.training
-
-    def among(some: Pictures) -> NDArray[np.float64]:
-        return nearest_other_lpips(
-            job.lpips, some.images, some.patient, every.images, every.patient, memory_bytes=job.memory_bytes
-        )
-
-    return _Usual(
-        among(real.training),
-        _distances(job, real.held_out.images, every.images),
-        among(real.projected_training),
-        _distances(job, real.projected_held_out.images, every.images),
-    )
-
-
-def _projections(job: _Check, generator: Generator, real: _Real, phase: Phase) -> Projections:
-    """Of training and held-out images alike, from the same starting points."""
-    gan = job.pipeline.gan
-    images = torch.cat([real.projected_training.images, real.projected_held_out.images])
-    return projected(
-        generator,
-        job.lpips,
-        images,
-        steps=gan.projection_steps,
-        candidates=gan.check_samples,
-        seed=gan.seed,
-        told=lambda done: job.watcher.update(_part_name(phase), done, len(images)),
-    )
-
-
-def _part_name(phase: Phase) -> str:
-    return f"projections {phase}"
-
-
-def _part(found: Projections, rows: slice) -> Projections:
-    return Projections(found.distance[rows], found.images[rows])
-
-
-def _result(study: Study, site: str, job: _Check, real: _Real, found: dict[Phase, _Found]) -> dict[str, Any]:
+def _result(case: Case, evidence: Evidence) -> Document:
     """The document: what is known of each generator, and the verdict on the one that may be shared."""
-    phase = shared_phase(job.document)
-    comparisons: dict[Phase, dict[str, Comparison]] = {}
-    usual = _usual(job, real)
-    n_fresh = int((usual.held_out > 0).sum())
-    if n_fresh >= LEAST_HELD_OUT:
-        comparisons = {name: both for name, one in found.items() if (both := _comparisons(one, usual))}
-    judged = verdict(list(comparisons.get(phase, {}).items()), n_fresh)
-    sets = {name: one.samples for name, one in found.items()} | {"training": real.training.images}
-    quality, note = quality_of(study, job.pipeline, real.held_out.images, sets)
+    phase, compared, lpips = shared_phase(case.document), evidence.comparisons, evidence.lpips
+    found = doubts(compared.get(phase, {}), evidence.n_fresh)
+    reasons = list(dict.fromkeys([*evidence.reasons, *found]))
+    sets = {**evidence.samples, "training": evidence.training.images}
+    quality, note = quality_of(case.study, case.pipeline, evidence.held_out.images, sets)
+    notes = ["A passed check is evidence against copying, not differential privacy: it bounds nothing."]
+    if lpips is not None and not lpips.trained:
+        notes.append(f"LPIPS ran on an {lpips.label}; its distances are not the paper's.")
     return {
-        "site": site,
-        **judged,
+        "site": case.site,
+        "passed": not reasons,
+        "reasons": reasons,
         "criteria": CRITERIA,
-        "generator": {"phase": phase, "sha256": job.folder.digest(phase)},
-        "lpips": job.lpips.label,
-        "truncation": job.pipeline.gan.truncation,
-        "n_training": len(real.training),
-        "n_held_out": len(real.held_out),
-        "n_samples": len(found[phase].samples),
-        "copy_below": COPY if comparisons else None,
+        "generator": {"phase": phase, "sha256": case.folder.digest(phase)},
+        "lpips": lpips.label if lpips else None,
+        "n_training": len(evidence.training),
+        "n_held_out": len(evidence.held_out),
+        "n_samples": len(evidence.samples[phase]),
+        "copy_below": COPY if compared else None,
         "copying": {
-            name: {what: asdict(one) for what, one in both.items()} for name, both in comparisons.items()
+            name: {what: asdict(one) for what, one in both.items()} for name, both in compared.items()
         },
-        "projection": _projection_document(job, found),
-        "nearest": {name: asdict(spread(one.nearest_training)) for name, one in found.items()},
+        **evidence.document,
         "quality": quality,
-        "notes": [*([note] if note else []), *_cautions(job)],
+        "notes": [*([note] if note else []), *notes, *evidence.notes],
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _comparisons(found: _Found, usual: _Usual) -> dict[str, Comparison]:
-    pairs = {
-        "nearest sample": (
-            over_usual(found.nearest_training, usual.training),
-            over_usual(found.nearest_held_out, usual.held_out),
-        ),
-        "projection": (
-            over_usual(found.projected_training.distance.double().numpy(), usual.projected_training),
-            over_usual(found.projected_held_out.distance.double().numpy(), usual.projected_held_out),
-        ),
-    }
-    if not can_be_told(*pairs["nearest sample"]):
-        return {}
-    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
+def quality_of(
+    study: Study, pipeline: Pipeline, held_out: Tensor, sets: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], str | None]:
+    """({"encoder", "n", name: {"fid", "kid"}}, None), or ({}, why they could not be computed).
+
+    Args:
+        held_out: uint8[n, c, h, h]; of each set, of the same kind, as many are taken at most.
+    """
+    if len(held_out) < LEAST_HELD_OUT:
+        return {}, "FID and KID need held-out images"
+    try:
+        encoder = encoder_of(study, pipeline.encoding, torch.get_num_threads(), "features")
+    except WsiFlError as error:
+        return {}, f"FID and KID were not computed: {error}"
+
+    def features(images: Tensor) -> NDArray[np.float32]:
+        pixels = _pixels(images)
+        return encode((pixels[k : k + _ENCODED] for k in range(0, len(pixels), _ENCODED)), encoder)
+
+    target = features(held_out)
+    rows: dict[str, Any] = {"encoder": encoder.label, "n": len(held_out)}
+    for name, images in sets.items():
+        mine = features(images[: len(held_out)])
+        rows[name] = {"fid": frechet_distance(mine, target), "kid": kernel_distance(mine, target)}
+    return rows, None
 
 
-def _projection_document(job: _Check, found: dict[Phase, _Found]) -> dict[str, Any]:
-    """Fig. 3 in numbers: projected distances of training images without and with the privacy loss, paired."""
-    distances = {name: one.projected_training.distance.double().numpy() for name, one in found.items()}
-    paired = None
-    if len(distances) == 2:
-        paired = asdict(moved(distances["after"], distances["before"]))
-    return {
-        "steps": job.pipeline.gan.projection_steps,
-        **{name: asdict(spread(values)) for name, values in distances.items()},
-        "moved": paired,
-    }
-
-
-def _cautions(job: _Check) -> list[str]:
-    notes = ["A passed check is evidence against copying, not differential privacy: it bounds nothing."]
-    if not job.lpips.trained:
-        notes.append(f"LPIPS ran on an {job.lpips.label}; its distances are not the paper's.")
-    if "after" not in job.document["phases"]:
-        notes.append("The generator was trained without the privacy loss.")
-    return notes
-
-
-def _write(
-    study: Study, job: _Check, real: _Real, found: dict[Phase, _Found], result: dict[str, Any]
-) -> None:
+def _write(case: Case, evidence: Evidence, result: Document) -> None:
     """Pictures first, the verdict last: whoever finds it finds them too."""
-    folder = job.folder.path / "check"
-    distances: dict[str, NDArray[np.float64]] = {
-        name: one.projected_training.distance.double().numpy() for name, one in found.items()
-    }
-    rows = _shown(real, found)
-    names = {"page": "index.html", "histograms": "histograms.png", "projections": "projections.png"}
-    result["files"] = {key: study.relative(folder / name) for key, name in names.items()}
-    write_bytes(folder / names["histograms"], page.histogram_png(distances))
-    write_bytes(folder / names["projections"], png_of(grid([images for _, images in rows])))
-    samples = [(name, _pixels(one.samples[:_SHOWN])) for name, one in found.items()]
-    write_text(folder / names["page"], page.render(result, distances, rows, samples))
-    write_json(job.folder.check_path, result)
-
-
-def _shown(real: _Real, found: dict[Phase, _Found]) -> list[tuple[str, NDArray[np.uint8]]]:
-    """Fig. 4: the training images that are met most closely without the privacy loss, and their projections."""
-    order = found["before"].projected_training.distance.argsort()[:_SHOWN]
-    rows = [("real", _pixels(real.projected_training.images[order]))]
-    return rows + [(name, _pixels(one.projected_training.images[order])) for name, one in found.items()]
+    place, (key, picture) = case.folder.path / "check", evidence.picture
+    names = {"page": "index.html", "histograms": "histograms.png", key: picture}
+    result["files"] = {name: case.study.relative(place / file) for name, file in names.items()}
+    rows = [(name, _pixels(images)) for name, images in evidence.rows]
+    samples = [(name, _pixels(images[:_SHOWN])) for name, images in evidence.samples.items()]
+    write_bytes(place / names["histograms"], page.histogram_png(evidence.distances, evidence.axis))
+    write_bytes(place / picture, png_of(grid([images for _, images in rows])))
+    write_text(
+        place / names["page"], page.render(result, evidence.distances, rows, samples, axis=evidence.axis)
+    )
+    write_json(case.folder.check_path, result)
 
 
 def _pixels(images: Tensor) -> NDArray[np.uint8]:
     """uint8[n, c, h, w] → uint8[n, h, w, 3]."""
-    pixels: NDArray[np.uint8] = images.expand(-1, 3, -1, -1).permute(0, 2, 3, 1).numpy()
+    (pixels,) = as_pixels([images.expand(-1, 3, -1, -1)])
     return pixels
 
 
-def print_check(document: dict[str, Any]) -> None:
-    """The verdict, its reasons, and where the pictures are."""
+def print_check(document: Document) -> None:
+    """Say the verdict, its reasons, and where the pictures are."""
     passed = document["passed"]
     say(
         f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}",

@@ -1,11 +1,13 @@
-"""From configuration and stores to what the synthesis room needs: shapes, terms, images, generators, verdicts."""
+"""The kind "gan": a conditional StyleGAN2-ADA, trained in two phases, the second with the privacy loss.
+
+Its check measures how far images are from the nearest of many samples, and from their own latent projections. Every
+distance of a *training* image is set beside that of a *held-out* image (split test or val) to the same synthetic set.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -13,252 +15,239 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl import __version__
-from wsi_fl.models.lpips import RANDOM, Lpips, load_lpips
-from wsi_fl.stages.site.data import examples_of, open_store
+from wsi_fl.models.lpips import Lpips, embeddings, nearest_lpips
+from wsi_fl.report.synthesis import PROJECTED, Distances
+from wsi_fl.stages.synthesis.kinds import (
+    Case,
+    Course,
+    Document,
+    Evidence,
+    Kind,
+    Losses,
+    Pair,
+    Pictures,
+    from_section,
+    lpips_of,
+    picked,
+    shared_phase,
+    usual_lpips,
+)
+from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Gan as GanSection
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.evidence import CRITERIA
+from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
-from wsi_fl.synthesis.gan import GanTerms
+from wsi_fl.synthesis.gan import GanState, GanTerms, step
+from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
+from wsi_fl.synthesis.projection import projected
+from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_images
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
-from wsi_fl.types import UsageError, WsiFlError
 
-HELD_OUT = ("test", "val")
-"""Splits that no generator is trained on."""
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """Real images at the generator's resolution: uint8[n, c, h, h], their labels int64[n] and patients str[n]."""
-
-    images: Tensor
-    labels: Tensor
-    patient: NDArray[np.str_]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def some(self, n: int, seed: int) -> Pictures:
-        """At most n of them, drawn at random, in order."""
-        rows = np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
-        return Pictures(self.images[rows], self.labels[rows], self.patient[rows])
-
-    def to(self, device: torch.device | str) -> Pictures:
-        return Pictures(self.images.to(device), self.labels.to(device), self.patient)
+_MARGIN_IMAGES = 256
+_SHOWN = 9
 
 
-def gan_shape(settings: GanSection, store: PatchStore) -> GanShape:
-    """The networks' shape for the patches of a store.
+class GanCourse(Course):
+    """The training of a GAN."""
 
-    Raises:
-        UsageError: when the stored patches are smaller than what is to be generated.
-    """
-    if store.meta.spec.size_px < settings.resolution:
-        raise UsageError(
-            f"gan.resolution = {settings.resolution}: site {store.meta.site} stores patches of "
-            f"{store.meta.spec.size_px} px; generate no larger ones"
-        )
-    return GanShape(
-        resolution=settings.resolution,
-        channels=store.channels,
-        n_classes=len(store.meta.classes),
-        z_dim=settings.z_dim,
-        w_dim=settings.w_dim,
-        mapping_layers=settings.mapping_layers,
-        channel_base=settings.channel_base,
-        channel_max=settings.channel_max,
-    )
+    state: GanState
 
+    def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
+        gan, device = pipeline.gan, device_of_rank()
+        super().__init__(store, gan, device)
+        shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
+        target = gan.ada_target if gan.ada_target < 1 else None
+        terms = from_section(gan, GanTerms, ada_target=target)
+        self._gan = gan
+        self._lpips = lpips_of(study, pipeline, site) if gan.privacy_iterations else None
+        self._keepaway: Keepaway | None = None
+        self.phases = {"before": gan.iterations}
+        if gan.privacy_iterations:
+            self.phases["after"] = gan.iterations + gan.privacy_iterations
+        names = {"weight": "privacy_weight", "quantile": "privacy_quantile", "images": "privacy_images"}
+        privacy = {name: getattr(gan, key) for name, key in names.items()}
+        self.settings = {
+            "shape": asdict(shape),
+            "terms": asdict(terms),
+            "iterations": gan.iterations,
+            "privacy_iterations": gan.privacy_iterations,
+            "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
+            "seed": gan.seed,
+        }
+        self.state = GanState(shape, terms, seed=gan.seed, device=device)
 
-def gan_terms(settings: GanSection) -> GanTerms:
-    return GanTerms(
-        batch_size=settings.batch_size,
-        lr=settings.lr,
-        r1_gamma=settings.r1_gamma,
-        path_weight=settings.path_weight,
-        mixing=settings.mixing,
-        ema_images=settings.ema_images,
-        ada_target=settings.ada_target if settings.ada_target < 1 else None,
-        ada_images=settings.ada_images,
-        privacy_weight=settings.privacy_weight,
-    )
+    def step(self) -> Losses:
+        if self.state.iteration >= self.phases["before"] and self._keepaway is None:
+            self._keepaway = self._kept_away()
+        return asdict(step(self.state, self.images, self.labels, self._keepaway))
 
+    def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
+        return {"phase": phase, **told[-1], "augmentation": self.state.ada.p}
 
-def pictures_of(store: PatchStore, resolution: int, *splits: str) -> Pictures:
-    """The patches of these splits, reduced to the resolution, in memory."""
-    parts = [examples_of(store, split, resolution) for split in splits]
-    pixels = [part.read(np.arange(len(part))) for part in parts if len(part)]
-    if not pixels:
-        shape = (0, store.channels, resolution, resolution)
-        nobody = np.empty(0, np.str_)
-        return Pictures(torch.empty(shape, dtype=torch.uint8), torch.empty(0, dtype=torch.int64), nobody)
-    images = np.ascontiguousarray(np.concatenate(pixels).transpose(0, 3, 1, 2))
-    labels = np.concatenate([part.label for part in parts])
-    patient = np.concatenate([part.patient for part in parts])
-    return Pictures(torch.from_numpy(images), torch.from_numpy(labels), patient)
+    def kept(self, document: Document, phase: Phase, digest: str) -> Document:
+        state = self.state
+        entry = {"sha256": digest, "iterations": state.iteration, "augmentation": state.ada.p}
+        return {"phases": document["phases"] | {phase: entry}, "margin": state.margin}
 
+    def show(self, labels: NDArray[np.int64]) -> Tensor:
+        return sampled(self.state.average, labels, seed=0)
 
-def open_site(study: Study, site: str) -> PatchStore:
-    """The patch store of a named site."""
-    return open_store(study, study.site(site).name)
-
-
-def lpips_of(study: Study, pipeline: Pipeline, site: str, device: torch.device) -> Lpips:
-    """LPIPS as the pipeline says; a real site gets no untrained substitute."""
-    weights = pipeline.lpips.weights
-    if weights is not None and weights.startswith(RANDOM) and study.site(site).real:
-        raise UsageError(
-            f"lpips.weights = {weights!r}: an untrained network measures nothing; site {site} is real, give it weights"
-        )
-    if weights is not None and not weights.startswith(RANDOM):
-        weights = str(study.resolve(weights))
-    lpips: Lpips = load_lpips(weights).to(device)
-    return lpips
+    def _kept_away(self) -> Keepaway:
+        """The privacy loss: its margin, how far apart the site's own images are, and the images it always looks at."""
+        gan, state, lpips = self._gan, self.state, self._lpips
+        assert lpips is not None
+        if state.margin is None:
+            few = self.pictures.some(_MARGIN_IMAGES, gan.seed)
+            state.margin = margin_of(lpips, to_images(few.images), gan.privacy_quantile)
+        if not gan.privacy_images:
+            return Keepaway(lpips, state.margin)
+        many = to_images(self.pictures.some(gan.privacy_images, gan.seed).images)
+        return Keepaway(lpips, state.margin, embeddings(lpips, many))
 
 
-def folder_of(study: Study, site: str) -> GeneratorFolder:
-    return GeneratorFolder(study.generator(study.site(site).name))
-
-
-def trained_folder(study: Study, site: str) -> tuple[GeneratorFolder, dict[str, Any]]:
-    """The folder of a generator whose training has finished, and its gan.json."""
-    folder = folder_of(study, site)
-    document = folder.document()
-    where = study.relative(folder.path)
-    if document is None:
-        raise WsiFlError(f"{where}: no generator yet; run `wsi-fl synthesize train --site {site}`")
-    if not document["finished"]:
-        raise WsiFlError(
-            f"{where}: its training has not finished; the same `wsi-fl synthesize train --site {site}` goes on with it"
-        )
-    return folder, document
-
-
-def shared_phase(document: dict[str, Any]) -> Phase:
-    """Which generator is sampled and shared: the one with the privacy loss, where there was a second phase."""
-    return "after" if "after" in document["phases"] else "before"
-
-
-def load_generator(
-    study: Study, site: str, device: torch.device, phase: Phase | None = None
-) -> tuple[Generator, dict[str, Any]]:
-    """A site's trained generator, by default the one that may be shared, and gan.json."""
-    folder, document = trained_folder(study, site)
-    return folder.load_generator(phase or shared_phase(document), device), document
-
-
-def check_state(folder: GeneratorFolder, digest: str) -> tuple[str, list[str]]:
-    """("passed", "failed" or "not run", reasons) of the check of exactly this generator."""
-    check = folder.check()
-    if check is None:
-        return "not run", ["`synthesize check` was not run"]
-    if check["generator"]["sha256"] != digest:
-        return "not run", ["the check belongs to another generator; run `synthesize check` again"]
-    if check.get("criteria") != CRITERIA:
-        return "not run", [
-            "the check is of an earlier version, by other criteria; run `synthesize check` again"
-        ]
-    return ("passed" if check["passed"] else "failed"), list(check["reasons"])
-
-
-def provenance(folder: GeneratorFolder, document: dict[str, Any]) -> dict[str, Any]:
-    """What samples say of the generator that may be shared; they are drawn as it was checked."""
-    phase = shared_phase(document)
-    digest = folder.digest(phase)
-    state, reasons = check_state(folder, digest)
-    check = folder.check() if state != "not run" else None
+def _told(document: Document) -> Document:
+    settings, phase = document["settings"], shared_phase(document)
     return {
-        "site": document["site"],
-        "sha256": digest,
+        "iterations": settings["iterations"],
+        "privacy_iterations": settings["privacy_iterations"],
+        "phases": document["phases"],
+        "shared": {"phase": phase, "sha256": document["phases"][phase]["sha256"]},
+        "margin": document["margin"],
+        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
+    }
+
+
+def _drawn_as(document: Document, check: Mapping[str, Any] | None) -> Document:
+    phase = shared_phase(document)
+    return {
         "phase": phase,
         "iterations": document["phases"][phase]["iterations"],
         "truncation": check["truncation"] if check else 1.0,
         "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
-        "check": state,
-        "reasons": reasons,
-        "differential_privacy": False,
     }
 
 
-def outcome(provenance: dict[str, Any]) -> str:
-    """Of a check that was not passed, with the reasons."""
-    word = "not passed" if provenance["check"] == "failed" else provenance["check"]
-    return f"{word}: {'; '.join(provenance['reasons'])}"
+def _draw(folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
+    generator = load_gan(folder, provenance["phase"], device_of_rank())
+    yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
 
 
-def settings_document(
-    pipeline: Pipeline, shape: GanShape, terms: GanTerms, lpips_label: str | None
-) -> dict[str, Any]:
-    """All that decides a training, as gan.json keeps it; a resumed one must agree."""
-    gan = pipeline.gan
-    privacy = {
-        "weight": gan.privacy_weight,
-        "quantile": gan.privacy_quantile,
-        "images": gan.privacy_images,
-        "lpips": lpips_label,
-    }
-    return {
-        "shape": asdict(shape),
-        "terms": asdict(terms),
-        "iterations": gan.iterations,
-        "privacy_iterations": gan.privacy_iterations,
-        "privacy": privacy if gan.privacy_iterations else None,
-        "seed": gan.seed,
-    }
+@dataclass(frozen=True)
+class _Found:
+    """What was measured of one generator.
 
-
-def forget(folder: Path) -> None:
-    """Removes all that a generator's folder holds, but for its lock."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            rmtree(path)
-        elif path.name != ".lock":
-            path.unlink()
-
-
-ByPhase = Callable[[dict[str, Any]], tuple[dict[str, Any], dict[str, Any]]]
-"""Settings → those that decide the first phase of training, and those of the second alone."""
-
-
-def begin_document(
-    study: Study,
-    site: str,
-    folder: GeneratorFolder,
-    settings: dict[str, Any],
-    store: dict[str, Any],
-    by_phase: ByPhase = lambda settings: (settings, {}),
-) -> None:
-    """Begins the document of a generator, or makes sure that it is about the same training.
-
-    What the second phase alone depends on may change until that has begun.
+    Attributes:
+        samples: uint8[n, c, h, h].
+        nearest: distances to the nearest sample.
+        projected: distances to the projections.
+        projections: of training images, uint8[n, c, h, h].
     """
-    known = folder.document()
-    if known is None:
-        folder.write_document(
-            {
-                "site": site,
-                "tool_version": __version__,
-                "settings": settings,
-                "store": store,
-                "phases": {},
-                "finished": False,
-            }
-        )
-        return
-    where = study.relative(folder.path)
-    if known["store"] != store:
-        raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
-    (first, second), (known_first, known_second) = by_phase(settings), by_phase(known["settings"])
-    if other := [key for key, value in first.items() if known_first.get(key) != value]:
-        raise UsageError(
-            f"{where}: a generator with other settings is there ({', '.join(other)}); --again trains anew"
-        )
-    if second != known_second:
-        if known["finished"] or max(folder.iterations(), default=0) > settings["iterations"]:
-            raise UsageError(
-                f"{where}: a generator with other settings of the privacy loss is there; --again trains anew"
-            )
-        folder.write_document(known | {"settings": settings})  # nothing has depended on them yet
+
+    samples: Tensor
+    nearest: Pair
+    projected: Pair
+    projections: Tensor
+
+
+def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
+    """Return a generator that a folder keeps, ready to make images.
+
+    Raises:
+        WsiFlError: when it is missing, damaged, or of another shape than gan.json says.
+    """
+    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
+
+
+def evidence_of_gan(case: Case) -> Evidence:
+    """Return what is known of each generator of a site's GAN, without and with the privacy loss."""
+    gan = case.pipeline.gan
+    lpips = lpips_of(case.study, case.pipeline, case.site)
+    real = (case.training.some(gan.check_images, gan.seed), case.held_out.some(gan.check_images, gan.seed))
+    rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
+    sought = (real[0].at(rows[0]), real[1].at(rows[1]))
+    phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
+    for phase in phases:  # so that progress is of the whole from the beginning
+        case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
+    found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
+    usual = usual_lpips(case, lpips, *real, every=real[0])
+    of_sought = (usual[0][rows[0]], usual[1][rows[1]])
+    comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
+    distances: Distances = {name: one.projected[0] for name, one in found.items()}
+    order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
+    shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
+    return Evidence(
+        training=real[0],
+        held_out=real[1],
+        samples={name: one.samples for name, one in found.items()},
+        comparisons={name: both for name, both in comparisons.items() if both},
+        n_fresh=int((usual[1] > 0).sum()),
+        lpips=lpips,
+        document={
+            "truncation": gan.truncation,
+            "projection": {"steps": gan.projection_steps, **_spreads(distances), "moved": _moved(distances)},
+            "nearest": _spreads({name: one.nearest[0] for name, one in found.items()}),
+        },
+        notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
+        distances=distances,
+        axis=PROJECTED,
+        rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
+        picture=("projections", "projections.png"),
+    )
+
+
+def _spreads(distances: Distances) -> Document:
+    return {name: asdict(spread(values)) for name, values in distances.items()}
+
+
+def _moved(distances: Distances) -> Document | None:
+    """Fig. 3 in numbers: distances of the same images without and with the privacy loss."""
+    return asdict(moved(distances["after"], distances["before"])) if "after" in distances else None
+
+
+def _measured(
+    case: Case, lpips: Lpips, real: tuple[Pictures, Pictures], sought: tuple[Pictures, Pictures], phase: Phase
+) -> _Found:
+    """Training and held-out images alike, the projections from the same starting points."""
+    gan = case.pipeline.gan
+    generator = load_gan(case.folder, phase, device_of_rank())
+    n_classes = generator.shape.n_classes
+    labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
+    samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
+    both = torch.cat([one.images for one in real])
+    nearest = nearest_lpips(lpips, both, samples, memory_bytes=case.memory_bytes)
+    images = torch.cat([one.images for one in sought])
+    projections = projected(
+        generator,
+        lpips,
+        images,
+        steps=gan.projection_steps,
+        candidates=gan.check_samples,
+        seed=gan.seed,
+        told=lambda done: case.watcher.update(f"projections {phase}", done, len(images)),
+    )
+    distance, n, m = projections.distance.double().numpy(), len(real[0]), len(sought[0])
+    return _Found(samples, (nearest[:n], nearest[n:]), (distance[:m], distance[m:]), projections.images[:m])
+
+
+def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
+    """Empty where copying cannot be told from likeness."""
+    pairs = {
+        "nearest sample": tuple(map(over_usual, found.nearest, usual)),
+        "projection": tuple(map(over_usual, found.projected, usual_of_sought)),
+    }
+    if not can_be_told(*pairs["nearest sample"]):
+        return {}
+    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
+
+
+KIND = Kind(
+    name="gan",
+    remedy="lower gan.lr or raise gan.r1_gamma",
+    place=Study.generator,
+    course=GanCourse,
+    told=_told,
+    drawn_as=_drawn_as,
+    draw=_draw,
+    evidence=evidence_of_gan,
+)

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from wsi_fl.stages.synthesis.gan import outcome, provenance, trained_folder
-from wsi_fl.stages.synthesis.synthetic import as_pixels, reduced_spec, write_synthetic
+from wsi_fl.stages.synthesis.kinds import kind_of, outcome
+from wsi_fl.stages.synthesis.synthetic import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.stages.work.console import say
-from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
-from wsi_fl.synthesis.sampling import balanced_labels, sampled
-from wsi_fl.synthesis.stylegan2 import Generator
+from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.system.files import write_text
 from wsi_fl.system.locks import locked
-from wsi_fl.types import PatchTable, UsageError, WsiFlError
-
-_CHUNK = 256
+from wsi_fl.types import UsageError, WsiFlError
 
 
 def sample(
@@ -38,7 +30,7 @@ def sample(
     as_site: bool = False,
     despite_failed_check: bool = False,
 ) -> dict[str, Any]:
-    """Writes `stores/<name>/patches.h5` of synthetic patches, all of split train; returns the `--json` document.
+    """Write `stores/<name>/patches.h5` of synthetic patches, all of split train; return the `--json` document.
 
     Args:
         name: default `<site>-synthetic`.
@@ -53,17 +45,9 @@ def sample(
     began = time.perf_counter()
     name = name or f"{site}-synthetic"
     target = _target(name, n_per_class, seed)
-    ddpm = _of_ddpm(study, site, generator)
-    if ddpm:
-        from wsi_fl.stages.synthesis.sample_ddpm import (
-            ddpm_provenance,
-            write_drawn,
-        )  # diffusers takes seconds to import
-
-        document, made_by = ddpm_provenance(study, site, seed)
-    else:
-        folder, document = trained_folder(study, site)
-        made_by = provenance(folder, document) | {"seed": seed}
+    kind = kind_of(generator or _kind_of_site(study, site))
+    folder, document = kind.trained(study, site)
+    made_by = kind.provenance(folder, document) | {"seed": seed}
     if made_by["check"] != "passed" and not despite_failed_check:
         raise WsiFlError(
             f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
@@ -75,14 +59,14 @@ def sample(
             f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; "
             'allow = ["generator"] there lets it'
         )
-    _refuse_taken(study, name, as_site)
-    meta = _meta(name, document, made_by)
+    _refuse_taken(study, name)
+    real, shape = document["store"], document["settings"]["shape"]
+    grid = (real["size_px"], real["mpp"])
+    meta = synthetic_meta(name, real["classes"], grid, shape["resolution"], made_by)
+    labels = balanced_labels(len(meta.classes), n_per_class)
     with locked(study.store(name).parent, name):
-        if ddpm:
-            table = write_drawn(study, meta, site, n_per_class, made_by)
-        else:
-            gan = folder.load_generator(made_by["phase"], device_of_rank())
-            table = _write(study, meta, gan, n_per_class, made_by)
+        images = as_pixels(kind.draw(folder, made_by, labels))
+        table = write_synthetic(study.store(name), meta, labels, images, shape["channels"])
     if as_site:
         command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
         first = f"# made by {command}; every patch is synthetic"
@@ -99,19 +83,9 @@ def sample(
     }
 
 
-def _of_ddpm(study: Study, site: str, generator: str | None) -> bool:
-    if generator not in {None, "gan", "ddpm"}:
-        raise UsageError(f"--generator {generator!r}: use gan or ddpm")
-    if generator is None:
-        name = study.site(site).name
-        return study.denoiser(name).exists() and not study.generator(name).exists()
-    return generator == "ddpm"
-
-
-def _meta(name: str, document: dict[str, Any], made_by: dict[str, Any]) -> StoreMeta:
-    real, resolution = document["store"], document["settings"]["shape"]["resolution"]
-    spec = reduced_spec(real["size_px"], real["mpp"], resolution)
-    return StoreMeta(name, tuple(real["classes"]), spec, json.dumps(made_by, sort_keys=True))
+def _kind_of_site(study: Study, site: str) -> str:
+    name = study.site(site).name
+    return "ddpm" if study.denoiser(name).exists() and not study.generator(name).exists() else "gan"
 
 
 def _target(name: str, n_per_class: int, seed: int) -> SiteFile:
@@ -126,7 +100,7 @@ def _site_file(study: Study, name: str) -> Path:
     return study.root / "sites" / f"{name}.toml"
 
 
-def _refuse_taken(study: Study, name: str, as_site: bool) -> None:
+def _refuse_taken(study: Study, name: str) -> None:
     """Only what was synthetic before is written over."""
     path = study.store(name)
     if path.exists():
@@ -137,21 +111,10 @@ def _refuse_taken(study: Study, name: str, as_site: bool) -> None:
                 )
     elif _site_file(study, name).exists():
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
-    if as_site and _site_file(study, name).exists() and not path.exists():
-        raise UsageError(f"sites/{name}.toml exists already; use another --name")
-
-
-def _write(
-    study: Study, meta: StoreMeta, generator: Generator, n_per_class: int, made_by: dict[str, Any]
-) -> PatchTable:
-    labels = balanced_labels(len(meta.classes), n_per_class)
-    images = sampled(generator, labels, seed=made_by["seed"], truncation=made_by["truncation"])
-    chunks = as_pixels(torch.split(images, _CHUNK))
-    return write_synthetic(study.store(meta.site), meta, labels, chunks, images.shape[1])
 
 
 def print_sampled(document: dict[str, Any]) -> None:
-    """What was written, and what it is worth."""
+    """Say what was written, and what it is worth."""
     generator = document["generator"]
     say(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":

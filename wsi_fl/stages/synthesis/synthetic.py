@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ def write_synthetic(
     pixels: Iterable[NDArray[np.uint8]],
     channels: int,
 ) -> PatchTable:
-    """A patch store of synthetic images, all of split train.
+    """Write a patch store of synthetic images, all of split train; return its table.
 
     Args:
         pixels: batches uint8[b, h, h, channels], one image per label in order.
@@ -44,11 +46,19 @@ def write_synthetic(
 
 
 def as_pixels(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
-    """uint8[b, c, h, h] → uint8[b, h, h, c]."""
+    """Return batches uint8[b, c, h, h] as uint8[b, h, h, c]."""
     for batch in batches:
         yield batch.permute(0, 2, 3, 1).numpy()
 
 
-def reduced_spec(size_px: int, mpp: float, resolution: int) -> GridSpec:
-    """The grid of real patches, reduced: as many µm on fewer pixels."""
-    return GridSpec(resolution, mpp * size_px / resolution, resolution)
+def synthetic_meta(
+    site: str, classes: Sequence[str], grid: tuple[int, float], resolution: int, provenance: Mapping[str, Any]
+) -> StoreMeta:
+    """Return what a store of images says that are like a real store's, reduced: as many µm on fewer pixels.
+
+    Args:
+        grid: size in pixels and µm per pixel of the real patches.
+    """
+    size_px, mpp = grid
+    spec = GridSpec(resolution, mpp * size_px / resolution, resolution)
+    return StoreMeta(site, tuple(classes), spec, json.dumps(provenance, sort_keys=True))

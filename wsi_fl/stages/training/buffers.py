@@ -10,12 +10,13 @@ from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.site.data import input_px, store_digest
-from wsi_fl.stages.synthesis.gan import outcome, provenance, trained_folder
-from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.synthesis.gan import KIND as GAN
+from wsi_fl.stages.synthesis.kinds import outcome
+from wsi_fl.stages.synthesis.synthetic import as_pixels
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.sampling import balanced_labels, sampled
+from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -54,13 +55,13 @@ def _drawn(
 ) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
     site = store.meta.site
-    folder, document = trained_folder(study, site)
+    folder, document = GAN.trained(study, site)
     if document["store"]["sha256"] != store_digest(store):
         raise UsageError(
             f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
             f"testing now; run `wsi-fl synthesize train --site {site} --again`"
         )
-    found = provenance(folder, document)
+    found = GAN.provenance(folder, document)
     if found["check"] != "passed" and not pipeline.replay.unchecked:
         raise WsiFlError(
             f"site {site}: no buffer leaves it, the check of its generator was {outcome(found)}. "
@@ -68,11 +69,11 @@ def _drawn(
         )
     seed = int(np.random.SeedSequence((pipeline.train.seed, index)).generate_state(1)[0])
     labels = balanced_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
-    generator = folder.load_generator(found["phase"], device_of_rank())
-    images = sampled(generator, labels, seed=seed, truncation=found["truncation"]).permute(0, 2, 3, 1).numpy()
+    found |= {"seed": seed}
+    images = np.concatenate(list(as_pixels(GAN.draw(folder, found, labels))))
     name = np.full(len(labels), "synthetic")
     seen = resized(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
-    return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found | {"seed": seed})
+    return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found)
 
 
 def remember_buffer(site: Site) -> None:

@@ -26,17 +26,17 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import Release
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import examples_of, input_px, open_store
-from wsi_fl.stages.synthesis.ddpm import trained_denoiser
-from wsi_fl.stages.synthesis.evidence_ddpm import check_denoiser, checked_as
-from wsi_fl.stages.synthesis.gan import check_state
-from wsi_fl.stages.synthesis.generated import images_of
-from wsi_fl.stages.synthesis.train_ddpm import train_denoiser
+from wsi_fl.stages.synthesis.check import check_generator
+from wsi_fl.stages.synthesis.ddpm import KIND as DDPM
+from wsi_fl.stages.synthesis.ddpm import checked_as, images_of, load_denoiser
+from wsi_fl.stages.synthesis.kinds import check_state
+from wsi_fl.stages.synthesis.train import train_generator
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import denoiser_from, schema_of, vector_of
 from wsi_fl.system.files import atomic
 from wsi_fl.types import NoCommonPlan, WsiFlError
 
@@ -83,18 +83,18 @@ def bring_generated(
 
 def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
     """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
-    train_denoiser(study, pipeline, site, watcher=watcher)
-    folder, _ = trained_denoiser(study, site)
-    state, reasons = check_state(folder, folder.denoiser_digest())
+    train_generator(study, pipeline, DDPM, site, watcher=watcher)
+    folder, _ = DDPM.trained(study, site)
+    state, reasons = check_state(folder, folder.digest("denoiser"))
     if state == "not run" or not checked_as(folder.check(), pipeline):
-        document = check_denoiser(study, pipeline, site, watcher=watcher)
+        document = check_generator(study, pipeline, DDPM, site, watcher=watcher)
         state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
     if state != "passed":
         why = f"the check was not passed: {'; '.join(reasons)}"
         if not pipeline.mpcpa.unchecked or study.site(site).real:
             raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
         watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
-    return folder.denoiser_digest()
+    return folder.digest("denoiser")
 
 
 def _all_there(study: Study, package: Mapping[str, str] | None) -> bool:
@@ -113,11 +113,9 @@ def _exchanged(
 ) -> None:
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
     for name, digest in checked.items():
-        if trained_denoiser(study, name)[0].denoiser_digest() != digest:
+        if DDPM.trained(study, name)[0].digest("denoiser") != digest:
             raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
-    denoisers = {
-        site.index: trained_denoiser(study, site.name)[0].load_denoiser(device_of_rank()) for site in sites
-    }
+    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
     shapes = {index: shape for index, (_, shape) in denoisers.items()}
     mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
     agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
@@ -143,18 +141,20 @@ def _exchanged(
         vectors = packages[site.index]
         if method.generated == "all":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
-        drawn = {
-            names[other]: _drawn(
-                study,
-                pipeline,
-                site.name,
-                shape=shapes[site.index],
-                vector=vectors[other],
-                other=names[other],
-                watcher=watcher,
-            )
-            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names))
-        }
+        shape, drawn = shapes[site.index], {}
+        with open_store(study, site.name) as store:
+            for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
+                denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
+                drawn[names[other]], _ = images_of(
+                    study,
+                    pipeline,
+                    store,
+                    denoiser,
+                    shape,
+                    site=names[other],
+                    watcher=watcher,
+                    part=site.name,
+                )
         site.folder.remember_package({name: drawn[name] for name in names if name in drawn})
 
 
@@ -170,22 +170,6 @@ def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, c
         released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
         ledger.sending(round_, released.digest)
         return released
-
-
-def _drawn(
-    study: Study,
-    pipeline: Pipeline,
-    me: str,
-    *,
-    shape: DdpmShape,
-    vector: Vector,
-    other: str,
-    watcher: Watcher,
-) -> str:
-    """The key of the images drawn from a denoiser of the package."""
-    denoiser = denoiser_from(vector, shape).to(device_of_rank())
-    with open_store(study, me) as store:
-        return images_of(study, pipeline, store, denoiser, shape, site=other, watcher=watcher, part=me)[0]
 
 
 def _learn_from(study: Study, pipeline: Pipeline, method: Method, site: Site) -> None:

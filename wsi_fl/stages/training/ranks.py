@@ -94,8 +94,7 @@ def _alone(sites: Sequence[Site]) -> Iterator[None]:
     """One job at a time per run: two would send two noisy versions of the same round."""
     with ExitStack() as stack:
         for site in sites:
-            site.folder.path.mkdir(parents=True, exist_ok=True)
-            hold_alone(stack.enter_context((site.folder.path / ".lock").open("w")), site.folder.path)
+            stack.enter_context(hold_alone(site.folder.path))
         yield
 
 

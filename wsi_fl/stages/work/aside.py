@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from wsi_fl.types import WsiFlError
 
-def one_line(error: BaseException) -> str:
-    """Any exception as a reason."""
+
+def reason_of(error: BaseException) -> str:
+    """Return in one line why something failed: the words of an error of our own, else its type too."""
+    if isinstance(error, WsiFlError):
+        return str(error)
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -14,7 +18,7 @@ _MOST_PLACES = 5
 
 
 def partly(unread: Sequence[tuple[int, int, str]], n: int) -> str | None:
-    """What is said of the patches (x, y, reason) that were set aside of n; None when all were read.
+    """Say which patches (x, y, reason) of n were set aside, and why; None when all were read.
 
     Example:
         >>> partly([(0, 512, "cut short")], 9)

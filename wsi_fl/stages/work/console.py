@@ -6,12 +6,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from wsi_fl.types import WsiFlError
 
@@ -174,3 +175,22 @@ def emit(document: dict[str, Any]) -> None:
 def say(text: str, style: str = "") -> None:
     """A line for people, on stderr."""
     stderr.print(text, style=style or None, markup=False)
+
+
+def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]) -> None:
+    """Print a table on stderr: names on the left, everything else to the right.
+
+    Args:
+        title: stands above it.
+        headings: one for each column.
+        rows: the cells; None draws a line.
+    """
+    printed = Table(title=title, title_justify="left")
+    for k, heading in enumerate(headings):
+        printed.add_column(heading, justify="right" if k else "left", no_wrap=True)
+    for row in rows:
+        if row is None:
+            printed.add_section()
+        else:
+            printed.add_row(*row)
+    stderr.print(printed)

@@ -1,19 +1,24 @@
-"""The processes that tile a site together: one, or the ranks that mpiexec or srun started."""
+"""The processes that prepare or predict slides together: one, or the ranks that mpiexec or srun started."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from typing_extensions import TypedDict
 
+from wsi_fl.stages.work.aside import reason_of
+from wsi_fl.stages.work.console import Silent, Watcher
 from wsi_fl.system.files import raise_if_full
 from wsi_fl.types import UsageError, WsiFlError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Cores(TypedDict):
@@ -79,12 +84,16 @@ class Job:
     def first(self) -> bool:
         return self.rank == 0
 
+    def watched(self, watcher: Watcher | None) -> Watcher:
+        """Return the watcher in the first rank and a silent one in the others, or where there is none."""
+        return watcher if watcher and self.first else Silent()
+
     def mine(self, items: Sequence[T]) -> list[T]:
-        """This rank's share of a list that all ranks have alike."""
+        """Return this rank's share of a list that all ranks have alike."""
         return list(items[self.rank :: self.size])
 
-    def together(self, work: Callable[[], Any]) -> list[Any]:
-        """Does the work on every rank and gives all of them all results (JSON), in order of ranks.
+    def each(self, work: Callable[[], T]) -> T:
+        """Do the work on every rank and return this rank's own result.
 
         A failure anywhere is told once, by the first rank, and ends all; what others had finished stays.
 
@@ -92,6 +101,60 @@ class Job:
             WsiFlError, UsageError: the failure, in the first rank.
             SystemExit: in the others.
         """
+        own: list[T] = []
+
+        def keep() -> None:
+            own.append(work())
+
+        self._together(keep)
+        return own[0]
+
+    def first_does(self, work: Callable[[], T]) -> T | None:
+        """Do the work on the first rank while the others wait; return its result there and None elsewhere.
+
+        Raises:
+            WsiFlError, UsageError, SystemExit: as `each`.
+        """
+        return self.each(lambda: work() if self.first else None)
+
+    @contextmanager
+    def first_holds(self, context: AbstractContextManager[Any]) -> Iterator[None]:
+        """Have the first rank enter a context, and all ranks go on once it has; it is left at the end."""
+        with ExitStack() as stack:
+            self.first_does(lambda: stack.enter_context(context))
+            yield
+
+    def share(
+        self,
+        items: Sequence[T],
+        work: Callable[[list[T]], Iterable[R]],
+        tell: Callable[[float, T], None] | None = None,
+    ) -> list[R]:
+        """Give every rank its share of the items, and return the results of all ranks in the order of the items.
+
+        Args:
+            items: what is to be done, alike in all ranks.
+            work: gives a result, plain enough for JSON, for each item of a share, in order.
+            tell: told after each item how many of all items (float, an estimate) are done, and which was the last.
+
+        Raises:
+            WsiFlError, UsageError, SystemExit: as `each`.
+        """
+        mine = self.mine(items)
+
+        def do() -> list[R]:
+            found: list[R] = []
+            for item, result in zip(mine, work(mine), strict=True):
+                found.append(result)
+                if tell is not None:
+                    tell(len(found) * len(items) / len(mine), item)
+            return found
+
+        parts = self._together(do)
+        return [parts[k % self.size][k // self.size] for k in range(len(items))]
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        """Do the work on every rank and return all results (JSON) in order of ranks."""
         failure: BaseException | None = None
         outcome: _Outcome = {}
         try:
@@ -126,19 +189,14 @@ def share_of_cores(mine: tuple[str, list[int]], ranks: Sequence[tuple[str, list[
 
 
 def _told(error: Exception) -> str:
-    """In one line."""
+    """Return why something failed; for a full disk, what to do about it."""
     if isinstance(error, WsiFlError):
         return str(error)
     try:
-        raise_if_full(error, path_of(error))
+        raise_if_full(error, getattr(error, "filename", None) or Path("the store"))
     except WsiFlError as full:
         return str(full)
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def path_of(error: Exception) -> Any:
-    """What the error is about, as far as it says."""
-    return getattr(error, "filename", None) or "the store"
+    return reason_of(error)
 
 
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")

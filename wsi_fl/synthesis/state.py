@@ -1,0 +1,65 @@
+"""What the training of a generator goes on from, bit for bit, and the moving average of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wsi_fl.models.checkpoint import load_slots, slots_of, under
+
+
+class TrainingState:
+    """Networks, optimizers and the random generator of one training.
+
+    Attributes:
+        networks: by the names that checkpoints give them; "average" is the moving average, the one that is used.
+        optimizers: by the names that checkpoints give them.
+        random: what everything random in a step is drawn from.
+        iteration: steps done.
+    """
+
+    networks: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self.random = torch.Generator(device).manual_seed(seed)
+        self.iteration = 0
+
+    def rows(self, n: int, size: int) -> Tensor:
+        """Draw so many of n rows, with replacement: int64[size]."""
+        return torch.randint(n, (size,), generator=self.random, device=self.device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of everything that is a tensor, by name, for a checkpoint."""
+        found = {"random": self.random.get_state()}
+        for name, network in self.networks.items():
+            found |= {f"{name}/{key}": value.detach() for key, value in network.state_dict().items()}
+        for name, optimizer in self.optimizers.items():
+            found |= slots_of(optimizer, name)
+        return {key: value.cpu().clone() for key, value in found.items()}
+
+    def document(self) -> dict[str, Any]:
+        """Return everything else, as JSON."""
+        return {"iteration": self.iteration}
+
+    def load(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+        """Restore what `tensors` and `document` returned."""
+        self.random.set_state(tensors["random"])
+        for name, network in self.networks.items():
+            network.load_state_dict(under(tensors, f"{name}/"))
+        for name, optimizer in self.optimizers.items():
+            load_slots(optimizer, tensors, name)
+        self.iteration = int(document["iteration"])
+
+
+@torch.no_grad()
+def move_average(network: nn.Module, other: nn.Module, decay: float) -> None:
+    """Move an average: `network` becomes decay · network + (1 − decay) · other; buffers are copied."""
+    for mine, theirs in zip(network.parameters(), other.parameters(), strict=True):
+        mine.lerp_(theirs, 1 - decay)
+    for kept, current in zip(network.buffers(), other.buffers(), strict=True):
+        kept.copy_(current)
