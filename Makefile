@@ -16,7 +16,7 @@ demo: env        ## four hospitals' slides → tile → ProxyFL on four MPI rank
 	$(BIN)/wsi-fl demo --out demo
 
 test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --durations=30
 
 check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -1,21 +1,28 @@
 """Small studies that tests share."""
 
 import atexit
+import io
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
@@ -115,6 +122,43 @@ def make_study(root: Path, n_sites=4, extra="", site_extra="real = false", **sto
     return study
 
 
+def metrics(path: Path, site: str) -> list[dict[str, Any]]:
+    """The lines of a site's metrics.jsonl in a run."""
+    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
+
+
+def model(path: Path, site: str, role: str = "private"):
+    """The tensors of a site's model of a role in a run, by name."""
+    from safetensors.torch import load_file
+
+    return load_file(path / "sites" / site / f"{role}.safetensors")
+
+
+def same(a, b) -> bool:
+    """Whether two models of named tensors are equal, bit for bit."""
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@contextmanager
+def interrupted_after(n: int):
+    """Within it a run ends as by Ctrl-C, where a site is about to log a round for the n-th time."""
+    from wsi_fl.federation import loop
+
+    real, calls = loop._log_round, []
+
+    def cut(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == n:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop, "_log_round", cut)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _user_state(tmp_path_factory, monkeypatch):
     """Each test is a user of its own: what real sites of the same name spent elsewhere is not its."""
@@ -127,19 +171,64 @@ def study(tmp_path):
 
 
 @pytest.fixture
-def wsi_fl():
-    """Runs the command line in a folder; returns the finished process."""
+def wsi_fl(monkeypatch):
+    """Runs the command line in a folder and in this process; returns what a finished process would."""
+    from wsi_fl.__main__ import main
 
-    def run(*arguments, cwd, timeout=240, env=None):
-        return subprocess.run(
-            [sys.executable, "-m", "wsi_fl", *map(str, arguments)],
-            cwd=cwd,
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env={**os.environ, **(env or {})},
-        )
+    def run(*arguments, cwd, env=None):
+        said, told = io.StringIO(), io.StringIO()
+        before = os.umask(0o077)
+        with monkeypatch.context() as patch, redirect_stdout(said), redirect_stderr(told):
+            os.umask(before)
+            patch.chdir(cwd)
+            patch.setattr(sys, "argv", ["wsi-fl", *map(str, arguments)])
+            for name, value in (env or {}).items():
+                patch.setenv(name, value)
+            try:
+                main()
+            except SystemExit as end:
+                code = end.code
+            finally:
+                os.umask(before)
+        return subprocess.CompletedProcess(arguments, code, said.getvalue(), told.getvalue())
+
+    return run
+
+
+@pytest.fixture
+def as_ranks(monkeypatch):
+    """Does a piece of work in n threads that take each other for ranks of MPI; returns what each returned or raised."""
+
+    def run(n, work):
+        barrier, me, told = threading.Barrier(n, timeout=60), threading.local(), [()] * n
+
+        class Comm:
+            running = tuple(range(n))
+
+            def __init__(self, *_):
+                self.sites = (me.rank,)
+
+            def gather(self, documents, kind):
+                told[me.rank] = [encoded(one, kind, me.rank) for one in documents]
+                barrier.wait()
+                found = [decoded(text, kind, k) for k, texts in enumerate(told) for text in texts]
+                barrier.wait()
+                return found
+
+            def abort(self, code=1):
+                barrier.abort()
+
+        def as_rank(k):
+            me.rank = k
+            try:
+                return work()
+            except (SystemExit, WsiFlError) as end:
+                return end
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(n) as threads:
+            patch.setattr("wsi_fl.stages.work.job.launched_ranks", lambda: n)
+            patch.setattr("wsi_fl.federation.comm.MpiComm", Comm)
+            return list(threads.map(as_rank, range(n)))
 
     return run
 

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, refused
+from conftest import REAL, interrupted_after, make_study, refused
 from PIL import Image
 from safetensors.numpy import load_file
 from torch.nn import functional
@@ -299,22 +299,10 @@ def test_mpi_ranks_do_what_one_process_does(tmp_path, wsi_fl):
     assert before == json.loads((study.root / local["run"] / "sites/S0/store.json").read_text())
 
 
-def test_a_killed_run_goes_on_to_the_same_models(bags, monkeypatch):
+def test_a_killed_run_goes_on_to_the_same_models(bags):
     whole = run(bags, "proxyfl", "privacy.insecure_seed=3")
-    from wsi_fl.federation import loop
-
-    finish, calls = loop._log_round, []
-
-    def die(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        return finish(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "_log_round", die)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(5):
         run(bags, "proxyfl", "privacy.insecure_seed=3")
-    monkeypatch.undo()
     resumed = resume(bags, sorted(p.name for p in bags.runs.glob("0*"))[-1], backend="local")
     for site in bags.site_names():
         np.testing.assert_array_equal(flat(bags, whole, site), flat(bags, resumed, site))

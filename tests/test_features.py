@@ -33,7 +33,6 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.stains import stains_of
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
@@ -138,17 +137,12 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made
     assert study.features("S0").read_bytes() == again
 
 
-def test_ranks_share_the_slides(study, made, settings):
+def test_ranks_share_the_slides(study, made, settings, as_ranks):
     shutil.rmtree(study.features("S0").parent / "features")
     study.features("S0").unlink()
-    sets = [part for one in [*settings, "stain.exchange=true"] for part in ("--set", one)]
-    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none"]
-    command += [sys.executable, "-m", "wsi_fl", "features", "--site", "S0", *sets]
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        command, cwd=study.root, env=os.environ | allowed, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    overrides = [*settings, "stain.exchange=true"]
+    document, nothing = as_ranks(2, lambda: features(study, site="S0", overrides=overrides))
+    assert document["sites"] and not nothing
     with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
         rows = np.arange(len(one))
         np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import make_study
+from conftest import make_study, metrics, model, same
 from safetensors.torch import load_file
 from torch.nn import functional
 
@@ -29,18 +29,6 @@ N_TRAIN, BATCH = 36, 8  # of conftest's stores
 
 def run(study, method="proxyfl", *overrides):
     return study.root / train(study, method=method, overrides=overrides, backend="local")["run"]
-
-
-def model(path, site, role="private"):
-    return load_file(path / "sites" / site / f"{role}.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def metrics(path, site):
-    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_without_alpha_the_private_model_trains_as_if_alone(study):

@@ -30,7 +30,6 @@ from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.prepare.mosaic_labels import labelled
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.mosaics import MosaicShard, read_mosaic
@@ -276,23 +275,11 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     assert [place[:2] for place in shard.unread] == [xy] and list(xy) not in shard.bag.xy_l0.tolist()
 
 
-def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights):
+def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights, as_ranks):
     whole, alone = calm
-    sets = [part for value in settings(weights) for part in ("--set", value)]
-    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none"]
-    command += [sys.executable, "-m", "wsi_fl", "mosaic", "--all", *sets, "--json"]
-    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    done = subprocess.run(
-        command,
-        cwd=study.root,
-        env=os.environ | allowed,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["sites"]
+    document, nothing = as_ranks(2, lambda: mosaic(study, site=None, overrides=settings(weights)))
+    assert not nothing  # said once
+    (row,) = document["sites"]
     assert {**row, "seconds": 0} == {**alone, "seconds": 0}
     with FeatureStore(study.mosaic("C1")) as one, FeatureStore(whole.mosaic("C1")) as other:
         for k in range(len(one)):

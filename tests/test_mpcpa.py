@@ -1,8 +1,6 @@
 """Method mpcpa as a whole: denoisers travel once, classifiers learn from own and generated images, 9 transfers."""
 
 import json
-import subprocess
-import sys
 from shutil import copytree
 
 import numpy as np
@@ -287,10 +285,9 @@ def test_the_curve_over_generated_images_joins_own_and_all(trained, tmp_path):
     assert "mpcpa.unchecked</code> although" in report(study, document["run"]).read_text(encoding="utf-8")
 
 
-def test_over_mpi_each_rank_gets_its_package(trained, tmp_path):
+def test_over_mpi_each_rank_gets_its_package(trained, tmp_path, wsi_fl):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
-    command = [sys.executable, "-m", "wsi_fl", "train", "--method", "mpcpa", "--json"]
-    said = subprocess.run(command, cwd=study.root, capture_output=True, text=True, timeout=120, check=False)
+    said = wsi_fl("train", "--method", "mpcpa", "--json", cwd=study.root)
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
     assert summary["communication"]["messages"] == 9

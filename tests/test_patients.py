@@ -7,14 +7,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, planned, refused, write_store
+from conftest import interrupted_after, make_study, planned, refused, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 from torch.nn import functional
 
-from wsi_fl.federation import loop
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models import Images, build
@@ -245,18 +244,8 @@ def test_patients_of_two_sites_with_one_name_are_two(tmp_path):
 def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(tmp_path, monkeypatch):
     study = make_study(tmp_path / "study", n_sites=2)
     settings = [PATIENT, "train.rounds=3", "train.batch_size=2", "audit.canaries=12", "privacy.max_rows=4"]
-    finish, calls = loop._log_round, []
-
-    def die(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return finish(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "_log_round", die)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_after(4):
         train(study, method="proxyfl", overrides=settings, backend="local")
-    monkeypatch.setattr(loop, "_log_round", finish)
     (broken,) = study.runs.glob("0*")
     planted = {file: file.read_text() for file in broken.glob("sites/*/canaries.json")}
     assert len(planted) == 2

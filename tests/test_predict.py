@@ -3,10 +3,7 @@
 import csv
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 import uuid
 from pathlib import Path
 
@@ -31,7 +28,6 @@ from wsi_fl.stages.answers.predict_patches import Predictor, colors_of, heat_of
 from wsi_fl.stages.answers.trained import Answering, Inputs
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -364,20 +360,11 @@ def test_the_more_probable_is_the_darker_and_every_shape_of_slide_has_its_legend
     assert (np.diff(light) < 0).all()
 
 
-def test_two_ranks_share_the_slides_and_say_the_same(predicted, trained, tmp_path):
+def test_two_ranks_share_the_slides_and_say_the_same(predicted, trained, tmp_path, as_ranks):
     study, run, slides = trained
-    flags = [part for slide in slides for part in ("--slide", slide)]
-    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none", sys.executable, "-m"]
-    command += ["wsi_fl", "predict", run, "--site", "C1", "--json", "--out", tmp_path / "out", *flags]
-    environment = os.environ | {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    told = subprocess.run(
-        command, cwd=study.root, env=environment, capture_output=True, text=True, check=True
-    )
-    document = json.loads(told.stdout)  # said once
+    out = tmp_path / "out"
+    document, nothing = as_ranks(2, lambda: predict(study, run, site="C1", slides=slides, out=out))
+    assert not nothing  # said once
     assert [row["slide"] for row in document["slides"]] == [slide.stem for slide in slides]
     for row, expected in zip(document["slides"], predicted["slides"], strict=True):
         assert row["patches"] == expected["patches"]

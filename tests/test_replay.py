@@ -6,7 +6,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, refused, write_store
+from conftest import make_study, metrics, model, refused, same, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -91,18 +91,6 @@ def study(tmp_path):
 def run(study, variant="replay", *overrides):
     chosen = [f"replay.variant={variant}", "train.rounds=2", *overrides]
     return study.root / train(study, method="replay", overrides=chosen, backend="local")["run"]
-
-
-def metrics(path, site):
-    return [json.loads(line) for line in (path / "sites" / site / "metrics.jsonl").read_text().splitlines()]
-
-
-def model(path, site):
-    return load_file(path / "sites" / site / "private.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 def predecessor(site, round_, n=3, seed=0):

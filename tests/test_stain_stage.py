@@ -1,10 +1,6 @@
 """The release of stains: once, through the ledger, whatever crashes; and training in other sites' stains."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -22,7 +18,6 @@ from wsi_fl.stages.prepare import stain as stage
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.site.data import open_data, open_store
 from wsi_fl.stages.site.stains import read_stain, stains_of
-from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
@@ -31,7 +26,6 @@ from wsi_fl.types import WsiFlError
 
 ONCE = Mechanism(8.0, 1.5, 1.0, 1)
 EXCHANGE = ["stain.exchange=true", "train.rounds=2", "model.private=mlp"]
-MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 @pytest.fixture
@@ -252,14 +246,10 @@ def test_training_patches_are_moved_between_released_stains(study):
         assert np.array_equal(found.show(rows, np.zeros(6, int)), pixels)
 
 
-def test_ranks_share_the_sites(study, wsi_fl):
-    command = [launch.find_mpiexec(), "-n", "2", "--oversubscribe", "--bind-to", "none"]
-    command += [sys.executable, "-m", "wsi_fl", "stain", "--all", "--json"]
-    done = subprocess.run(
-        command, cwd=study.root, env=os.environ | MPI, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["sites"]
+def test_ranks_share_the_sites(study, wsi_fl, as_ranks):
+    document, nothing = as_ranks(2, lambda: stain(study, site=None))
+    assert not nothing  # said once
+    rows = document["sites"]
     assert [row["site"] for row in rows] == ["S0", "S1", "S2"] and all(row["spent"] for row in rows)
     assert all((study.store(row["site"]).parent / "stain.png").exists() for row in rows)
     told = wsi_fl("stain", "--all", cwd=study.root)

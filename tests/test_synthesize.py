@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import check, patches_of, refused, train_generator
+from conftest import check, patches_of, refused, same, train_generator
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -91,10 +91,6 @@ def checked(trained):
 
 def tensors(study, phase="after"):
     return load_file(study.generator("S1") / f"{phase}.safetensors")
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
 # training

@@ -26,6 +26,7 @@ from wsi_fl.stages.work.job import share_of_cores
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
 from wsi_fl.study.folder import Study
+from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
@@ -480,20 +481,17 @@ def test_what_a_killed_rank_left_undone_the_next_start_finishes(study, archive, 
     assert files_of(study) == files_of(alone)
 
 
-def test_a_failure_of_ranks_is_told_once(study):
-    process = launch_ranks(study.root, "--set", "tile.size=3")
-    _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and err.count("wsi-fl: error:") == 1 and "did you mean" in err
+def test_a_second_job_is_refused_while_ranks_work_and_the_failure_is_told_once(study, as_ranks):
+    with locked(study.store("C1").parent, "C1"):
+        told, *silent = as_ranks(3, lambda: tile(study, site=None))
+    assert isinstance(told, WsiFlError) and "another wsi-fl command" in str(told)
+    assert [end.code for end in silent] == [1, 1]
 
 
-def test_a_second_job_is_refused_while_ranks_work(study):
-    folder = study.store("C1").parent
-    folder.mkdir(parents=True)
-    with (folder / ".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        process = launch_ranks(study.root)
-        _, err = process.communicate(timeout=120)
-    assert process.returncode != 0 and err.count("another wsi-fl command") == 1
+def test_a_wrong_key_is_told_once_by_ranks(study, as_ranks):
+    told, *silent = as_ranks(3, lambda: tile(study, site=None, overrides=["tile.size=3"]))
+    assert isinstance(told, UsageError) and "did you mean" in str(told)
+    assert [end.code for end in silent] == [2, 2]
 
 
 @pytest.mark.parametrize(

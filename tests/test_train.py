@@ -133,10 +133,21 @@ def _killed_within(study, known, job):
             break
         time.sleep(0.005)
     (path,) = set(study.runs.glob("*-proxyfl-*")) - known
-    for pid in _processes_of(job.pid):
+    killed = _processes_of(job.pid)
+    for pid in killed:
         os.kill(pid, signal.SIGKILL)
     job.wait(10)
+    while any(map(_lives, killed)):  # and holds its locks
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return path
+
+
+def _lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _processes_of(pid):
@@ -260,7 +271,8 @@ def test_what_epsilon_is_worth(study, mode, method, beta, guarantee):
     assert guarantee_of(METHODS[method], pipeline) == guarantee
 
 
-def test_a_failing_rank_ends_the_job_with_one_line(study, wsi_fl):
+def test_a_failing_rank_ends_the_job_with_one_line(tmp_path, wsi_fl):
+    study = make_study(tmp_path / "study", n_sites=3)
     shutil.rmtree(study.store("S2").parent)
     write_store(study, "S2", mpp=0.5)
     done = wsi_fl("train", "--json", cwd=study.root)

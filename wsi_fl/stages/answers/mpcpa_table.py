@@ -121,9 +121,7 @@ def _document(
         "aggregated": {name: one["rules"] for name, one in together.items()},
         "transfers": {
             "mpcpa": summary["communication"]["messages"],
-            "fedavg": 2
-            * len(party.sites)
-            * pipeline.train.rounds,  # a model to the server and back, every round
+            "fedavg": 2 * len(party.sites) * pipeline.train.rounds,
         },
         "memorization": [_memorization(study, name) for name in party.names],
     }
