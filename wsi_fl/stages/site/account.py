@@ -8,14 +8,13 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.federation.site import Site
 from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.groups import group_epsilon
@@ -29,6 +28,9 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.federation.site import Site
 
 
 def weights_of(pipeline: Pipeline) -> Weights:
@@ -106,10 +108,8 @@ def open_ledger(
                 "real hospital; say real = true, or simulate under another name"
             )
         return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, promise=promise)
-    rounds, stains = (
-        _rounds_here(study, site.name),
-        _stains_here(study, site.name),
-    )  # before the ledger: they may grow
+    rounds = _rounds_here(study, site.name)  # before the ledger: they may grow
+    stains = _stains_here(study, site.name)
     if not path.exists() and (rounds or stains):
         raise UsageError(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
@@ -202,11 +202,8 @@ def planned_round(
             limits.append((site.max_epsilon, past))
         return _within(limits, n, site, pipeline)
     except UsageError as error:
-        hint = (
-            "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
-            if privacy.target_epsilon
-            else ""
-        )
+        raised = "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
+        hint = raised if privacy.target_epsilon else ""
         raise UsageError(f"site {site.name}: {error}{hint}") from None
 
 
