@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import Images, WsiFlError
 
 N_CLASSES, SIGMA, CLIP = 10, 1.4, 0.7
 

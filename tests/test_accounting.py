@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan, sigma_for, steps_per_epoch
 from wsi_fl.types import UsageError
 
@@ -102,3 +103,9 @@ def test_sigma_for_is_the_least_of_three_decimals(target, rate, n):
 def test_unreachable_targets_are_refused(target):
     with pytest.raises(UsageError, match="no noise level reaches"):
         sigma_for(target, 0.5, 100, DELTA)
+
+
+def test_the_orders_are_those_of_opacus():
+    from opacus.accountants import RDPAccountant
+
+    assert list(accounting._ORDERS) == RDPAccountant.DEFAULT_ALPHAS

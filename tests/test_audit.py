@@ -17,7 +17,7 @@ from sklearn.metrics import roc_auc_score
 from wsi_fl.learning.canaries import canaries, tossed
 from wsi_fl.learning.examples import Examples, batches, joined
 from wsi_fl.learning.local import cross_entropies, probabilities
-from wsi_fl.models import Bags, Images, Vectors, build
+from wsi_fl.models import build
 from wsi_fl.privacy.audit import (
     SHARES,
     Bound,
@@ -39,7 +39,7 @@ from wsi_fl.stages.site.data import open_data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.material import agreed_canaries
 from wsi_fl.stages.training.train import train
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 # attacks on arrays
 

@@ -19,7 +19,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.bags import allowed_classes, bag_examples, packed, unlabelled_bags
 from wsi_fl.learning.examples import joined
 from wsi_fl.learning.local import probabilities
-from wsi_fl.models import BAG_BUILDERS, Bags, Images, build
+from wsi_fl.models import BAG_BUILDERS, build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.dpsgd import check_trainable
 from wsi_fl.privacy.gradients import ENGINES
@@ -34,7 +34,7 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
+from wsi_fl.types import Bags, BagTable, GridSpec, Images, UsageError, WsiFlError
 
 CPU = torch.device("cpu")
 CLASSES = ("LUAD", "LUSC", "GBM", "LGG")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -32,3 +34,22 @@ def test_what_fails_is_one_line_and_the_rest_is_checked(monkeypatch, problem):
     assert not document["ok"] and [row["name"] for row in failed] == ["OpenSlide"]
     assert failed[0]["said"].startswith(" ".join(str(problem).split()))
     assert "\n" not in failed[0]["said"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "left_out"),
+    [
+        (
+            "stages.training.train stages.training.series stages.prepare.tile",
+            "torch opacus scipy skimage sklearn tifffile",
+        ),
+        ("stages.training.ranks stages.answers.evaluate", "opacus torchvision timm scipy skimage matplotlib"),
+    ],
+)
+def test_imports_wait_until_they_are_needed(modules, left_out):
+    imports = "; ".join(f"import wsi_fl.{module}" for module in modules.split())
+    code = f"import sys; {imports}; print(*{{*{left_out.split()}}} & {{*sys.modules}})"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "\n"
+    )

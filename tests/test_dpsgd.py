@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.privacy import ghost, gradients
 from wsi_fl.privacy.dpsgd import (
     DPTrainer,
@@ -20,7 +20,7 @@ from wsi_fl.privacy.dpsgd import (
 )
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.plan import poisson_rows
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import Images, UsageError, WsiFlError
 
 
 def net(kind="mlp", seed=0):

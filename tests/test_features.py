@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, Bags, Images, Vectors, build
+from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.slides.stains.reinhard import restained
 from wsi_fl.stages.answers.audit import audit
@@ -38,7 +38,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
+from wsi_fl.types import CLASSES, Bags, GridSpec, Images, PatchTable, UsageError, Vectors, WsiFlError
 
 FIXTURE = Path(__file__).parent / "fixtures" / "patch-features-v1.h5"
 HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]

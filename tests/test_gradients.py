@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional
 
 from wsi_fl.learning.local import DPSettings, Learner, supervised_step
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy import ghost
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients, entropy_generator
 from wsi_fl.privacy.ghost import _GHOSTS, gradients_of, obstacle
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import Images, WsiFlError
 
 N_CLASSES = 3
 

@@ -28,9 +28,9 @@ from wsi_fl.learning.local import (
 )
 from wsi_fl.learning.objectives import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.privacy.dpsgd import entropy_generator, laid_out_like
-from wsi_fl.types import UsageError
+from wsi_fl.types import Images, UsageError
 
 CPU = torch.device("cpu")
 

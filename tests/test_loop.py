@@ -15,12 +15,12 @@ from wsi_fl.federation import loop
 from wsi_fl.federation.topology import TOPOLOGIES
 from wsi_fl.learning.examples import normalised
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import Images, UsageError, WsiFlError
 
 OPEN = "privacy.enabled=false"
 SEEDED = "privacy.insecure_seed=1"

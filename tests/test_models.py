@@ -6,9 +6,9 @@ import torchvision
 from opacus import GradSampleModule
 from opacus.validators import ModuleValidator
 
-from wsi_fl.models import BUILDERS, Images, build, schema
+from wsi_fl.models import BUILDERS, build, schema
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
-from wsi_fl.types import UsageError
+from wsi_fl.types import Images, UsageError
 
 SIZES = {"mlp": 28, "lenet5": 28, "cnn1": 32, "cnn2": 32}
 

@@ -188,7 +188,7 @@ def test_the_ledger_itself_refuses_a_generator(trained, tmp_path, monkeypatch):
     """Were the plan's check forgotten, nothing would leave all the same."""
     study = Study(copytree(trained[0].root, tmp_path / "study"))
     (study.root / "sites" / "S2.toml").write_text('name = "S2"\nreal = true\nallow = ["patches", "model"]\n')
-    monkeypatch.setattr("wsi_fl.stages.training.plan._check_generated", lambda *_: None)
+    monkeypatch.setattr("wsi_fl.stages.training.checks._check_generated", lambda *_: None)
     refused(
         lambda: train(study, method="mpcpa", backend="local"),
         "sites/S2.toml",

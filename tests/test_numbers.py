@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn import functional
 
 from wsi_fl.learning.objectives import mutual
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy import dpsgd, noise
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ghost import gradients_of
 from wsi_fl.privacy.gradients import ENGINES
+from wsi_fl.types import Images
 
 WAYS = (*ENGINES, "patient")
 """To a sum of clipped gradients; every row is a patient of its own."""

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.units import rows_alone, whole_patients
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.privacy import groups
 from wsi_fl.privacy.accounting import WHOLE_ORDERS, Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
@@ -28,7 +28,7 @@ from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.privacy import privacy
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import Images, WsiFlError
 
 PATIENT = "privacy.unit=patient"
 

@@ -18,7 +18,7 @@ from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Standing
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.plan import check_budgets
+from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.stages.training.ranks import Row
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
 

@@ -8,10 +8,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from wsi_fl.cli.main import app
-from wsi_fl.models import BAG_BUILDERS, BUILDERS, VECTOR_BUILDERS, Images, build
+from wsi_fl.models import BAG_BUILDERS, BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study, shipped
+from wsi_fl.types import Images
 
 BENCHMARKS = {
     "mnist": ("lenet5", "mlp", 250, 8, 1000, "major:0.8"),

@@ -23,7 +23,7 @@ from wsi_fl.federation.topology import receivers, senders
 from wsi_fl.learning.examples import Examples, normalised
 from wsi_fl.learning.lessons import Lesson, replayed_rows
 from wsi_fl.learning.units import rows_alone
-from wsi_fl.models import Images, build
+from wsi_fl.models import build
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.compare import compare
@@ -38,7 +38,7 @@ from wsi_fl.study.folder import Study, shipped
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import Images, UsageError, WsiFlError
 
 VARIANTS = ("replay", "no_buffer", "buffer_only", "synthetic_only", "central")
 EXTRA = """

@@ -19,7 +19,9 @@ import pytest
 from conftest import REAL, make_study
 from PIL import Image, ImageDraw
 
-from wsi_fl.report import Page, figures, pictures, render, words
+from wsi_fl.report import figures, pictures, words
+from wsi_fl.report.page import Page
+from wsi_fl.report.run import render
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report

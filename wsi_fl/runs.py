@@ -10,19 +10,18 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
-from wsi_fl.models.checkpoint import load_tensors, save_tensors
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.system.locks import alone
+from wsi_fl.system.tensors import load_tensors, load_weights, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BUFFER = "buffer.safetensors"
 SITE_FILE = "site.toml"
@@ -254,6 +253,8 @@ class SiteFolder:
 
     def remember_buffer(self, values: NDArray[np.uint8], provenance: Mapping[str, Any]) -> None:
         """Notes the synthetic samples that the site shares, before its first round; they never change."""
+        import torch
+
         save_tensors(self.path / _BUFFER, {"values": torch.from_numpy(np.array(values))}, provenance)
 
     def buffer(self) -> tuple[NDArray[np.uint8], dict[str, Any]] | None:
@@ -299,10 +300,7 @@ class SiteFolder:
             raise WsiFlError(
                 f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume`"
             )
-        try:
-            return load_file(path)
-        except SafetensorError as error:
-            raise WsiFlError(f"{path}: damaged ({error})") from None
+        return load_weights(path)
 
     def checkpoint_path(self, round_: int) -> Path:
         return self.path / "state" / f"round_{round_:05d}.safetensors"
@@ -339,7 +337,7 @@ def note(path: Path, text: str) -> None:
 
 def hold_alone(folder: Path) -> AbstractContextManager[None]:
     """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
-    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it")
+    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it", patience_s=2)
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

@@ -145,3 +145,38 @@ class PatchTable:
         return PatchTable(
             **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(PatchTable)}
         )
+
+
+@dataclass(frozen=True)
+class Images:
+    """Square images as input."""
+
+    channels: int
+    size_px: int
+
+    def __str__(self) -> str:
+        return f"{self.size_px}-px images of {self.channels} channel{'' if self.channels == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Bags of patch features as input, of any length each."""
+
+    n_features: int
+
+    def __str__(self) -> str:
+        return f"bags of {self.n_features} features per patch"
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """The features of one patch as input."""
+
+    n_features: int
+
+    def __str__(self) -> str:
+        return f"vectors of {self.n_features} features"
+
+
+Shape = Images | Bags | Vectors
+"""What a model sees."""

@@ -54,11 +54,13 @@ def train(
         raise UsageError("--baselines belongs to --method mpcpa, alone")
     study = find_study()
     chosen: dict[str, Any] = {"method": method, "pipeline_name": pipeline, "overrides": overrides or []}
-    from wsi_fl.stages.training import plan, series
+    from wsi_fl.stages.training import series
     from wsi_fl.stages.training import train as stage
     from wsi_fl.stages.work.console import Bars
 
     if dry_run:
+        from wsi_fl.stages.training import plan
+
         cost = plan.dry_run(study, **chosen, backend=backend)
         show(cost, as_json, plan.print_plan)
         return

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from wsi_fl.federation import topology
 from wsi_fl.federation.topology import Topology
@@ -18,7 +16,11 @@ from wsi_fl.learning.lessons import (
     synthetic_and_received,
     synthetic_of_all,
 )
-from wsi_fl.learning.local import Batch, Learner, Learners, mutual_step, supervised_step
+
+if TYPE_CHECKING:
+    import torch
+
+    from wsi_fl.learning.local import Batch, Learner, Learners
 
 
 class MakeLearner(Protocol):
@@ -128,6 +130,8 @@ def _private_and_dp_proxy(make: MakeLearner) -> Learners:
 def _supervised(
     learners: Learners, batch: Batch, weights: Weights, noise: torch.Generator
 ) -> dict[str, float]:
+    from wsi_fl.learning.local import supervised_step
+
     del weights
     return {"private": supervised_step(learners["private"], batch, noise)}
 
@@ -137,6 +141,8 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
 
     One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
     """
+    from wsi_fl.learning.local import mutual_step
+
     private, proxy = learners["private"], learners["proxy"]
     x = batch[0]
     said = private.forward(x) if len(x) else None

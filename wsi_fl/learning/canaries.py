@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, Inputs, subset
-from wsi_fl.models import Bags, Images, Shape
+from wsi_fl.types import Bags, Images, Shape
 
 _INSTANCES = 8
 """Patches of a bag."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional
 
 from wsi_fl.system.memory import Recycled
 from wsi_fl.system.ordered import made_ahead
 
-Augment = Callable[[Tensor], Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Augment = Callable[["Tensor"], "Tensor"]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
 Inputs = NDArray[Any]
@@ -103,6 +104,8 @@ def in_stains(examples: Examples, others: Sequence[Restain]) -> Examples:
 
 def resized(examples: Examples, size_px: int) -> Examples:
     """The same images at size_px × size_px by area averaging."""
+    import torch
+    from torch.nn import functional
 
     def read(rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         pixels = examples.read(rows)
@@ -179,6 +182,8 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
     In pieces that fit the processor's cache, without torch's threads: twice as fast as whole arrays.
     """
+    import torch
+
     out = _MEMORY.empty(pixels.shape, np.float32)
     there, here = out.reshape(-1), np.ascontiguousarray(pixels).reshape(-1)
     for start in range(0, len(here), _AT_ONCE):
@@ -190,6 +195,8 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
 def tensor_of(inputs: Inputs) -> Tensor:
     """What models take: images float32[b, c, h, w] in [−1, 1], or features as they are."""
+    import torch
+
     return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
@@ -197,6 +204,8 @@ def epoch_rows(
     n: int, batch_size: int, epochs: int, *, sampler: torch.Generator
 ) -> Iterator[NDArray[np.int64]]:
     """Rows of the batches of `epochs` shuffled passes, ceil(n / batch_size) batches each; without privacy."""
+    import torch
+
     for _ in range(epochs):
         order = torch.randperm(n, generator=sampler).numpy()
         yield from np.array_split(order, range(batch_size, n, batch_size))
@@ -218,6 +227,8 @@ def batches(
         rows: of each batch, int64[b].
         stain_seed: of the stain in which each example is shown, where it can be in several; None for its own.
     """
+    import torch
+
     read = examples.read if stain_seed is None else _in_random_stains(examples, stain_seed)
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.units import Units, rows_alone
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,13 @@ def replayed_rows(sizes: Sequence[int], n: int, sampler: torch.Generator) -> lis
     """For batches of these sizes, rows of n samples in shuffled passes: each has its turn before any comes again.
 
     Example:
+        >>> import torch
         >>> drawn = replayed_rows([2, 3], 5, torch.Generator().manual_seed(0))
         >>> [len(rows) for rows in drawn], sorted(np.concatenate(drawn).tolist())
         ([2, 3], [0, 1, 2, 3, 4])
     """
+    import torch
+
     passes = -(-sum(sizes) // n)
     order = [torch.randperm(n, generator=sampler).numpy() for _ in range(passes)]
     drawn = np.concatenate([*order, np.zeros(0, np.int64)])[: sum(sizes)]

@@ -8,7 +8,6 @@ from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import ttest_rel
 
 _NO_SPREAD = 1e-12
 """Differences this close to each other are equal but for rounding."""
@@ -50,6 +49,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
         return Paired(mean, None, n, None)
     if float(np.ptp(differences)) <= _NO_SPREAD:
         return Paired(mean, 0.0, n, None)
+    from scipy.stats import ttest_rel
+
     p = float(ttest_rel(a, b).pvalue)
     return Paired(mean, float(differences.std(ddof=1)), n, p if isfinite(p) else None)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from wsi_fl.learning.examples import Examples, epoch_rows
-from wsi_fl.learning.local import Batch
 from wsi_fl.types import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from wsi_fl.learning.local import Batch
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Units:
     def _some(self, rows: NDArray[np.int64], sampler: torch.Generator) -> NDArray[np.int64]:
         if self.max_rows is None or len(rows) <= self.max_rows:
             return rows
+        import torch
+
         some: NDArray[np.int64] = torch.randperm(len(rows), generator=sampler)[: self.max_rows].numpy()
         return rows[some]
 
@@ -66,6 +72,8 @@ class Units:
         if self.kind == "row":
             yield from drawn
             return
+        import torch
+
         for (x, y), chosen in zip(drawn, rows, strict=True):
             yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
 

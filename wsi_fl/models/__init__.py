@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,42 +21,7 @@ from wsi_fl.models.heads import linear_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
 from wsi_fl.models.vgg import vgg11
-from wsi_fl.types import UsageError
-
-
-@dataclass(frozen=True)
-class Images:
-    """Square images as input."""
-
-    channels: int
-    size_px: int
-
-    def __str__(self) -> str:
-        return f"{self.size_px}-px images of {self.channels} channel{'' if self.channels == 1 else 's'}"
-
-
-@dataclass(frozen=True)
-class Bags:
-    """Bags of patch features as input, of any length each."""
-
-    n_features: int
-
-    def __str__(self) -> str:
-        return f"bags of {self.n_features} features per patch"
-
-
-@dataclass(frozen=True)
-class Vectors:
-    """The features of one patch as input."""
-
-    n_features: int
-
-    def __str__(self) -> str:
-        return f"vectors of {self.n_features} features"
-
-
-Shape = Images | Bags | Vectors
-"""What a model sees."""
+from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
 Builder = Callable[[int, int, int], nn.Module]
 """(n_classes, in_channels, size_px) → a model of images."""

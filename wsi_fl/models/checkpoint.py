@@ -1,42 +1,11 @@
-"""Checkpoints: named tensors and a JSON document in one safetensors file; what an optimizer remembers."""
+"""What an optimizer remembers, as named tensors of a checkpoint."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
-
-from wsi_fl.system.files import atomic
-from wsi_fl.types import WsiFlError
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write one safetensors file, whole or not at all, with a JSON document in its header."""
-    contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    with atomic(path) as temporary:
-        save_file(contiguous, temporary, metadata={"document": json.dumps(document)})
-
-
-def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the document that `save_tensors` wrote.
-
-    Raises:
-        WsiFlError: when the file is damaged; the error says what it was.
-    """
-    try:
-        with safe_open(path, "pt") as file:
-            document = json.loads((file.metadata() or {})["document"])
-            return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
-        raise WsiFlError(f"{path}: damaged {what} ({error})") from None
-    except RecursionError:
-        raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply)") from None
 
 
 def slots_of(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:

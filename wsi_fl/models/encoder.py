@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm
 import torch
 from numpy.typing import NDArray
-from timm.data import resolve_model_data_config
 from torch import nn
 from torch.nn import functional
 
@@ -62,6 +60,8 @@ class Encoder:
         device: torch.device | None = None,
         section: str = "mosaic",
     ) -> None:
+        from timm.data import resolve_model_data_config
+
         self.name, self.batch_size, self._section = name, batch_size, section
         self.device = device or torch.device("cpu")
         model = _architecture(name, section)
@@ -157,6 +157,8 @@ def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterato
 
 def _architecture(name: str, section: str) -> nn.Module:
     """Without classifier; its random weights are to be replaced."""
+    import timm
+
     refuse_file_name(name)
     try:
         model: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import binom, rankdata
 
 Scores = NDArray[np.float64]
 
@@ -49,6 +48,8 @@ def auroc_of(positive: NDArray[np.bool_], scores: Scores) -> float | None:
     n_positive = int(positive.sum())
     if not 0 < n_positive < len(positive):
         return None
+    from scipy.stats import rankdata
+
     above = rankdata(scores)[positive].sum() - n_positive * (n_positive + 1) / 2
     return float(above / (n_positive * (len(positive) - n_positive)))
 
@@ -181,6 +182,8 @@ def p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> f
 
     With f(v) = P[Binomial(r, e^ε / (e^ε + 1)) ≥ v] it is f(v) + 2mδ max_i (f(v − i) − f(v)) / i.
     """
+    from scipy.stats import binom
+
     q = 1 / (1 + np.exp(-epsilon))
     beyond = float(binom.sf(right - 1, guesses, q))
     if not right:

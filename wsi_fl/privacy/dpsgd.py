@@ -13,7 +13,6 @@ from math import isfinite
 
 import numpy as np
 import torch
-from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -61,6 +60,8 @@ def check_trainable(model: nn.Module) -> None:
     Raises:
         UsageError: in one line, with the first module that cannot be.
     """
+    from opacus.validators import ModuleValidator
+
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
         reason = _one_line(problems[0]).split(". ")[0]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
@@ -49,7 +48,7 @@ def obstacle(model: nn.Module) -> str | None:
     owner: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
-        if own and (type(module) not in _KNOWN or not own.keys() <= {"weight", "bias"}):
+        if own and (not _known(type(module)) or not own.keys() <= {"weight", "bias"}):
             kind = type(module).__name__
             return f"it has no rule for the parameters of {f'{name} ({kind})' if name else kind}"
         for parameter in own.values():
@@ -59,10 +58,14 @@ def obstacle(model: nn.Module) -> str | None:
     return None
 
 
-_KNOWN = frozenset(
-    kind for kind in GradSampleModule.GRAD_SAMPLERS if kind.__module__.startswith("torch.nn.modules")
-) - {nn.EmbeddingBag}
-"""Modules of one input, the batch first, whose per-example gradients Opacus can write down."""
+def _known(kind: type[nn.Module]) -> bool:
+    """Whether such a module has one input, the batch first, and Opacus can write down its per-example gradients."""
+    if kind in _GHOSTS:
+        return True
+    from opacus import GradSampleModule
+
+    ours = kind.__module__.startswith("torch.nn.modules") and kind is not nn.EmbeddingBag
+    return ours and kind in GradSampleModule.GRAD_SAMPLERS
 
 
 def gradients_of(module: nn.Module, uses: Sequence[Use]) -> Gradients:
@@ -89,6 +92,8 @@ def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
     """[b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
+    from opacus import GradSampleModule
+
     sampler = GradSampleModule.GRAD_SAMPLERS[type(module)]
     found: ByParameter = sampler(module, [a.contiguous()], g)
     return found

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from opacus import GradSampleModule
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
@@ -139,8 +138,10 @@ def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
 
 
 @contextmanager
-def _sampling(model: nn.Module) -> Iterator[GradSampleModule]:
+def _sampling(model: nn.Module) -> Iterator[nn.Module]:
     """The model, its backward pass leaving each parameter's `grad_sample` [b, …]; as it was afterwards."""
+    from opacus import GradSampleModule
+
     wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean")
     handles = [
         module.register_forward_pre_hook(_contiguous)

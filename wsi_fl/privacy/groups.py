@@ -22,7 +22,6 @@ from math import exp, expm1, inf, isfinite, log, log1p
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln, logsumexp
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.types import UsageError
@@ -83,6 +82,8 @@ def _divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], 
     if rate >= 1:  # the group as a whole is a shift by k
         shifted = tuple((_ORDERS * k**2 / (2 * sigma**2)).tolist())
         return shifted, shifted
+    from scipy.special import logsumexp
+
     reach = _ORDERS * k / sigma + _FAR
     feasible = reach <= max(_WIDEST, float(reach[0]))
     if not (feasible.any() and reach[0] <= 10 * _WIDEST):
@@ -102,6 +103,8 @@ def _divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], 
 
 def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDArray[np.float64]:
     """log L(x)."""
+    from scipy.special import gammaln, logsumexp
+
     j = np.arange(k + 1)
     weight = gammaln(k + 1) - gammaln(j + 1) - gammaln(k - j + 1) + j * log(rate) + (k - j) * log1p(-rate)
     weight = weight - j**2 / (2 * sigma**2)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, steps_per_epoch
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    import torch
 
 Unit = Literal["row", "patient"]
 """Whose record is protected."""
@@ -123,6 +125,8 @@ def plan_of_round(
 
 def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> torch.Tensor:
     """Return int64[b], each of n rows independently with probability `sample_rate`; b may be 0."""
+    import torch
+
     chosen = torch.rand(n, generator=generator, dtype=torch.float64) < sample_rate
     return chosen.nonzero().flatten()
 

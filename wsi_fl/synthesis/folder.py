@@ -20,9 +20,9 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wsi_fl.models.checkpoint import load_tensors, save_tensors
 from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError
 
 Phase = Literal["before", "after", "denoiser"]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.cluster import KMeans
 from threadpoolctl import threadpool_limits
 
 from wsi_fl.slides.choosing.areas import area_mean
@@ -165,6 +164,8 @@ def choose(
 def colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
     """Group int64[n] of each colour [n, 3], numbered from dark to light; no more groups than there are colours."""
     n_clusters = min(clusters, len(np.unique(colour, axis=0)))
+    from sklearn.cluster import KMeans  # seconds, which other commands need not wait for
+
     means = KMeans(n_clusters, n_init=_STARTS, random_state=seed).fit(colour)
     order = np.argsort(means.cluster_centers_.sum(axis=1), kind="stable")
     cluster: NDArray[np.int64] = np.argsort(order)[means.labels_].astype(np.int64)
@@ -173,6 +174,8 @@ def colour_clusters(colour: NDArray[np.float64], clusters: int, seed: int) -> ND
 
 def spread(xy: NDArray[np.int64], n_kept: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(rows of n_kept places spread over all [n, 2], how many places each stands for)."""
+    from sklearn.cluster import KMeans
+
     means = KMeans(n_kept, n_init=_STARTS, random_state=seed).fit(xy.astype(np.float64))
     kept, shares = [], []
     for k in range(n_kept):

@@ -7,8 +7,6 @@ from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
-from skimage.filters import threshold_otsu
-from skimage.measure import label
 
 from wsi_fl.slides.choosing.areas import area_mean
 from wsi_fl.types import WsiFlError
@@ -105,6 +103,8 @@ def _threshold(saturation: NDArray[np.float32], params: TissueParams) -> float:
     """Otsu's threshold within the plausible range."""
     if saturation.size == 0 or np.ptp(saturation) == 0:
         return params.max_saturation
+    from skimage.filters import threshold_otsu
+
     return float(np.clip(threshold_otsu(saturation), params.min_saturation, params.max_saturation))
 
 
@@ -191,6 +191,8 @@ def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
     """The mask without connected objects of fewer than min_px pixels."""
     if not mask.any():
         return mask
+    from skimage.measure import label
+
     objects = label(mask, connectivity=1)
     large = np.bincount(objects.ravel()) >= min_px
     large[0] = False

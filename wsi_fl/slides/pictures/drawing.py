@@ -7,7 +7,6 @@ from functools import cache
 from math import floor, log10
 from pathlib import Path
 
-import matplotlib
 from PIL import Image, ImageDraw, ImageFont
 
 INK, PAPER = (30, 30, 30), (255, 255, 255)
@@ -17,7 +16,9 @@ INK, PAPER = (30, 30, 30), (255, 255, 255)
 def font(size_px: int = 15, *, bold: bool = False) -> ImageFont.FreeTypeFont:
     """Matplotlib's DejaVu Sans: Pillow's own font has no µ."""
     name = "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
-    return ImageFont.truetype(Path(matplotlib.get_data_path(), "fonts/ttf", name), size_px)
+    from matplotlib import get_data_path
+
+    return ImageFont.truetype(Path(get_data_path(), "fonts/ttf", name), size_px)
 
 
 def fitted(draw: ImageDraw.ImageDraw, text: str, room: float, face: ImageFont.FreeTypeFont) -> str:

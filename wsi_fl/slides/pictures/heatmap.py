@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import matplotlib as mpl
 import numpy as np
 import shapely
 from numpy.typing import NDArray
@@ -71,7 +70,9 @@ def _faded(thumbnail: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
 
 def _colours(p: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(colour [..., 3] of 0 to 255, opacity [...]): dark and dense is probable, in every kind of colour vision."""
-    rgb = mpl.colormaps["inferno_r"](0.06 + 0.72 * p)[..., :3] * 255
+    from matplotlib import colormaps
+
+    rgb = colormaps["inferno_r"](0.06 + 0.72 * p)[..., :3] * 255
     return rgb, 0.35 + 0.4 * p
 
 

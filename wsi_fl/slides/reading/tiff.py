@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from tifffile import TiffFile, TiffPage
+
+if TYPE_CHECKING:
+    from tifffile import TiffPage
 
 _JPEG, _RGB, _YCBCR = 7, 2, 6
 
@@ -45,6 +48,8 @@ def tiled_images(path: Path) -> list[TiledImage]:
 
     Labels, macros and thumbnails in strips are left out, and so is whatever cannot be parsed.
     """
+    from tifffile import TiffFile, TiffPage
+
     found: list[TiledImage] = []
     try:
         with TiffFile(path) as tif:

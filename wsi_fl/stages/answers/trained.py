@@ -12,7 +12,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.validation import answered, roles
-from wsi_fl.models import Images, Shape, Vectors, build
+from wsi_fl.models import build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import method_for
@@ -20,7 +20,7 @@ from wsi_fl.stages.training.workshop import architecture
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import GridSpec, UsageError, WsiFlError
+from wsi_fl.types import GridSpec, Images, Shape, UsageError, Vectors, WsiFlError
 
 
 @dataclass(frozen=True)

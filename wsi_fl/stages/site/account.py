@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
-from wsi_fl.federation.site import Site
 from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.groups import group_epsilon
@@ -23,6 +22,9 @@ from wsi_fl.runs import SiteFolder
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.federation.site import Site
 
 
 def weights_of(pipeline: Pipeline) -> Weights:
@@ -106,11 +108,8 @@ def planned_round(
             limits.append((site.max_epsilon, past))
         return _within(limits, n, site, pipeline)
     except UsageError as error:
-        hint = (
-            "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
-            if privacy.target_epsilon
-            else ""
-        )
+        raised = "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
+        hint = raised if privacy.target_epsilon else ""
         raise UsageError(f"site {site.name}: {error}{hint}") from None
 
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from wsi_fl.federation.preflight import Inputs
 from wsi_fl.learning.bags import allowed_classes, bag_examples
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory, resized
-from wsi_fl.models import Bags, Images, Shape, Vectors
-from wsi_fl.slides.stains.methods import restained
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stages.site.stains import Released
 from wsi_fl.stores.features import FeatureStore
@@ -24,7 +22,7 @@ from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import BagTable, PatchTable, UsageError, WsiFlError
+from wsi_fl.types import Bags, BagTable, Images, PatchTable, Shape, UsageError, Vectors, WsiFlError
 
 _HASHED = 4096
 """Rows of features hashed at a time."""
@@ -162,6 +160,8 @@ class Patches(Data):
     def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
         if self.store.channels != 3:
             raise UsageError(f"site {self.site}: its store holds grey images; leave out stain.exchange")
+        from wsi_fl.slides.stains.methods import restained
+
         own = stains[self.site].stain
         others = [released.stain for name, released in stains.items() if name != self.site]
         return [lambda _, pixels, other=other: restained(pixels, own, other) for other in others]  # type: ignore[misc]

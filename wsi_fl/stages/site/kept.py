@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from wsi_fl.models import Bags
 from wsi_fl.runs import SITE_FILE, RunFolder, SiteFolder
 from wsi_fl.stages.site.data import Patches
 from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.stores.features import FeatureMeta
 from wsi_fl.study.folder import Study
-from wsi_fl.types import GridSpec, UsageError
+from wsi_fl.types import Bags, GridSpec, UsageError
 
 
 def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:

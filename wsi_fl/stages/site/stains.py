@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
 from wsi_fl.privacy.rounds import Round
 from wsi_fl.privacy.terms import Terms
-from wsi_fl.slides.stains.methods import STAIN_METHODS, AnyStain
 from wsi_fl.stages.site.account import terms_of
 from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.study.folder import Study
@@ -21,6 +20,9 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.slides.stains.methods import AnyStain
 
 RUN = "stain"
 """What ledgers call the release."""
@@ -42,6 +44,8 @@ class Released:
 
     @property
     def stain(self) -> AnyStain:
+        from wsi_fl.slides.stains.methods import STAIN_METHODS  # and with it scikit-image
+
         found: AnyStain = STAIN_METHODS[self.method].stain_of(self.moments.astype(np.float64))
         return found
 
@@ -52,6 +56,8 @@ def read_stain(document: Any, label: str) -> Released:
     Raises:
         WsiFlError: when it is damaged, or its numbers are not those of its digest.
     """
+    from wsi_fl.slides.stains.methods import STAIN_METHODS
+
     try:
         moments = np.array(document["moments"], np.float32)
         known, method = str(document["digest"]), str(document["method"])

@@ -10,10 +10,6 @@ from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.synthesis.gan import KIND as GAN
-from wsi_fl.stages.synthesis.kinds import outcome
-from wsi_fl.stages.synthesis.synthetic import as_pixels
-from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -37,6 +33,11 @@ def agreed_buffer(party: Party, index: int) -> Buffer | None:
 
 def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
+    from wsi_fl.stages.synthesis.gan import KIND as GAN  # and with it torchvision and matplotlib
+    from wsi_fl.stages.synthesis.kinds import outcome
+    from wsi_fl.stages.synthesis.synthetic import as_pixels
+    from wsi_fl.synthesis.sampling import balanced_labels
+
     study, site, settings = party.study, data.site, party.pipeline.replay
     folder, document = GAN.trained(study, site)
     if document["store"]["sha256"] != data.digest():

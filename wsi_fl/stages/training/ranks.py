@@ -24,8 +24,9 @@ from wsi_fl.privacy.book import Guarantee
 from wsi_fl.runs import RunFolder, hold_alone, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training import launch, plan
+from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
+from wsi_fl.stages.training.checks import check_budgets, running_sites
 from wsi_fl.stages.training.material import remember_canaries
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
@@ -34,12 +35,6 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
-
-
-def running_sites(party: Party) -> tuple[int, ...]:
-    """Return the indices of the sites that were not lost."""
-    lost = party.lost
-    return tuple(k for k, name in enumerate(party.names) if name not in lost)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -70,7 +65,7 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     documents = comm.gather([brought(site, party) for site in sites], preflight.Brought)
     preflight.compare(documents)
     limits = {site.name: site.ledger.terms.max_epsilon for site in sites}
-    warning = plan.check_budgets(documents, limits, party.pipeline.train.rounds)
+    warning = check_budgets(documents, limits, party.pipeline.train.rounds)
     if warning and comm.running[0] in comm.sites:
         watcher.say(f"  {warning}", public=True)
     method = party.method

@@ -22,9 +22,8 @@ from wsi_fl.runs import RunFolder, pipeline_stem
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training import launch, plan
-from wsi_fl.stages.training.ranks import join, running_sites, work_as_rank
-from wsi_fl.stages.training.workshop import versions
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.checks import check, running_sites, versions, warn_of_other_patches
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
@@ -56,8 +55,12 @@ def train(
     pipeline = study.pipeline(name, overrides)
     ranks = launched_ranks()
     if ranks is not None:
+        from wsi_fl.stages.training.ranks import (
+            join,  # and with it PyTorch, which launchers need not wait for
+        )
+
         party = Party.of(study, pipeline, method)
-        plan.check(party, backend, stores=False)
+        check(party, backend, stores=False)
         everyone = tuple(range(len(party.sites)))
         return join(party, ranks, partial(_agreed_run, party, name), everyone)
     return begin(study, pipeline, method, name, backend=backend, watcher=watcher)
@@ -83,8 +86,8 @@ def begin(
 ) -> dict[str, Any]:
     """Starts the ranks of a new run, or runs it in this process."""
     party = Party.of(study, pipeline, method)
-    plan.check(party, backend)
-    plan.warn_of_other_patches(party)
+    check(party, backend)
+    warn_of_other_patches(party)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
@@ -126,7 +129,7 @@ def resume(
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
     ranks = launched_ranks()
-    plan.check(party, backend, stores=ranks is None)
+    check(party, backend, stores=ranks is None)
     run.refuse_if_busy()
     lost = party.lost
     for name in sorted(lost - set(without)):
@@ -134,6 +137,8 @@ def resume(
     for name in sorted(set(without) - lost):
         run.note_loss(name, "left out by --without")
     if ranks is not None:
+        from wsi_fl.stages.training.ranks import join
+
         return join(party, ranks, lambda comm: run, running_sites(party))
     return _start(party, backend, watcher or Silent())
 
@@ -177,6 +182,8 @@ def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
     """Starts the ranks, and those of the other sites once more whenever one is lost."""
     study, run, names = party.study, party.run, party.names
     if backend == "local":
+        from wsi_fl.stages.training.ranks import work_as_rank
+
         comm = LocalComm(len(names), running=running_sites(party))
         return work_as_rank(study, run, comm, watcher)
     again = f"wsi-fl train --resume {study.relative(run.path)}"

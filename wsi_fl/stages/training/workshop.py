@@ -8,15 +8,13 @@ from functools import partial
 
 import torch
 
-from wsi_fl.federation.graph import from_file
 from wsi_fl.federation.methods import MakeLearner
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.federation.topology import TOPOLOGIES, Topology, named
 from wsi_fl.learning.examples import Augment
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.models import Images, build, schema
+from wsi_fl.models import build, schema
 from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
@@ -35,27 +33,15 @@ from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger
 from wsi_fl.stages.training.buffers import agreed_buffer
+from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import Images, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
-
-
-def graph_of(party: Party) -> Topology | None:
-    """Return the graph a pipeline names or points to; None for the method's own."""
-    pipeline = party.pipeline
-    graph = pipeline.topology.graph
-    if graph is None:
-        return None
-    if not graph.endswith(".json"):
-        if graph not in TOPOLOGIES:
-            raise UsageError(f"unknown graph {graph!r}; known: {', '.join(TOPOLOGIES)}, FILE.json")
-        return named(graph, pipeline.train.seed)
-    return from_file(party.study.resolve(graph), party.names, pipeline.topology.self_weight)
 
 
 def schedule_of(party: Party) -> Schedule:
@@ -185,16 +171,6 @@ def _included(party: Party, site: SiteFile) -> tuple[str, ...]:
 def _identity(run: RunFolder) -> str:
     """Its name, for people, and its id: names come again and folders are renamed, but what was spent stays spent."""
     return f"{run.name} {run.id}" if run.id else run.name
-
-
-def versions() -> dict[str, str]:
-    """What must be the same everywhere for numbers to agree."""
-    from importlib.metadata import version
-
-    import wsi_fl
-
-    names = ("torch", "torchvision", "opacus", "monai", "numpy")
-    return {"wsi_fl": wsi_fl.__version__} | {name: version(name) for name in names}
 
 
 def brought(site: Site, party: Party) -> Brought:
