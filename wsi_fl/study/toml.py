@@ -85,6 +85,8 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     message = str(error["msg"])
     if key == "store.pixels":
         message = "use 'raw', 'native', 'none' or 'jpeg:90' (a quality from 1 to 100)"
+    elif error["type"] == "list_type":
+        message = f'write a list, {location[-1]} = ["{error["input"]}"]'
     elif error["type"] == "string_pattern_mismatch":
         message = "use letters, digits, '.', '_' and '-', beginning with a letter or digit"
     return f"{key} = {toml_or_repr(error['input'])}: {message[0].lower()}{message[1:]}"

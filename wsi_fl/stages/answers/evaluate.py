@@ -35,7 +35,7 @@ from wsi_fl.stages.answers.trained import answering, answers_with, settings_of
 from wsi_fl.stages.site.data import Data, Table
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -282,33 +282,30 @@ def _pooled(tables: Mapping[str, Table]) -> Table:
 
 
 def print_evaluation(document: dict[str, Any]) -> None:
-    """A row per site, then mean ± sd."""
-    from rich.table import Table as Printed
-
+    """Print a row per site, then mean ± sd."""
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])
     whose = "models" if several else "private models"
-    table = Printed(title=f"{whose} on the {where} ({document['examples']})", title_justify="left")
-    headings = ["site", "n", "accuracy", "macro-acc.", "AUROC", "own part", "others'"]
-    for heading in headings + ["with"] * several:
-        left = heading in ("site", "with")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    for row in document["sites"]:
-        table.add_row(
+    headings = ["site", "n", "accuracy", "macro-acc.", "AUROC", "own part", "others'", *["with"] * several]
+    rows: list[list[str] | None] = [
+        [
             row["site"],
             str(row["n"]),
             *(number(row[name]) for name in SCORES),
             number(row["own"]["accuracy"]),
             number((row["external"] or {}).get("accuracy")),
             *[row["with"]] * several,
-        )
+        ]
+        for row in document["sites"]
+    ]
     if document["merged"] is not None:
         spreads = [document["merged"][name] for name in SCORES]
         spreads += [(document[which] or {}).get("accuracy") or {} for which in ("internal", "external")]
-        means = (f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)
-        table.add_section()
-        table.add_row("mean ± sd", "", *means)
-    stderr.print(table)
+        rows += [
+            None,
+            ["mean ± sd", "", *(f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)],
+        ]
+    print_table(f"{whose} on the {where} ({document['examples']})", headings, rows)
     if together := document["aggregated"]:
         one = together["rules"][together["rule"]]
         say(

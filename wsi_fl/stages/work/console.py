@@ -177,6 +177,10 @@ def say(text: str, style: str = "") -> None:
     stderr.print(text, style=style or None, markup=False)
 
 
+_WIDEST = 120
+"""Characters of a table that is wider than the terminal."""
+
+
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]) -> None:
     """Print a table on stderr: names on the left, everything else to the right.
 
@@ -193,4 +197,6 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
             printed.add_section()
         else:
             printed.add_row(*row)
-    stderr.print(printed)
+    stderr.print(
+        printed, width=max(stderr.width, _WIDEST), crop=False
+    )  # a narrow terminal cuts no number off
