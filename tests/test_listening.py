@@ -1,7 +1,6 @@
 """Who answers for a site: by a validation split, or by what its proxy is worth."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import h5py
@@ -19,6 +18,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.trained import answers_with, settings_of
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
@@ -332,10 +332,6 @@ def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):
         split = file["split"][:]
         split[:12] = b"val"
         file["split"][:] = split
-    try:
-        site = workshop.assemble(
-            study, study.pipeline("small", HELD), "proxyfl", RunFolder(tmp_path / "r"), 0
-        )
-    finally:
-        shutil.rmtree(tmp_path / "r", ignore_errors=True)
+    with Party.of(study, study.pipeline("small", HELD), "proxyfl") as party:
+        site = workshop.assemble(party, 0)
     assert (len(site.train), len(site.validation)) == (24, 12)

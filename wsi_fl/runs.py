@@ -337,7 +337,7 @@ def note(path: Path, text: str) -> None:
 
 def hold_alone(folder: Path) -> AbstractContextManager[None]:
     """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
-    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it")
+    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it", patience_s=2)
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

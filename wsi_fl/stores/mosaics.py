@@ -97,11 +97,12 @@ class _Shard(StoreFile):
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
+        bag = Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:])
         self.content = MosaicShard(
             spec=read_spec(attrs),
             mpp_l0=float(attrs["mpp_l0"]),
             n_candidates=int(attrs["n_candidates"]),
-            bag=Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:]),
+            bag=bag,
             unread=tuple(read_unread(file)),
             **{name: str(attrs[name]) for name in ("slide", "quickhash", "fingerprint", "encoder", "note")},
         )

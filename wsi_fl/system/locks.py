@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,26 +11,32 @@ from pathlib import Path
 from wsi_fl.system.files import remove_leftovers
 from wsi_fl.types import WsiFlError
 
+_RETRY_S = 0.05
+
 
 @contextmanager
-def alone(path: Path, busy: str | None = None) -> Iterator[None]:
+def alone(path: Path, busy: str | None = None, *, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the lock on a file, which is made where there is none.
 
     Args:
         path: the file; what is in it stays.
-        busy: what to say at once when another process holds the lock; None to wait for it.
+        busy: what to say when another process holds the lock; None to wait for it.
+        patience_s: how long to try before saying so: a process that was killed lets go a moment later.
 
     Raises:
         WsiFlError: with `busy`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + patience_s
     with path.open("ab") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
-        except OSError:
-            if busy is None:
-                raise
-            raise WsiFlError(busy) from None
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise WsiFlError(busy or "") from None
+                time.sleep(_RETRY_S)
         yield
 
 

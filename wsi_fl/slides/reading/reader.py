@@ -6,11 +6,10 @@ decode to the same pixels, they are read by `native` instead, which takes a frac
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Mapping
 from functools import cached_property
-from math import ceil, floor
+from math import ceil, floor, isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
@@ -53,7 +52,7 @@ class Slide:
     """
 
     def __init__(self, path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
-        if mpp_override is not None and not (math.isfinite(mpp_override) and mpp_override > 0):
+        if mpp_override is not None and not (isfinite(mpp_override) and mpp_override > 0):
             raise UsageError(
                 f"{path.name}: mpp_override = {mpp_override:g} must be a positive number of µm per pixel"
             )
@@ -323,7 +322,7 @@ def _number(properties: Mapping[str, str], key: str) -> float | None:
         value = float(properties[key])
     except (KeyError, ValueError):
         return None
-    return value if math.isfinite(value) else None
+    return value if isfinite(value) else None
 
 
 def _stated_mpp(properties: Mapping[str, str], axis: str) -> float | None:

@@ -13,7 +13,8 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
 from wsi_fl.privacy.rounds import Round
 from wsi_fl.privacy.terms import Terms
-from wsi_fl.stages.site.account import open_ledger, terms_of
+from wsi_fl.stages.site.account import terms_of
+from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

@@ -23,13 +23,13 @@ from wsi_fl.stages.site.account import (
     affordable_rounds,
     agreed_plan,
     guarantee_of,
-    open_ledger,
     require_budget,
     spends,
     terms_of,
     weights_of,
 )
 from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger
 from wsi_fl.stages.training.buffers import agreed_buffer

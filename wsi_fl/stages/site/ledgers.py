@@ -1,0 +1,105 @@
+"""The one door to the ledger of a site: of a real hospital it must know all that was ever spent."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.terms import Terms
+from wsi_fl.runs import RunFolder
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import read_json
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def open_ledger(
+    study: Study,
+    site: SiteFile,
+    run: str,
+    terms: Terms,
+    includes: Collection[str] = (),
+    *,
+    promise: str = "",
+) -> PrivacyLedger:
+    """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
+
+    Args:
+        run: the run's id.
+        terms: under which the site takes part.
+        includes: other entries whose cost is part of the run's.
+        promise: SHA-256 of the site file that the run keeps.
+
+    Raises:
+        UsageError: when the ledger is missing or lacks rounds of a run, or a stain, that lie in the study.
+        WsiFlError: when the file is damaged, changed or older than what its heads remember.
+    """
+    path = study.ledger(site.name)
+    beside_store = study.store(site.name).parent / "ledger.head.json"
+    if not site.real:
+        if beside_store.exists():
+            raise WsiFlError(
+                f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} is of the ledger of a "
+                "real hospital; say real = true, or simulate under another name"
+            )
+        return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, promise=promise)
+    rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
+    stains = _stains_here(study, site.name)
+    if not path.exists() and (rounds or stains):
+        raise UsageError(
+            f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
+            "site's budget"
+        )
+    heads = [beside_store, _head_of_user(site.name)]
+    ledger = PrivacyLedger(
+        path, site=site.name, run=run, terms=terms, includes=includes, heads=heads, promise=promise
+    )
+    for folder, identity, last in rounds:
+        if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
+            raise UsageError(
+                f"{study.relative(path)}: lacks rounds of {folder}, which reached round {last}; put the newest backup "
+                "of the ledger back: it is the site's budget (or take the folder away, if that run is another "
+                "hospital's)"
+            )
+    known = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
+    for file, digest in stains:
+        if digest not in known:
+            raise UsageError(
+                f"{study.relative(path)}: lacks the release of {file}; restore both from the same backup: the ledger "
+                "is the site's budget"
+            )
+    return ledger
+
+
+def _head_of_user(site: str) -> Path:
+    """Where the user's account on this machine remembers how far the ledger of a real site was.
+
+    A folder that cannot be written, on some clusters a home, is left alone: then the head beside the store is alone.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+    with suppress(OSError):
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return state / f"{site}.head.json"
+
+
+def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
+    """(folder, run's id, last round that cost ε) of every run of this study that the site took part in."""
+    found = []
+    for metrics in sorted(study.runs.glob(f"*/sites/{glob.escape(site)}/metrics.jsonl")):
+        run = RunFolder(metrics.parents[2])
+        paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
+        if paid:
+            found.append(
+                (study.relative(run.path), f"{run.name} {run.id}" if run.id else run.name, max(paid))
+            )
+    return found
+
+
+def _stains_here(study: Study, site: str) -> list[tuple[str, str]]:
+    """(file, digest) of every stain that the site has released in this study."""
+    files = (study.store(site).parent / "stain.json", study.stain(site))
+    return [(study.relative(file), str(read_json(file).get("digest"))) for file in files if file.exists()]
