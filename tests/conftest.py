@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from wsi_fl.federation.documents import decoded, encoded
+from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
@@ -37,8 +38,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def planned(n, batch_size, epochs=1, **terms):
     """A privacy plan of these sizes, for tests that do not care for the rest."""
-    from wsi_fl.privacy.plan import plan_of_round  # brings torch, which reads OMP_NUM_THREADS once
-
     given = {"sigma": 1.0, "clip": 1.0, "delta": 1e-6, **terms}
     return plan_of_round(n=n, batch_size=batch_size, epochs=epochs, **given)
 
