@@ -60,9 +60,9 @@ class Model(Section):
     """Which architectures are trained."""
 
     private: str = "resnet18"
-    """Architecture of the private models, which stay at home. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`, `lenet5`,
-    `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`, `mlp_head`. For
-    mosaics: `deepset`, `deepset_max`, `deepset_attention`."""
+    """Architecture of the private models, which stay at home. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
+    `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
+    `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`."""
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 
