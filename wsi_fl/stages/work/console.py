@@ -197,6 +197,5 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
             printed.add_section()
         else:
             printed.add_row(*row)
-    stderr.print(
-        printed, width=max(stderr.width, _WIDEST), crop=False
-    )  # a narrow terminal cuts no number off
+    wide = Console(stderr=True, highlight=False, width=max(stderr.width, _WIDEST))
+    wide.print(printed)  # a narrow terminal cuts no number off
