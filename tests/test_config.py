@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from wsi_fl.study.folder import Study, load_pipeline, shipped
 from wsi_fl.study.pipeline import REMOVED, Pipeline
+from wsi_fl.study.reference import keys
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
@@ -336,3 +337,13 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
         "'proxy', 'mean' or 'competence'",
     )
     refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
+
+
+def test_a_list_says_how_it_is_written(study):
+    words = ("tile.tumor_groups", 'write a list, tumor_groups = ["Carcinoma"]')
+    refused(lambda: study.pipeline("p", ["tile.tumor_groups=Carcinoma"]), *words)
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_asking_what_a_removed_key_means_says_that_it_was_removed(key):
+    refused(lambda: keys(key), f"{key} was removed: ", "leave it out")

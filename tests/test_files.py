@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from wsi_fl.system.files import (
     write_json,
     write_text,
 )
+from wsi_fl.system.locks import alone
 from wsi_fl.types import WsiFlError
 
 JSON = st.recursive(
@@ -183,3 +185,23 @@ def test_lines_are_one_document_each_and_readable(tmp_path):
     assert text.count("\n") == 1 and "Universität" in text
     assert json.loads(text)["note"] == "two\nlines"
     assert read_lines(tmp_path / "absent.jsonl") == []
+
+
+def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):
+    path = tmp_path / ".lock"
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with alone(path):
+            held.set()
+            done.wait(10)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(10)
+    with pytest.raises(WsiFlError, match="busy"), alone(path, "busy", patience_s=0.2):
+        pass
+    threading.Timer(0.3, done.set).start()
+    with alone(path, "busy", patience_s=10):
+        other.join(10)
+    assert not other.is_alive()

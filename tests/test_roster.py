@@ -422,13 +422,14 @@ def test_a_site_that_was_lost_at_the_start_begins_like_everybody(study, monkeypa
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
 
-def test_an_interrupted_return_can_be_resumed(study, monkeypatch):
+@pytest.mark.parametrize("rounds", [3, 5], ids=["at once", "after rounds that its ledger does not know"])
+def test_an_interrupted_return_can_be_resumed(study, monkeypatch, rounds):
     cut_at(monkeypatch, "S3", 2)
     with pytest.raises(Cut):
-        local(study)
+        local(study, "proxyfl", f"train.rounds={rounds}")
     monkeypatch.undo()
     assert resume(study, "1", without=["S1"], backend="local")["lost"] == ["S1"]
-    cut_at(monkeypatch, "S1", 3)
+    cut_at(monkeypatch, "S1", rounds)
     with pytest.raises(Cut):
         resume(study, "1", backend="local")
     monkeypatch.undo()

@@ -19,6 +19,7 @@ from conftest import SHARED, refused
 from wsi_fl.demo import phantom
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tables import print_tile
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
@@ -554,3 +555,15 @@ def test_memory_does_not_grow_with_the_number_of_slides(tmp_path):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout))
     assert peaks[1] - peaks[0] < 64 << 10, peaks  # KiB
+
+
+@pytest.mark.parametrize(("n", "last"), [(3, "stores ready"), (0, "not ready (B)")])
+def test_a_site_without_training_patches_is_not_said_to_be_ready(capsys, n, last):
+    def row(site, train):
+        table = {split: {"healthy": train, "tumor": train} for split in ("train", "val", "test")}
+        known = {"site": site, "table": table, "store": f"stores/{site}/patches.h5", "failed": []}
+        return known | {"healthy": 9, "tumor": 9, "train": 2 * train}
+
+    print_tile({"sites": [row("A", 3), row("B", n)], "next": ["wsi-fl train"]})
+    said = " ".join(capsys.readouterr().err.split()).partition(last)[2]
+    assert said and ("next: " in said) == bool(n)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL, make_study, write_store
+from rich.console import Console
 from safetensors.torch import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -25,7 +26,7 @@ from wsi_fl.stages.site.account import guarantee_of
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work.console import print_table
+from wsi_fl.stages.work import console
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -385,8 +386,9 @@ def test_cores_are_divided_among_ranks(monkeypatch):
     assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2"
 
 
-def test_a_table_cuts_no_number_off_in_a_narrow_terminal(capsys):
+def test_a_table_cuts_no_number_off_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, width=50))
     cells = ["mean ± sd", "576", *[f"0.79{k} ± 0.01{k}" for k in range(5)]]
-    print_table("on the merged test set", ["site", *"nabcde"], [cells])
+    console.print_table("on the merged test set", ["site", *"nabcde"], [cells])
     said = capsys.readouterr().err
     assert all(cell in said for cell in cells), said

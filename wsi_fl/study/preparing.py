@@ -34,8 +34,8 @@ class Tile(Section):
     min_tumor: float = Field(0.5, gt=0, le=1)
     """Smallest share of a patch that must lie inside a tumour outline for the patch to be labelled tumour."""
     tumor_groups: list[str] | None = None
-    """Names of the annotation groups that outline tumour. By default metastases, metastasis, tumor, tumour, _0 and _1,
-    which Camelyon, ASAP and QuPath use."""
+    """Names of the annotation groups that outline tumour. By default `metastases`, `metastasis`, `tumor`, `tumour`,
+    `_0` and `_1`, which Camelyon, ASAP and QuPath use."""
     hole_groups: list[str] | None = None
     """Names of the annotation groups that outline holes in a tumour. By default the names that Camelyon, ASAP and
     QuPath use."""

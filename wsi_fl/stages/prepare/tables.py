@@ -102,10 +102,8 @@ def print_tile(document: dict[str, Any]) -> None:
     for row in rows:
         if missing := [name for name in CLASSES if not row[name]]:
             say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
-    if idle := [row["site"] for row in rows if not sum(row["table"]["train"].values())]:
-        say(
-            f"not ready: {', '.join(idle)} has no training patch; see what was set aside above, then tile again"
-        )
+    if idle := [row["site"] for row in rows if not row["train"]]:
+        say(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
         return
     say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}")
 
