@@ -15,7 +15,7 @@ from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy import ghost
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients, entropy_generator
-from wsi_fl.privacy.ghost import _GHOSTS, gradients_of, obstacle
+from wsi_fl.privacy.ghost import GHOSTS, gradients_of, obstacle
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.types import Images, WsiFlError
 
@@ -104,7 +104,7 @@ def check_layer(module, a):
     squares, each = autograd_norms(module, a, g)
     c = torch.rand(len(a))
     with torch.no_grad():
-        preferred = _GHOSTS[type(module)](module, a, g) is not None
+        preferred = GHOSTS[type(module)](module, a, g) is not None
         for pays in (True, False):
             with patch.object(ghost, "_pays", lambda *_, pays=pays: pays):
                 way = gradients_of(module, [(a, g)])

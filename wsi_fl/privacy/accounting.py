@@ -8,8 +8,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from math import ceil, inf
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,15 +61,27 @@ def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> M
     return Mechanism(sigma, clip, 1 / per_epoch, round(epochs * per_epoch))
 
 
+@cache
+def _opacus() -> ModuleType:
+    """Opacus's accountant alone: what comes with its package takes a rank a second to import."""
+    package = find_spec("opacus")
+    assert package is not None and package.origin is not None
+    spec = spec_from_file_location(
+        "opacus_rdp", Path(package.origin).parent / "accountants" / "analysis" / "rdp.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @lru_cache(maxsize=1024)
 def _rdp_of_one_step(
     sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS
 ) -> NDArray[np.float64]:
-    from opacus.accountants.analysis.rdp import compute_rdp
-
     if sigma > _MOST_SIGMA:
         raise UsageError(f"sigma {sigma:g} is beyond all use; the accountant goes up to {_MOST_SIGMA:g}")
-    rdp = compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
+    rdp = _opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
     return np.asarray(rdp, np.float64)
 
 
@@ -91,11 +106,9 @@ def epsilon(mechanisms: Iterable[Mechanism], delta: float, orders: tuple[float, 
         total = total + mechanism.steps * _rdp_of_one_step(mechanism.sigma, mechanism.sample_rate, orders)
     if not total.any():
         return 0.0
-    from opacus.accountants.analysis.rdp import get_privacy_spent
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
-        value, _ = get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
+        value, _ = _opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
     return max(0.0, float(value))
 
 

@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
 
 from wsi_fl.models.checkpoint import laid_out_like
+from wsi_fl.privacy.ghost import GHOSTS
 from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, trained
 from wsi_fl.privacy.noise import Noise
 from wsi_fl.privacy.patients import summed_by_patient
@@ -60,12 +62,22 @@ def check_trainable(model: nn.Module) -> None:
     Raises:
         UsageError: in one line, with the first module that cannot be.
     """
+    if all(map(_ties_nothing, model.modules())):
+        return  # importing Opacus takes a rank a second
     from opacus.validators import ModuleValidator
 
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
         reason = _one_line(problems[0]).split(". ")[0]
         raise UsageError(f"{_UNTRAINABLE}: {reason}")
+
+
+def _ties_nothing(module: nn.Module) -> bool:
+    """Return whether a module is known to treat the examples of a batch one by one, its children aside."""
+    if type(module) in GHOSTS:
+        return True
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return not own and not isinstance(module, _NormBase)
 
 
 def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, int], n_classes: int) -> str:

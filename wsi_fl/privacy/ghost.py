@@ -60,7 +60,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 def _known(kind: type[nn.Module]) -> bool:
     """Whether such a module has one input, the batch first, and Opacus can write down its per-example gradients."""
-    if kind in _GHOSTS:
+    if kind in GHOSTS:
         return True
     from opacus import GradSampleModule
 
@@ -70,7 +70,7 @@ def _known(kind: type[nn.Module]) -> bool:
 
 def gradients_of(module: nn.Module, uses: Sequence[Use]) -> Gradients:
     """The per-example gradients of a module that `obstacle` has nothing against, over all its uses."""
-    ghost = _GHOSTS.get(type(module))
+    ghost = GHOSTS.get(type(module))
     found = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
     return found or _materialised([_per_example(module, a, g) for a, g in uses])
 
@@ -261,7 +261,7 @@ _ROUND_OFF = 1e-6
 """Of |A|²|G|²: more than float32 inner products are wrong by (up to 7e-7 for 4096 numbers, all alike)."""
 
 
-_GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], Gradients | None]] = {
+GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], Gradients | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _conv2d,
 }
