@@ -104,6 +104,27 @@ bootstrap = 50
 """
 
 
+def write_features(study: Study, site: str, x, labels, patients, splits) -> None:
+    """A store of the features float32[n, d] of patches that nobody has seen, all of one slide, and no patch store."""
+    from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
+    from wsi_fl.stores.patch_features import write_shard as write_part
+
+    n = len(labels)
+    path = study.features(site)
+    table = PatchTable(
+        np.stack([np.arange(n), np.zeros(n, np.int64)], 1).astype(np.int64),
+        np.asarray(labels, np.int64),
+        np.asarray(labels, np.float32),
+        np.full(n, "slide"),
+        np.asarray(patients),
+        np.asarray(splits),
+    )
+    study.store(site).unlink(missing_ok=True)
+    write_part(path.parent / "slide.h5", "x", np.asarray(x, np.float32), {})
+    meta = FeaturesMeta(StoreMeta(site, CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0", {})
+    write_patch_features(path, meta, table, [path.parent / "slide.h5"])
+
+
 REAL = "real = true\nmax_epsilon = 50.0\ndelta = 1e-5"
 """What a site file of a real hospital says, with more budget than tests spend."""
 

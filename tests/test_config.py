@@ -334,7 +334,7 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
     refused(
         lambda: study.pipeline("p", ["predict.with=both"]),
         "predict.with",
-        "'proxy', 'mean' or 'competence'",
+        "'proxy', 'mean' or 'stack'",
     )
     refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
 

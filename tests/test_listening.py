@@ -1,4 +1,4 @@
-"""Who answers for a site: by a validation split, or by what its proxy is worth."""
+"""Who answers for a site: by a validation split, or a stack of both models."""
 
 import json
 from dataclasses import replace
@@ -11,7 +11,6 @@ from conftest import make_study, refused
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
-from wsi_fl.learning.competence import fitting_answer, measured
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.validation import answered, best_answer, with_validation
 from wsi_fl.runs import RunFolder
@@ -199,110 +198,42 @@ def test_compare_tells_answers_apart_and_looks_again_where_another_was_asked_for
     assert json.loads((paths[0] / "evaluation.json").read_text())["with"] == "private"
 
 
-# ---- by competence
+# ---- by a stack of both models
 
 
-def judge(teacher, labels, *, training=None, duel=None, allowed=None):
-    training = labels if training is None else training
-    return measured(certain(teacher), labels, allowed=allowed, training_labels=training, duel=duel)
-
-
-def accurate(labels, share, seed=0):
-    """Answers that are right for this share of every class."""
-    rng = np.random.default_rng(seed)
-    said = labels.copy()
-    for c in (0, 1):
-        rows = np.flatnonzero(labels == c)
-        wrong = rng.permutation(rows)[round(share * len(rows)) :]
-        said[wrong] = 1 - c
-    return said
-
-
-SPECIAL, ALIKE = np.repeat([0, 1], [270, 30]), np.repeat([0, 1], [150, 150])
-
-
-def test_a_site_of_one_class_lacks_what_a_proxy_knows_of_both():
-    found = judge(accurate(SPECIAL, 0.73), SPECIAL)
-    assert found.score == pytest.approx(0.73, abs=0.01)
-    assert (found.chance, found.known, found.lacking) == (0.5, 1.0, 1.0)
-
-
-def test_sites_alike_lack_nothing():
-    assert judge(accurate(ALIKE, 0.8), ALIKE).lacking == 0
-    uneven = np.repeat([0, 1], [27, 33])  # as unlike as sixty draws make it
-    assert judge(accurate(uneven, 0.8), uneven).lacking == 0
-
-
-def test_chance_knows_nothing():
-    rng = np.random.default_rng(0)
-    for labels in (SPECIAL, np.repeat([0, 1], [54, 6])):
-        known = [judge(rng.integers(0, 2, len(labels)), labels).known for _ in range(400)]
-        assert np.mean(np.array(known) > 0) < 0.06
-        always = np.zeros(len(labels), int)  # right nine times of ten, and knows nothing
-        assert judge(always, labels).known == judge(1 - always, labels).known == 0
-
-
-def test_few_rows_must_show_more():
-    few = np.repeat([0, 1], [18, 2])
-    assert judge(accurate(few, 0.7), few).known == 0
-    assert judge(few, few, training=SPECIAL).known > 0.5
-    assert judge(accurate(SPECIAL, 0.75), SPECIAL).known == 1
-
-
-def test_one_class_alone_cannot_tell():
-    found = judge(np.zeros(9, int), np.zeros(9, int))
-    assert (found.score, found.known) == (None, 0)
-
-
-def test_specialised_sites_ask_the_proxy_others_the_mean_and_nobody_one_at_chance():
-    assert fitting_answer(judge(accurate(SPECIAL, 0.9), SPECIAL)) == "proxy"
-    assert fitting_answer(judge(accurate(ALIKE, 0.9), ALIKE)) == "mean"
-    assert fitting_answer(judge(accurate(ALIKE, 0.5), ALIKE)) == "private"
-    assert fitting_answer(judge(np.zeros(9, int), np.zeros(9, int))) == "proxy"
-
-
-def test_a_run_answers_by_competence_in_every_round_and_remembers_it(study):
-    path = run(study, SEEDED, "predict.with=competence", "train.rounds=2")
+def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(study):
+    path = run(study, SEEDED, *HELD, "predict.with=stack", "train.rounds=2")
     document = evaluate(study, str(path))
     for row in document["sites"]:
         choice = json.loads((path / "sites" / row["site"] / "choice.json").read_text())
-        assert choice["by"] == "competence" and 0 <= choice["competence"]["known"] <= 1
-        assert row["with"] == choice["with"] == metrics(path, row["site"])[-1]["with"]
-        assert row["accuracy"] == row["models"][choice["with"]]["accuracy"]
-    without = run(study, SEEDED, "train.rounds=1")
-    refused(lambda: evaluate(study, str(without), overrides=["predict.with=competence"]), "trained without")
-    refused(
-        lambda: run(study, "predict.with=competence", "privacy.enabled=false"), "predict.with = 'competence'"
-    )
+        assert (
+            choice["with"] == choice["by"] == row["with"] == metrics(path, row["site"])[-1]["with"] == "stack"
+        )
+        assert row["accuracy"] == row["models"]["stack"]["accuracy"]
+        assert 0 <= choice["stack"]["weight"] <= 1
+    without = run(study, SEEDED, *HELD, "train.rounds=1")
+    refused(lambda: evaluate(study, str(without), overrides=["predict.with=stack"]), "trained without")
 
 
-def test_what_validation_shows_goes_before_the_labels():
-    better, worse = certain(accurate(ALIKE, 0.95)), certain(accurate(ALIKE, 0.6))
-    assert judge(accurate(ALIKE, 0.95), ALIKE, duel=(better, worse, ALIKE)).lacking == 1
-    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(worse, better, ALIKE)).lacking == 0
-    a, b = np.array([0, 1]), certain([0, 1])  # one row of each class shows nothing
-    assert judge(accurate(SPECIAL, 0.8), SPECIAL, duel=(certain([1, 0]), b, a)).lacking == 1
+def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
+    refused(lambda: run(study, "predict.with=stack"), "predict.with = 'stack'", "val_fraction=0.15")
+    open_hearts = ("predict.with=stack", "privacy.enabled=false", "train.tune=true")
+    refused(lambda: run(study, *open_hearts), "predict.with = 'stack'")
 
 
-def test_what_is_known_beforehand_is_no_competence():
-    allowed = np.zeros((300, 4), bool)
-    allowed[:, :2] = True
-    labels = SPECIAL
-    said = certain(accurate(labels, 0.5), 4)
-    found = measured(said, labels, allowed=allowed, training_labels=labels)
-    assert (found.chance, found.known) == (0.5, 0.0)
+def test_pipelines_of_before_that_say_competence_get_the_stack_and_their_runs_answer_as_they_did(study):
+    assert study.pipeline("small", ["predict.with=competence"]).predict.with_ == "stack"
+    path = run(study, SEEDED, *HELD, "predict.with=stack", "train.rounds=1")
+    config = path / "config.toml"
+    config.write_text(config.read_text().replace('with = "stack"', 'with = "competence"'))
+    for file in path.glob("sites/*/choice.json"):
+        file.write_text('{"with": "proxy", "by": "competence", "competence": {}}')
+    assert {row["with"] for row in evaluate(study, str(path))["sites"]} == {"proxy"}
 
 
-def test_without_noise_a_proxy_is_judged_by_held_out_rows_alone(study):
-    asked = ("predict.with=competence", "privacy.enabled=false")
-    refused(lambda: run(study, *asked), "predict.with = 'competence'", "val_fraction=0.15")
-    path = run(study, *asked, *HELD, "train.rounds=2")
-    assert json.loads((path / "sites/S0/choice.json").read_text())["competence"]["chance"] == 0.5
-
-
-def test_a_resumed_run_answers_by_competence_as_it_would_have(tmp_path, monkeypatch):
+def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path, monkeypatch):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
-    settings = [SEEDED, "predict.with=competence", "train.rounds=3", "privacy.sigma=0.05"]
+    settings = [SEEDED, *HELD, "predict.with=stack", "train.rounds=3", "privacy.sigma=0.05"]
     whole = run(study, *settings)
     finish, calls = loop._log_round, []
 

@@ -16,7 +16,7 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"
-ACCOUNTED = [name for name, method in METHODS.items() if not (method.bare or method.generated)]
+ACCOUNTED = [name for name, method in METHODS.items() if not (method.bare or method.generated or method.once)]
 
 
 def run(study, method, *overrides):

@@ -357,7 +357,7 @@ def test_a_run_that_goes_on_obeys_the_smaller_budget_and_refuses_a_smaller_delta
         ['model.private="lenet5"'],
         ["train.alpha=0.9"],
         ["train.beta=0.5"],
-        ["predict.with=competence"],
+        ["predict.with=proxy"],
     ],
 )
 def test_strict_proxies_are_the_same_whatever_the_private_models_do(study, other):

@@ -160,10 +160,10 @@ class RunFolder:
         return SiteFolder(self.path / "sites" / name)
 
 
-Kept = Literal["plan", "spending", "canaries", "package", "choice"]
+Kept = Literal["plan", "spending", "canaries", "package", "choice", "tuned"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds (or, from early
-versions, its batch size and σ), the canaries planted among its rows, the images that it learns from, and what answers
-best: {"with": "private", "proxy" or "mean", "by": …}."""
+versions, its batch size and σ), the canaries planted among its rows, the images that it learns from, what answers
+best: {"with": "private", "proxy", "mean" or "stack", "by": …}, and the settings that it chose for its own model."""
 
 
 class SiteFolder:
@@ -220,10 +220,10 @@ class SiteFolder:
                 "run, or put the earlier file back into stains/"
             )
 
-    def choice(self, by: str = "validation") -> str | None:
-        """Return what answers best at this site; None where nothing was to be chosen, or it was chosen otherwise."""
+    def choice(self) -> str | None:
+        """Return what answers best at this site, as the run found; None where nothing was to be chosen."""
         noted = self.kept("choice")
-        return str(noted["with"]) if noted and noted.get("by", "validation") == by else None
+        return str(noted["with"]) if noted else None
 
     def remember_site(self, text: str) -> None:
         """Keep the site file as it is when the run begins; it never changes."""

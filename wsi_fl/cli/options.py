@@ -28,7 +28,7 @@ Answering = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="predict.with (auto, private, proxy, mean or competence), predict.threshold or predict.top_k. Repeatable.",
+        help="predict.with (auto, private, proxy, mean or stack), predict.threshold or predict.top_k. Repeatable.",
     ),
 ]
 Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]

@@ -73,7 +73,8 @@ def _mix_in(
     share, accepted = float(matrix[site.index, site.index]), []
     for message in messages:
         stranger = site.index in back or message.sender in back
-        problem = _problem(message, own, agreed, () if stranger else site.heard, n_sites)
+        heard = () if stranger else site.heard
+        problem = _problem(message, agreed, n_sites) or ("" if method.once else _too_far(message, own, heard))
         if problem:
             share += float(matrix[site.index, message.sender])
             site.rejected.append(f"site {message.sender}: {problem}")
@@ -87,7 +88,7 @@ def _mix_in(
     return mix(site.push or PushSum(np.zeros_like(own), 0.0), share, accepted)
 
 
-def _problem(message: Message, own: Vector, agreed: str, heard: Sequence[float], n_sites: int) -> str:
+def _problem(message: Message, agreed: str, n_sites: int) -> str:
     """Return why a message cannot be what an honest site sends; empty when it can."""
     if message.refused:
         return message.refused
@@ -97,6 +98,11 @@ def _problem(message: Message, own: Vector, agreed: str, heard: Sequence[float],
         return "it is not finite"
     if not 0 < message.weight <= n_sites * (1 + 1e-9):
         return f"its weight is {message.weight:g}"
+    return ""
+
+
+def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:
+    """Return why a model lies further from the own one than models do; empty when it does not."""
     distance = _distance(_state(message), own)
     usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
     if not distance <= _FAR * usual:  # nor where it is NaN, as of 0 / 0
@@ -113,12 +119,18 @@ def _distance(state: PushSum, own: Vector) -> float:
     return float(np.linalg.norm(state.z - own))
 
 
-def load_mixture(sites: list[Site], method: Method, *, reset_optimizer: bool = False) -> None:
-    """Put the de-biased mixture z = x / w into the model that travels (Algorithm 1, line 11)."""
+def load_mixture(
+    sites: list[Site], method: Method, *, n_present: int = 0, reset_optimizer: bool = False
+) -> None:
+    """Put the de-biased mixture z = x / w into the model that travels (Algorithm 1, line 11).
+
+    Args:
+        n_present: how many sites' models are in the mixture, where a method must know.
+    """
     for site in sites:
         if site.push is not None and site.active:
             learner = site.traveller(method)
-            learner.load_vector(site.push.z)
+            learner.load_vector(site.push.z, n_sites=n_present)
             if reset_optimizer:
                 learner.optimizer.state.clear()
 

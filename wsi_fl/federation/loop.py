@@ -118,7 +118,7 @@ def _communicate(
     for site in sites:
         if site.push is not None and site.push.w <= 0:  # all it was sent was rejected
             site.push = held[site.index]
-    load_mixture(sites, method, reset_optimizer=schedule.reset_optimizer)
+    load_mixture(sites, method, n_present=len(roster.present), reset_optimizer=schedule.reset_optimizer)
 
 
 def _train_and_record(

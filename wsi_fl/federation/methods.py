@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from wsi_fl.learning.local import Batch, Learner, Learners
 
 
+SHARED = "shared_head"
+"""The model that `oneshot` makes of all sites' sums, as `models.build` knows it; none that is trained."""
+
+
 class MakeLearner(Protocol):
     """Builds the learner of a role, "private" or "proxy".
 
@@ -57,6 +61,7 @@ class Method:
         learns: what a round is learned from; None for nothing.
         carries: the graph along which each site's buffer of synthetic samples travels, or None.
         bare: whether what leaves a site is without differential privacy by design.
+        once: whether each site releases a single time, sums of all its rows instead of a trained model.
     """
 
     name: str
@@ -71,6 +76,7 @@ class Method:
     learns: Callable[[Material], Lesson | None] = real_alone
     carries: Topology | None = None
     bare: bool = False
+    once: bool = False
 
     @property
     def learns_from_private(self) -> bool:
@@ -93,6 +99,8 @@ class Method:
             found += ("replay.buffer", "replay.unchecked")
         if self.travels is None:
             found += ("topology.", "train.optimizer_after_exchange")
+        if self.once:
+            found += _OF_ROUNDS
         return found if self.learns_from_private else found + _OF_PROXIES
 
     @property
@@ -101,9 +109,10 @@ class Method:
         return self.travels is not None or self.carries is not None
 
 
-_OF_PROXIES = (
-    *("train.alpha", "train.beta", "train.val_fraction"),
-    *("model.proxy", "predict.with"),
+_OF_PROXIES = ("train.alpha", "train.beta", "train.val_fraction", "model.proxy", "predict.with")
+_OF_ROUNDS = (
+    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
+    *("train.tune", "train.balance", "model.", "privacy.clip", "topology."),
 )
 
 
@@ -151,6 +160,17 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
     answers = proxy.logits(x) if len(x) and weights.alpha else None
     losses["private"] = mutual_step(private, answers, weights.alpha, batch, noise, logits=said)
     return losses
+
+
+def _take_sums(
+    learners: Learners, batch: Batch, weights: Weights, noise: torch.Generator
+) -> dict[str, float]:
+    """Take the sums of all rows; the private model was fitted to them before."""
+    from wsi_fl.learning.local import sum_up
+
+    del weights
+    sum_up(learners["proxy"], batch, noise)
+    return {}
 
 
 def replay(variant: str = "replay", seed: int = 0) -> Method:
@@ -205,6 +225,15 @@ METHODS: dict[str, Method] = {
     "fml": Method("FML", "proxies averaged, central", _private_and_dp_proxy, _mutual, topology.star, "proxy"),
     "proxyfl": Method(
         "ProxyFL", "proxies travel, no centre", _private_and_dp_proxy, _mutual, topology.exponential, "proxy"
+    ),
+    "oneshot": Method(
+        "One-shot",
+        "sums of features, released once",
+        _private_and_dp_proxy,
+        _take_sums,
+        topology.star,
+        "proxy",
+        once=True,
     ),
     "generated": Method(
         "Generated", "all sites' generated data alone", _private, _supervised, generated="all"

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.competence import Measured, fitting_answer, measured
-from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, macro_accuracy, scores
-from wsi_fl.learning.validation import ANSWERS, answered, best_answer, roles
+from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
+from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
+from wsi_fl.models.shared_head import SharedHead
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
@@ -21,11 +25,12 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
         alive: called with every batch.
     """
     line: dict[str, Any] = {}
-    answer = "private"
+    answer, stack = "private", None
     if "proxy" in site.learners:
         answer = schedule.answer
-        if answer in ("auto", "competence"):
-            answer = (choose_answer(site, schedule, alive) or {"with": "private"})["with"]
+        if answer in ("auto", STACK):
+            chosen = choose_answer(site, schedule, alive) or {"with": "private"}
+            answer, stack = chosen["with"], Stack.of(chosen["stack"]) if "stack" in chosen else None
         line["with"] = answer
     sets = list(site.tests.items())
     for name, examples in sets:
@@ -33,7 +38,7 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
         if "proxy" in site.learners and name == sets[-1][0]:
             wanted["proxy"] = None
         said = {role: _predict(site, role, examples, alive) for role in wanted}
-        line[name] = scores(answered(said, answer), examples.label)
+        line[name] = scores(answered(said, answer, stack), examples.label)
         if "proxy" in said and name == sets[-1][0]:
             line["proxy"] = {"on": name, **scores(said["proxy"], examples.label)}
     return line
@@ -42,14 +47,14 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
 def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
     """Return what should answer at a site, as its run remembers it; None where nothing can be chosen.
 
-    It is what does best on the site's validation split, or what competence says where that is asked for.
+    It is what does best on the site's validation split, or the mixture of both models where that is asked for.
     """
     examples = site.validation
     if "proxy" not in site.learners:
         return None
-    if schedule.answer == "competence":
-        found = _judge_proxy(site, alive)
-        return {"with": fitting_answer(found), "by": "competence", "competence": asdict(found)}
+    if schedule.answer == STACK:
+        stack, n = _stack(site, alive)
+        return {"with": STACK, "by": STACK, "n": n, "stack": asdict(stack)}
     if examples is None:
         return None
     said = {role: _predict(site, role, examples, alive) for role in ("private", "proxy")}
@@ -62,20 +67,31 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     }
 
 
-def _judge_proxy(site: Site, alive: Callable[[], None]) -> Measured:
-    """Return what the site finds out about its proxy, from rows that it did not memorise."""
-    validation = site.validation
-    protected = site.plan is not None and site.plan.sigma > 0
-    parts = [examples for examples in (validation, site.train if protected else None) if examples is not None]
-    judged = joined(parts)
-    teacher = _predict(site, "proxy", judged, alive)
-    duel = None
-    if validation is not None:
-        pupil = _predict(site, "private", validation, alive)
-        duel = teacher[: len(validation)], pupil, validation.label
-    return measured(
-        teacher, judged.label, allowed=judged.allowed, training_labels=site.train.label, duel=duel
-    )
+def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, int]:
+    """Return how a site mixes its models, and from how many rows that was found.
+
+    They are rows of which the private model says what models say that have not seen the patient. A proxy under noise
+    has not learned them by heart, and a head made of sums answers without the site's own.
+    """
+    shared, n_classes = site.learners["proxy"].model, site.n_classes
+    if site.held_out is not None:
+        rows, own = site.train, site.held_out
+    elif site.validation is not None:
+        rows, own = site.validation, _predict(site, "private", site.validation, alive)
+    else:
+        return shared_alone(n_classes), 0
+    if len(set(rows.label.tolist())) < 2:
+        return shared_alone(n_classes), 0
+    asked = partial(shared, own=False) if isinstance(shared, SharedHead) else site.learners["proxy"].logits
+    theirs = probabilities(_without_gradients(asked), rows, site.device, alive=alive)
+    return fitted_stack(own, undecided_where_broken(theirs, rows.allowed), rows.label), len(rows)
+
+
+def _without_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def asked(x: Tensor) -> Tensor:
+        return model(x).detach()
+
+    return asked
 
 
 def _predict(site: Site, role: str, examples: Examples, alive: Callable[[], None]) -> Probabilities:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Augment, Examples, joined
 from wsi_fl.learning.lessons import Material
 from wsi_fl.learning.local import Learner, Learners
+from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -37,7 +39,7 @@ class Schedule:
         graph: instead of the method's own.
         batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
         answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
-            "competence" by what the proxy is worth and the site lacks.
+            "stack" for the mixture of both that suits its own rows.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
         insecure_seed: fixed noise, for tests alone.
@@ -67,6 +69,10 @@ class Site:
         plan: what one round applies and costs, or None without differential privacy.
         units: what privacy counts, and how it is drawn: rows or patients, canaries among them.
         canaries: those that are planted among what it learns from, for an audit; None for none.
+        n_classes: how many classes there are.
+        held_out: float64[n, classes], what models like its private one say of its training rows without having seen
+            their patients; None where that is not known.
+        tuned: the settings that it chose for its private model, as its run keeps them; None where it chose none.
         validation: what it holds out to choose what predicts, and learns nothing from; None for nothing.
         returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
         active: whether it takes part in the graph and its models under differential privacy still learn.
@@ -91,6 +97,9 @@ class Site:
     device: torch.device
     plan: PrivacyPlan | None
     units: Units
+    n_classes: int
+    held_out: Probabilities | None = None
+    tuned: Mapping[str, Any] | None = None
     validation: Examples | None = None
     canaries: Canaries | None = None
     returning: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -14,8 +14,10 @@ from torch.nn import functional
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
 from wsi_fl.models.checkpoint import load_slots, slots_of, under
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trained
+from wsi_fl.privacy.sums import NoisySums
 
 Learners = Mapping[str, "Learner"]
 """The models of one site by role: "private", "proxy"."""
@@ -51,17 +53,21 @@ class Learner:
         weight_decay: float,
         device: torch.device,
         dp: DPSettings | None,
+        class_weights: Sequence[float] | None = None,
     ) -> None:
         self.model = model.to(device)
         self.device = device
         self.frozen = False
         """While set, steps change nothing."""
+        self.fitted = False
+        """Whether it was fitted to all rows at once, so that there are no steps to take."""
+        self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         if dp is None and device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
         self.optimizer = torch.optim.Adam(
             trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
-        self.trainer = None if dp is None else DPTrainer(self.model, self.optimizer, **asdict(dp))
+        self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp)
         """What takes its steps with differential privacy; None without."""
 
     @property
@@ -84,10 +90,10 @@ class Learner:
             logits: what `forward` returned for x, where that was needed before; for learners without DP.
             patient: int64[b], whose each row is; for learners under DP whose unit is a patient.
         """
-        if self.frozen:
+        if self.frozen or self.fitted:
             return float("nan")
         self.model.train()
-        if self.trainer is not None:
+        if isinstance(self.trainer, DPTrainer):
             return self.trainer.step(x, loss_of, noise, patient)
         if not len(x):
             return float("nan")
@@ -115,8 +121,14 @@ class Learner:
         flat = torch.cat([p.detach().reshape(-1) for p in trained(self.model)])
         return flat.cpu().numpy().astype(np.float32, copy=False)
 
-    def load_vector(self, vector: NDArray[np.float32]) -> None:
-        """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays."""
+    def load_vector(self, vector: NDArray[np.float32], *, n_sites: int = 0) -> None:
+        """Overwrite the trained parameters in place, from float32[d]; the optimizer's state stays.
+
+        Args:
+            n_sites: how many sites the vector is the mean of; a head that is made of sums must know.
+        """
+        if isinstance(self.model, SharedHead):
+            self.model.n_sites.fill_(n_sites)
         values = torch.from_numpy(np.array(vector, np.float32)).to(self.device)
         with torch.no_grad():
             parameters = trained(self.model)
@@ -133,6 +145,26 @@ class Learner:
         """Bring back what `state` returned."""
         self.model.load_state_dict(under(tensors, "model/"))
         load_slots(self.optimizer, tensors, "optimizer")
+
+
+def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
+    """What gives a model its noise: steps for most, sums for what is made of them."""
+    if isinstance(model, SharedHead):
+        return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
+    return DPTrainer(model, optimizer, **asdict(dp))
+
+
+def sum_up(learner: Learner, batch: Batch, noise: torch.Generator) -> None:
+    """Take the sums of all rows, which the batch must be, with noise where the learner is under privacy."""
+    head = learner.model
+    assert isinstance(head, SharedHead)
+    x, y, *whose = batch
+    dp = learner.trainer if isinstance(learner.trainer, NoisySums) else NoisySums(0.0, 1.0, len(x))
+    with torch.no_grad():
+        z = head.embedded(x)
+        exact = dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), whose[0] if whose else None)
+        noisy = dp.noisy(exact, noise) if dp.sigma else exact
+        head.hold(exact, noisy.float().double(), (dp.sigma * dp.clip) ** 2)
 
 
 def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:
@@ -158,7 +190,13 @@ def mutual_step(
     """
     x, y, *whose = batch
     patient = whose[0] if whose else None
-    return student.step(x, lambda own: mutual(own, y, answers, weight), noise, logits=logits, patient=patient)
+    return student.step(
+        x,
+        lambda own: mutual(own, y, answers, weight, student.class_weights),
+        noise,
+        logits=logits,
+        patient=patient,
+    )
 
 
 def mean_losses(steps: Iterator[dict[str, float]]) -> dict[str, float | None]:

@@ -20,7 +20,13 @@ def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(dim=1).mean()
 
 
-def mutual(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, weight: float) -> Tensor:
+def mutual(
+    logits: Tensor,
+    labels: Tensor,
+    teacher_logits: Tensor | None,
+    weight: float,
+    class_weights: Tensor | None = None,
+) -> Tensor:
     """(1 − weight) · CE + weight · KL[student ‖ teacher] (eqs. 4 and 5); plain CE without a teacher.
 
     Args:
@@ -28,8 +34,9 @@ def mutual(logits: Tensor, labels: Tensor, teacher_logits: Tensor | None, weight
         labels: int64[b].
         teacher_logits: float32[b, classes], or None.
         weight: α for the private model, β for the proxy.
+        class_weights: float32[classes], how much a row of each class counts; None for all alike.
     """
-    cross_entropy = functional.cross_entropy(logits, labels)
+    cross_entropy = functional.cross_entropy(logits, labels, class_weights)
     if teacher_logits is None or weight == 0:
         return cross_entropy
     return torch.lerp(cross_entropy, kl_divergence(logits, teacher_logits), weight)

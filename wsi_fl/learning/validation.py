@@ -11,11 +11,14 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, subset
 from wsi_fl.learning.metrics import Labels, Probabilities, macro_accuracy
+from wsi_fl.learning.stacking import Stack
 from wsi_fl.types import UsageError
 
 Answer = Literal["private", "mean", "proxy"]
 """Whose probabilities are a site's answer; of equally good ones the first."""
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
+STACK = "stack"
+"""The answer that mixes both models by a `Stack`."""
 
 
 def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
@@ -54,15 +57,21 @@ def _lot(seed: int, name: str) -> float:
 
 def roles(answer: str) -> tuple[str, ...]:
     """The models that an answer needs."""
-    return ("private", "proxy") if answer == "mean" else (answer,)
+    return ("private", "proxy") if answer in ("mean", STACK) else (answer,)
 
 
-def answered(predicted: Mapping[str, Probabilities], answer: str) -> Probabilities:
-    """float64[n, classes]: what one model says, or the mean of what both say.
+def answered(
+    predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
+) -> Probabilities:
+    """float64[n, classes]: what one model says, or the mean or mixture of what both say.
 
     Args:
         predicted: probabilities by role.
+        stack: how both are mixed, where that is the answer.
     """
+    if answer == STACK:
+        assert stack is not None
+        return stack(predicted["private"], predicted["proxy"])
     said = [predicted[role] for role in roles(answer)]
     return said[0] if len(said) == 1 else np.mean(said, axis=0)
 

@@ -17,9 +17,10 @@ from torch import nn
 
 from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.deepset import deepset, deepset_attention, deepset_max
-from wsi_fl.models.heads import linear_head, mlp_head
+from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
@@ -52,9 +53,11 @@ BAG_BUILDERS: dict[str, FeatureBuilder] = {
     "deepset": deepset,
     "deepset_max": deepset_max,
     "deepset_attention": deepset_attention,
+    "mean_head": mean_head,
 }
 
 VECTOR_BUILDERS: dict[str, FeatureBuilder] = {"linear_head": linear_head, "mlp_head": mlp_head}
+
 
 _SEEN = {
     "bags": ("bags of features", "mosaics", BAG_BUILDERS),
@@ -96,6 +99,8 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
 
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
+    if name == "shared_head":  # of `oneshot` alone
+        return SharedHead(n_classes, shape.n_features, bags=kind == "bags")
     sees, _, builders = _SEEN[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees

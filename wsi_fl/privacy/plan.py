@@ -134,10 +134,14 @@ def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> torc
 class Applies(Protocol):
     """What a trainer under differential privacy is about to apply."""
 
-    sigma: float
-    clip: float
-    batch_size: int
-    unit: str
+    @property
+    def sigma(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def unit(self) -> str: ...
 
 
 def require_planned(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
 from wsi_fl.study.preparing import Features, Mosaic, Slides, Stain, Store, Tile
@@ -32,6 +32,13 @@ class Train(Section):
     """Learning rate of Adam."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of Adam."""
+    balance: bool = False
+    """Whether rows are weighed in training so that all classes count alike. Models under differential privacy are left
+    alone, since weights that follow private counts would void ε; `predict.with = "stack"` balances what they answer."""
+    tune: bool = False
+    """Whether models without differential privacy choose their own settings by cross-validation over the site's own
+    patients. Linear heads are fitted at once; others choose `balance`, `weight_decay` and `lr`. `compare` always
+    tunes the hospital alone."""
     alpha: float = Field(0.3, ge=0, le=1)
     """How far the private model learns from its proxy (α) instead of from the labels: 0 not at all, 1 from the proxy
     alone."""
@@ -141,11 +148,17 @@ class Predict(Section):
     """Which model answers, and how its answer is drawn."""
 
     without_effect = ("threshold", "top_k")
-    with_: Literal["auto", "private", "proxy", "mean", "competence"] = Field("auto", alias="with")
+    with_: Literal["auto", "private", "proxy", "mean", "stack"] = Field("auto", alias="with")
     """Which model answers: the private one, the proxy, or the mean of both. `auto` takes what does best on the site's
-    validation split, or the private model without one. `competence` needs no split: a site that sees mostly one
-    class asks its proxy, others take the mean, and the private model answers while the proxy is no better than
-    chance."""
+    validation split, or the private model without one. `stack` mixes both with the weight that suits the site's own
+    rows, and lets all classes count alike; it needs `train.tune`, or a validation split."""
+
+    @field_validator("with_", mode="before")
+    @classmethod
+    def _as_it_is_called_now(cls, value: object) -> object:
+        """Pipelines of before say "competence", a rule whose place `stack` has taken."""
+        return "stack" if value == "competence" else value
+
     threshold: float = Field(0.5, gt=0, le=1)
     """Probability from which on a patch is outlined and counted as tumour."""
     top_k: int = Field(20, ge=1)

@@ -26,7 +26,7 @@ from wsi_fl.learning.metrics import (
     scores,
     slide_level,
 )
-from wsi_fl.learning.validation import ANSWERS, answered, roles
+from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
 from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.outside import outside
@@ -122,7 +122,7 @@ def _shared_parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str, Any]:
     """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
     found: dict[str, Any] = {}
-    for answer in ANSWERS:
+    for answer in (*ANSWERS, STACK):
         said = [row["models"][answer] for row in rows if answer in row["models"]]
         if said:
             whole = _over_sites(said) if merged else None
@@ -212,8 +212,11 @@ def _predicted(
             }
             for name, one in some.items()
         }
-    possible = [answer for answer in ANSWERS if set(roles(answer)) <= found.models.keys()]
-    return {answer: {name: answered(p, answer) for name, p in by_role.items()} for answer in possible}
+    known = (*ANSWERS, *[STACK] * (found.stack is not None))
+    possible = [answer for answer in known if set(roles(answer)) <= found.models.keys()]
+    return {
+        answer: {name: answered(p, answer, found.stack) for name, p in by_role.items()} for answer in possible
+    }
 
 
 _NOTHING: dict[str, Any] = {"n": 0} | dict.fromkeys(SCORES) | {"tumor_types": {}}

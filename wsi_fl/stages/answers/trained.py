@@ -11,7 +11,8 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.validation import answered, roles
+from wsi_fl.learning.stacking import Stack
+from wsi_fl.learning.validation import STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.kept import as_begun
@@ -85,12 +86,14 @@ class Answering:
 
     Attributes:
         models: by role, those that are needed.
-        answer: "private", "proxy", or "mean" of both.
+        answer: "private", "proxy", or "mean" or "stack" of both.
+        stack: how both are mixed, where the run found that out.
     """
 
     models: Mapping[str, torch.nn.Module]
     answer: str
     device: torch.device
+    stack: Stack | None = None
 
     @property
     def asked(self) -> list[torch.nn.Module]:
@@ -103,7 +106,7 @@ class Answering:
             role: probabilities(self.models[role], examples, self.device, batch_size)
             for role in roles(self.answer)
         }
-        return answered(said, self.answer)
+        return answered(said, self.answer, self.stack)
 
 
 def has_proxy(run: RunFolder) -> bool:
@@ -112,7 +115,7 @@ def has_proxy(run: RunFolder) -> bool:
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
-    """What answers for a site: as `predict.with` says, `auto` and `competence` being what the run itself found.
+    """What answers for a site: as `predict.with` says, `auto` being what the run itself found.
 
     Raises:
         UsageError: when it did not look for what is asked.
@@ -122,15 +125,21 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     wanted = pipeline.predict.with_
     if wanted == "auto":
         return run.site(site).choice() or "private"
-    if wanted != "competence":
+    if wanted != STACK:
         return wanted
-    found = run.site(site).choice("competence")
-    if found is None:
+    noted = run.site(site).kept("choice")
+    if noted is None or noted.get("by") not in (STACK, "competence"):  # a rule of earlier versions
         raise UsageError(
-            f"{run.name}: trained without predict.with = 'competence', so it was not found out what should answer; "
+            f"{run.name}: trained without predict.with = 'stack', so it was not found out how to mix the models; "
             "train with it, or ask for private, proxy or mean"
         )
-    return found
+    return str(noted["with"])
+
+
+def stack_of(run: RunFolder, site: str) -> Stack | None:
+    """Return how a site mixes its models; None where its run did not find that out."""
+    noted = run.site(site).kept("choice")
+    return Stack.of(noted["stack"]) if noted and "stack" in noted else None
 
 
 def answering(
@@ -154,7 +163,8 @@ def answering(
     answer = answers_with(run, pipeline, site.name)
     wanted = ("private", "proxy") if every and has_proxy(run) else roles(answer)
     models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
-    return Answering({role: model.to(device).eval() for role, model in models.items()}, answer, device)
+    ready = {role: model.to(device).eval() for role, model in models.items()}
+    return Answering(ready, answer, device, stack_of(run, site.name))
 
 
 def _model(

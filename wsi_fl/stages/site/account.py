@@ -79,6 +79,7 @@ def planned_round(
     *,
     spent: Sequence[Mechanism] = (),
     past: Sequence[Mechanism] = (),
+    once: bool = False,
 ) -> PrivacyPlan | None:
     """Return what one round of a site with n units (training rows, or patients) applies; None without privacy.
 
@@ -89,6 +90,7 @@ def planned_round(
     Args:
         spent: what was applied to the same units before and counts for this run.
         past: everything on the site's account.
+        once: whether all units are released at once, and not trained on in batches.
 
     Raises:
         UsageError: when no noise is enough, or δ is too large for n.
@@ -98,7 +100,7 @@ def planned_round(
         return None
     try:
         if privacy.target_epsilon is None:
-            plan = _round_of(site, pipeline, n, train.batch_size, privacy.sigma)
+            plan = _round_of(site, pipeline, n, n if once else train.batch_size, privacy.sigma)
             if site.real and spends(pipeline):
                 plan.refuse_large_delta()
             return plan
@@ -106,7 +108,7 @@ def planned_round(
         limits = [(min(privacy.target_epsilon, budget), spent)]
         if site.real and site.max_epsilon is not None:
             limits.append((site.max_epsilon, past))
-        return _within(limits, n, site, pipeline)
+        return _within(limits, n, site, pipeline, once)
     except UsageError as error:
         raised = "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
         hint = raised if privacy.target_epsilon else ""
@@ -128,10 +130,17 @@ def _round_of(site: SiteFile, pipeline: Pipeline, n: int, batch_size: int, sigma
 
 
 def _within(
-    limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, site: SiteFile, pipeline: Pipeline
+    limits: Sequence[tuple[float, Sequence[Mechanism]]],
+    n: int,
+    site: SiteFile,
+    pipeline: Pipeline,
+    once: bool,
 ) -> PrivacyPlan:
     """The plan for the tightest of the limits (ε, what counts towards it), with noise that keeps them all."""
     clip, delta = pipeline.privacy.clip, site.delta or pipeline.privacy.delta
+    if once:
+        sigma = max(sigma_for(limit, 1.0, 1, delta, spent=before) for limit, before in limits)
+        return _round_of(site, pipeline, n, n, sigma)
     epochs = pipeline.train.rounds * pipeline.train.epochs_per_round
     ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
     way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
@@ -143,7 +152,13 @@ def _within(
 
 
 def agreed_plan(
-    folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int, ledger: PrivacyLedger
+    folder: SiteFolder,
+    site: SiteFile,
+    pipeline: Pipeline,
+    n: int,
+    ledger: PrivacyLedger,
+    *,
+    once: bool = False,
 ) -> PrivacyPlan | None:
     """Return the plan that the run keeps, or one for what is on the site's account as it begins.
 
@@ -156,11 +171,13 @@ def agreed_plan(
         _refuse_changed(known, replace(known, **recorded), site.name)
     if known is None:
         return planned_round(
-            site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True)
+            site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True), once=once
         )
     own = pipeline.privacy.target_epsilon is not None  # then the site chose its batch size and noise itself
     batch_size, sigma = (
-        (known.batch_size, known.sigma) if own else (pipeline.train.batch_size, pipeline.privacy.sigma)
+        (known.batch_size, known.sigma)
+        if own
+        else (n if once else pipeline.train.batch_size, pipeline.privacy.sigma)
     )
     _refuse_changed(_round_of(site, pipeline, n, batch_size, sigma), known, site.name)
     return known

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from wsi_fl.federation.methods import METHODS, Method, replay
+from wsi_fl.federation.methods import METHODS, SHARED, Method, replay
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Data, kind_of, open_data
@@ -29,6 +29,31 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
+
+
+def _of_one_release(pipeline: Pipeline) -> Pipeline:
+    """Return the settings of a method that releases once: one round, and heads that are solved and not trained.
+
+    Raises:
+        UsageError: where sites train on pixels.
+    """
+    heads = {"features": "linear_head", "mosaics": "mean_head"}
+    if pipeline.train.data not in heads:
+        raise UsageError(
+            "oneshot shares sums of features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
+            "train.data = 'features' (or 'mosaics')"
+        )
+    once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
+    model = {"private": heads[pipeline.train.data], "proxy": SHARED}
+    answer = "stack" if pipeline.predict.with_ == "auto" else pipeline.predict.with_
+    return pipeline.model_copy(
+        update={
+            "train": pipeline.train.model_copy(update=once),
+            "model": pipeline.model.model_copy(update=model),
+            "privacy": pipeline.privacy.model_copy(update={"clip": 1.0, "mode": "strict"}),
+            "predict": pipeline.predict.model_copy(update={"with_": answer}),
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -54,6 +79,8 @@ class Party:
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
         """Read the site files of a pipeline; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
+        if method_for(method, pipeline).once:
+            pipeline = _of_one_release(pipeline)
         return Party(study, pipeline, method, folder, tuple(study.sites(pipeline)))
 
     @staticmethod

@@ -8,6 +8,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.federation.graph import from_file
+from wsi_fl.federation.methods import SHARED
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.data import open_data
@@ -57,6 +58,7 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     if row.bare:
         _check_bare(party)
+    _check_heads(party)
     if pipeline.audit.canaries and (row.bare or row.generated):
         raise UsageError(
             f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
@@ -76,6 +78,17 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     for site in sites:
         if stores and (site.allows("patches") or not party.has_store(site.name)):
             open_data(party.study, site.name, pipeline).store.close()
+
+
+def _check_heads(party: Party) -> None:
+    """One method makes its own heads, and no other can make them."""
+    model, name = party.pipeline.model, party.name
+    if not party.method.once and SHARED in (model.private, model.proxy):
+        raise UsageError(f"model {SHARED!r} is made by `train --method oneshot` alone")
+    if party.method.once and (own := [site.name for site in party.sites if site.private_model]):
+        raise UsageError(
+            f"sites/{own[0]}.toml: {name} solves linear heads; leave private_model out, or train proxyfl"
+        )
 
 
 def _check_stores_stay_apart(party: Party, backend: str) -> None:

@@ -91,9 +91,10 @@ def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Exa
                 f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
             )
         train = learned
-    if pipeline.predict.with_ == "competence" and not pipeline.privacy.noisy and not len(validation):
+    known = pipeline.train.tune and (pipeline.privacy.noisy or party.method.once)
+    if pipeline.predict.with_ == "stack" and not known and not len(validation):
         raise UsageError(
-            "predict.with = 'competence' without noise needs rows that no proxy has learned from; set "
-            "train.val_fraction=0.15, or tile with a validation split"
+            "predict.with = 'stack' needs rows that no model has learned by heart; set train.tune=true where proxies "
+            "are under privacy, or train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None

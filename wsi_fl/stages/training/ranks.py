@@ -75,6 +75,8 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
         for site in sites:
             remember_plan(site)
             remember_canaries(site)
+            if site.tuned is not None:
+                site.folder.keep("tuned", site.tuned)
             remember_buffer(site)
             if said := leaving_words(site, method):
                 watcher.say(f"  {said}")

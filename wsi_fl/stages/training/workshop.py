@@ -11,9 +11,10 @@ import torch
 from wsi_fl.federation.methods import MakeLearner
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.examples import Augment
+from wsi_fl.learning.examples import Augment, Examples
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
+from wsi_fl.learning.tuning import Way
 from wsi_fl.models import build, schema
 from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
@@ -35,6 +36,7 @@ from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger
 from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
+from wsi_fl.stages.training.tuning import Tuned, learner_of, tuned_for
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -90,8 +92,18 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
     return pipeline.model.private if common else (site.private_model or pipeline.model.private)
 
 
-def make_learners(party: Party, index: int, device: torch.device, planned: PrivacyPlan | None) -> MakeLearner:
-    """Build the learners a method asks for, with the site's noise where they are under differential privacy."""
+def make_learners(
+    party: Party, index: int, device: torch.device, planned: PrivacyPlan | None, train: Examples
+) -> tuple[MakeLearner, list[Tuned]]:
+    """Build the learners a method asks for, with the site's noise where they are under differential privacy.
+
+    Args:
+        train: what they will learn from.
+
+    Returns:
+        What builds a learner, and a list to which it adds the settings that it chose for one.
+    """
+    found: list[Tuned] = []
     site, pipeline = party.sites[index], party.pipeline
     data = party.data(site.name)
 
@@ -105,15 +117,22 @@ def make_learners(party: Party, index: int, device: torch.device, planned: Priva
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 engine = check_per_example_gradients(model, shape, len(data.store.meta.classes))
                 settings = replace(settings, engine=engine)
-        return Learner(
-            model,
-            lr=pipeline.train.lr,
-            weight_decay=pipeline.train.weight_decay,
-            device=device,
-            dp=settings,
-        )
+        train_keys, n_classes = pipeline.train, len(data.store.meta.classes)
+        if settings is not None:
+            return Learner(
+                model, lr=train_keys.lr, weight_decay=train_keys.weight_decay, device=device, dp=settings
+            )
+        way = Way(train_keys.lr, train_keys.weight_decay, train_keys.balance)
+        if role == "private" and train_keys.tune and party.method.travels != "private":
+            name = architecture(site, pipeline, role, common=common)
+            found.append(tuned_for(party, model, name, train, n_classes, device))
+            way = found[-1].way or way
+        learner = learner_of(model, way, train.label, n_classes, device)
+        if found and role == "private":
+            found[-1].give(learner)
+        return learner
 
-    return make
+    return make, found
 
 
 def assemble(party: Party, index: int) -> Site:
@@ -139,11 +158,12 @@ def assemble(party: Party, index: int) -> Site:
     units = units_of(pipeline, train, site.name)
     if canaries is not None:
         units = units.with_canaries(canaries.included)
-    planned = agreed_plan(folder, site, pipeline, units.n, ledger)
-    return Site(
+    planned = agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
+    make, tuned = make_learners(party, index, device, planned, train)
+    made = Site(
         index=index,
         name=site.name,
-        learners=party.method.prepare(make_learners(party, index, device, planned)),
+        learners=party.method.prepare(make),
         train=train,
         tests={name: examples for name, examples in tests.items() if len(examples)},
         ledger=ledger,
@@ -151,11 +171,15 @@ def assemble(party: Party, index: int) -> Site:
         device=device,
         plan=planned,
         units=units,
+        n_classes=len(data.store.meta.classes),
         validation=validation,
         canaries=canaries,
         buffer=agreed_buffer(party, index),
         returning=site.name in party.run.returning(),
     )
+    if tuned:
+        made.held_out, made.tuned = tuned[-1].held_out, tuned[-1].facts
+    return made
 
 
 def _included(party: Party, site: SiteFile) -> tuple[str, ...]:

@@ -1,0 +1,212 @@
+"""The hospital alone, given its due: balance, and settings chosen on its own patients; and stacks of two models."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused, write_features
+from sklearn.linear_model import LogisticRegression
+from test_oneshot import HEADS, rows_of
+
+from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
+from wsi_fl.learning.tuning import Way, balanced_loss, fitted_head, held_out_folds, tuned
+from wsi_fl.models import build
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.tuning import class_weights
+from wsi_fl.types import Vectors
+
+ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
+
+
+def normalised(x):
+    return torch.nn.functional.layer_norm(torch.from_numpy(x), x.shape[-1:]).numpy()
+
+
+@pytest.fixture
+def skewed(tmp_path):
+    """Two hospitals of 100 rows, nine of ten of one class, and balanced tests."""
+    study = make_study(tmp_path / "study", n_sites=2)
+    for k, share in enumerate((0.1, 0.9)):
+        x, labels = rows_of(100, k, share, d=200)
+        more, theirs = rows_of(200, 10 + k, d=200)
+        patients = [f"p{i}" for i in range(100)] + [f"t{i}" for i in range(200)]
+        splits = ["train"] * 100 + ["test"] * 200
+        write_features(
+            study, f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
+        )
+    return study
+
+
+def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
+    x, labels = rows_of(120, 0, 0.2, d=300)
+    x = normalised(x)
+    found = fitted_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
+    theirs = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
+    ours = x @ found.weight.T + found.bias
+    np.testing.assert_allclose(ours[:, 1] - ours[:, 0], theirs.decision_function(x), rtol=0.02, atol=0.02)
+
+
+def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
+    summary = train(skewed, method="regular", overrides=ALONE, backend="local")
+    rows = evaluate(skewed, summary["run"])["sites"]
+    for k, share in enumerate((0.1, 0.9)):
+        x, labels = rows_of(100, k, share, d=200)
+        tests = [rows_of(200, 10 + j, d=200) for j in range(2)]
+        strength = json.loads((skewed.root / summary["run"] / f"sites/S{k}/tuned.json").read_text())[
+            "strength"
+        ]
+        theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
+        theirs.fit(normalised(x), labels)
+        right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
+        assert rows[k]["accuracy"] == pytest.approx(right.mean(), abs=0.01)
+    plain = train(
+        skewed, method="regular", overrides=[*ALONE, "train.tune=false", "train.rounds=20"], backend="local"
+    )
+    before = evaluate(skewed, plain["run"])["merged"]["accuracy"]["mean"]
+    assert np.mean([row["accuracy"] for row in rows]) > before + 0.05  # its prior was most of what it lacked
+
+
+def test_strength_is_chosen_on_patients_that_were_held_out():
+    rng = np.random.default_rng(0)
+    labels = np.tile([0, 1], 60)
+    patients = np.repeat([f"p{i}" for i in range(20)], 6)
+    own = rng.normal(size=(20, 400))[np.repeat(np.arange(20), 6)]  # what tells patients apart, and no class
+    x = own * 3 + rng.normal(size=(120, 400))
+    found = fitted_head(x, labels, patients, 2)
+    assert found.strength < 1 / 400  # there is nothing to learn
+    loose = fitted_head(
+        x, labels, np.full(120, ""), 2
+    )  # by rows its own patients would be held out, and known
+    assert loose.loss < found.loss
+    for fold in held_out_folds(labels, patients):
+        assert not set(patients[fold]) & set(patients[~fold])
+
+
+def test_what_was_held_out_is_not_what_was_learned():
+    rng = np.random.default_rng(0)
+    x, labels = rng.normal(size=(80, 500)), rng.integers(0, 2, 80)
+    found = fitted_head(x, labels, np.full(80, ""), 2)
+    assert abs((found.held_out.argmax(1) == labels).mean() - 0.5) < 0.2
+    assert ((x @ found.weight.T + found.bias).argmax(1) == labels).mean() > 0.8
+
+
+def test_one_class_alone_says_itself_and_one_patient_of_a_class_holds_nothing_out():
+    x = np.random.default_rng(0).normal(size=(10, 4))
+    only = fitted_head(x, np.ones(10, int), np.full(10, ""), 3)
+    assert (x @ only.weight.T + only.bias).argmax(1).tolist() == [1] * 10 and only.held_out is None
+    few = fitted_head(x, np.array([0] * 9 + [1]), np.full(10, ""), 2)
+    assert few.held_out is None and np.isfinite(few.weight).all()
+
+
+def test_balance_makes_rare_classes_count_as_much(skewed):
+    settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
+    reached = []
+    for balance in ("false", "true"):
+        run = train(
+            skewed, method="regular", overrides=[*settings, f"train.balance={balance}"], backend="local"
+        )
+        reached.append(evaluate(skewed, run["run"])["merged"]["macro_accuracy"]["mean"])
+    assert reached[1] > reached[0] + 0.03
+    weights = np.array(class_weights(np.repeat([0, 1], [90, 10]), 2))
+    np.testing.assert_allclose(weights * [90, 10], [50, 50])
+
+
+def test_a_model_under_privacy_is_not_weighed_by_private_counts(skewed):
+    released = []
+    for balance in ("false", "true"):
+        run = train(
+            skewed,
+            method="proxyfl",
+            overrides=[*HEADS, "train.rounds=1", "privacy.insecure_seed=3", f"train.balance={balance}"],
+            backend="local",
+        )["run"]
+        lines = (skewed.root / "ledgers/S0.jsonl").read_text().splitlines()
+        released.append(
+            [json.loads(line)["released"] for line in lines if run[5:] in line and "released" in line]
+        )
+    assert released[0] == released[1] != []
+
+
+def test_other_models_choose_their_settings_one_by_one():
+    labels, patient = np.tile([0, 1], 20), np.array([f"p{i // 2}" for i in range(40)])
+    asked = []
+
+    def trained(way, seen):
+        asked.append(way)
+        good = 0.6 + 0.1 * way.balance + 0.1 * (way.weight_decay == 1e-2) + 0.1 * (way.lr < 1)
+        said = np.full((int((~seen).sum()), 2), 1 - good)
+        said[np.arange(len(said)), labels[~seen]] = good
+        return said
+
+    best, held_out = tuned(labels, patient, Way(1.0, 0.0, False), trained, folds=5)
+    assert best == Way(0.3, 1e-2, True)
+    assert held_out.shape == (40, 2) and balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
+    assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
+
+
+def test_heads_of_two_layers_are_tuned_too(skewed):
+    settings = [*ALONE, "model.private=mlp_head", "train.rounds=3"]
+    summary = train(skewed, method="regular", overrides=settings, backend="local")
+    kept = json.loads((skewed.root / summary["run"] / "sites/S0/tuned.json").read_text())
+    assert set(kept) == {"by", "lr", "weight_decay", "balance"}
+
+
+# ---- stacks
+
+
+def said(labels, skill, seed):
+    margin = (2 * labels - 1) * skill + np.random.default_rng(seed).normal(size=len(labels))
+    return np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], axis=1)
+
+
+def test_a_stack_believes_whom_the_rows_believe():
+    labels = np.tile([0, 1], 200)
+    good, bad = said(labels, 1.0, 0), said(labels, 0.0, 1)
+    assert fitted_stack(good, bad, labels).weight < 0.2
+    assert fitted_stack(bad, good, labels).weight > 0.8
+    other = said(labels, 1.0, 2)
+    both = fitted_stack(good, other, labels)
+    assert 0.2 < both.weight < 0.8
+    alone = max((one.argmax(1) == labels).mean() for one in (good, other))
+    assert (both(good, other).argmax(1) == labels).mean() > alone + 0.03
+
+
+def test_a_stack_lets_all_classes_count_alike():
+    rng = np.random.default_rng(0)
+    labels = np.repeat([0, 1], [380, 20])
+    margin = np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400) - 3  # an answer shifted by the prior
+    own = np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], 1)
+    assert (own.argmax(1)[labels == 1] == 1).mean() < 0.2
+    stack = fitted_stack(own, np.full((400, 2), 0.5), labels)
+    answers = stack(own, np.full((400, 2), 0.5)).argmax(1)
+    assert (answers[labels == 1] == 1).mean() > 0.6 and (answers[labels == 0] == 0).mean() > 0.6
+
+
+def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
+    labels = np.tile([0, 1], 20)
+    stack = fitted_stack(said(labels, 1.0, 0), said(labels, 1.0, 1), labels)
+    assert Stack.of(json.loads(json.dumps(asdict(stack)))) == stack
+    never = np.array([[0.0, 1.0]])
+    assert stack(never, never)[0, 0] == 0
+    np.testing.assert_allclose(
+        shared_alone(2)(said(labels, 0.0, 3), own := said(labels, 1.0, 4)), own, atol=1e-9
+    )
+
+
+def test_lone_heads_are_linear_models_of_the_table():
+    assert isinstance(build("linear_head", n_classes=2, shape=Vectors(4), seed=0)[-1], torch.nn.Linear)
+
+
+def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
+    settings = [*HEADS, "train.tune=true", "predict.with=stack", "train.rounds=3", "privacy.target_epsilon=8"]
+    summary = train(skewed, method="proxyfl", overrides=settings, backend="local")
+    document = evaluate(skewed, summary["run"])
+    assert {row["with"] for row in document["sites"]} == {"stack"}
+    assert document["models"]["stack"]["merged"]["accuracy"]["mean"] > 0.5
+    refused(
+        lambda: train(skewed, method="proxyfl", overrides=[*settings, "train.tune=false"], backend="local"),
+        "train.tune=true",
+    )

@@ -1,0 +1,263 @@
+"""Sums of features, released once: what they protect, what is solved from them, and the run around it."""
+
+import json
+from math import sqrt
+
+import numpy as np
+import pytest
+import torch
+from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
+from scipy.stats import kstest
+
+from wsi_fl.models.shared_head import CONSTANT, LONGEST, SharedHead, codes
+from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import resume, train
+
+D = 24
+HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
+
+
+def rows_of(n, seed, share=0.5, d=D):
+    """Features whose label is seen in a few of them, and labels of which a share is 1."""
+    rng = np.random.default_rng(seed)
+    labels = (np.arange(n) < round(n * share)).astype(int)
+    x = rng.normal(size=(n, d)) + 1.5 * np.outer(2 * labels - 1, np.arange(d) < 3)
+    return x.astype(np.float32), labels
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Three hospitals of 60 training rows, of which the first two see one class alone."""
+    made = make_study(tmp_path / "study", n_sites=3)
+    for k, share in enumerate((0.0, 1.0, 0.5)):
+        x, labels = rows_of(60, k, share)
+        more, theirs = rows_of(40, 10 + k)
+        patients = [f"p{i // 3}" for i in range(60)] + [f"t{i}" for i in range(40)]
+        splits = ["train"] * 60 + ["test"] * 40
+        write_features(
+            made, f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
+        )
+    return made
+
+
+def oneshot(study, *overrides, **more):
+    return train(study, method="oneshot", overrides=[*HEADS, *overrides], **({"backend": "local"} | more))
+
+
+def sums_of(head, x, labels, dp=None, patient=None):
+    z = head.embedded(torch.from_numpy(x))
+    y = torch.from_numpy(labels)
+    dp = dp or NoisySums(0.0, 1.0, len(x))
+    who = None if patient is None else torch.from_numpy(patient)
+    return dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), who)
+
+
+# ---- what one record changes
+
+
+@pytest.mark.parametrize("n_classes", [2, 5])
+def test_a_row_changes_the_sums_by_at_most_one(n_classes):
+    head, rng = SharedHead(n_classes, D), np.random.default_rng(0)
+    worst = 0.0
+    for scale in (1e-3, 1.0, 1e3):
+        x = (rng.normal(size=(30, D)) * scale).astype(np.float32)
+        x[0] = 0  # LayerNorm of a constant row
+        x[1, 0] = np.inf
+        labels = rng.integers(0, n_classes, 30)
+        whole = sums_of(head, x, labels)
+        for left in range(30):
+            rest = np.delete(np.arange(30), left)
+            without = sums_of(head, x[rest], labels[rest])
+            worst = max(worst, float((whole - without).norm()))
+    assert 0.9 < worst <= 1  # the bound is used, and kept
+
+
+def test_the_parts_for_a_and_b_have_the_sensitivity_that_is_said():
+    head, (x, labels) = SharedHead(2, D), rows_of(50, 0)
+    z = head.embedded(torch.from_numpy(x))
+    assert float(z.square().sum(1).max()) <= LONGEST
+    assert torch.allclose(z[:, -1], torch.tensor(CONSTANT, dtype=torch.float64))
+    a, b = head.unpacked(head.packed(z[:1], torch.tensor(labels[:1])))
+    torch.testing.assert_close(a, z[:1].mT @ z[:1])
+    torch.testing.assert_close(b, z[:1].mT * (2 * labels[0] - 1.0))
+    assert float(a.norm()) <= LONGEST and float(b.norm()) <= sqrt(LONGEST)
+
+
+def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
+    head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
+    x[:40] = x[0]  # forty rows alike
+    patient = np.repeat([0, 1, 2], [40, 15, 5])
+    dp = NoisySums(0.0, 1.0, 3, "patient")
+    whole = sums_of(head, x, labels, dp, patient)
+    for one in range(3):
+        rest = patient != one
+        change = whole - sums_of(head, x[rest], labels[rest], dp, patient[rest])
+        assert float(change.norm()) <= 1
+    rows = sums_of(head, x, labels) - sums_of(head, x[40:], labels[40:])
+    assert float(rows.norm()) > 30  # by rows that patient would not be protected
+
+
+def test_the_noise_has_the_variance_that_the_account_is_told():
+    dp = NoisySums(3.0, 0.5, 10)
+    drawn = dp.noisy(torch.zeros(20_000, dtype=torch.float64), entropy_generator()).numpy()
+    assert kstest(drawn / 1.5, "norm").pvalue > 1e-4
+    assert not np.array_equal(drawn, dp.noisy(torch.zeros(20_000, dtype=torch.float64), entropy_generator()))
+
+
+# ---- the account
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 3.731, 20.0])
+def test_epsilon_of_one_release_is_exact(sigma):
+    accounting = pytest.importorskip("dp_accounting")
+    ours = epsilon([Mechanism(sigma, 1.0, 1.0, 1)], 1e-5)
+    assert ours == pytest.approx(accounting.get_epsilon_gaussian(sigma, 1e-5), abs=1e-6)
+    # of several releases too: three of them are one with less noise
+    assert epsilon([Mechanism(sigma, 1.0, 1.0, 3)], 1e-5) == pytest.approx(
+        gaussian_epsilon(sqrt(3) / sigma, 1e-5)
+    )
+
+
+def test_what_is_sampled_is_added_by_renyi_and_never_costs_less():
+    once, steps = Mechanism(4.0, 1.0, 1.0, 1), Mechanism(1.5, 1.0, 0.05, 100)
+    both = epsilon([once, steps], 1e-5)
+    assert both > max(epsilon([once], 1e-5), epsilon([steps], 1e-5))
+
+
+# ---- what is solved
+
+
+def test_without_noise_it_is_the_ridge_regression_of_all_rows_together():
+    (xa, ya), (xb, yb) = rows_of(80, 0, 0.3), rows_of(120, 1, 0.6)
+    apart, pooled = [SharedHead(2, D) for _ in range(2)]
+    x, y = np.concatenate([xa, xb]), np.concatenate([ya, yb])
+    all_rows, first, second = (
+        sums_of(apart, x, y), sums_of(apart, xa, ya), sums_of(apart, xb, yb),
+    )  # fmt: skip
+    torch.testing.assert_close(first + second, all_rows)
+    pooled.hold(all_rows, all_rows, 0.0)
+    apart.hold(first, first, 0.0)
+    with torch.no_grad():
+        apart.sums.copy_((apart.sums + torch.cat([second, torch.zeros(1)])) / 2)
+        apart.n_sites.fill_(2)
+        said, wanted = (head(torch.from_numpy(x)) for head in (apart, pooled))
+    torch.testing.assert_close(said, wanted, rtol=1e-3, atol=1e-3)
+    assert float(((said[:, 1] > said[:, 0]).numpy() == y).mean()) > 0.9
+
+
+def test_more_classes_have_codes_of_one_length_and_all_are_told_apart():
+    for n in (2, 3, 7):
+        found = codes(n)
+        torch.testing.assert_close(found.norm(dim=1), torch.ones(n, dtype=torch.float64))
+        torch.testing.assert_close(found.sum(0), torch.zeros(n - 1, dtype=torch.float64))
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(4), (300, 100, 40, 20))  # rare ones count as much
+    x = (rng.normal(size=(460, D)) + 4 * np.eye(D)[labels]).astype(np.float32)
+    head = SharedHead(4, D)
+    exact = sums_of(head, x, labels)
+    head.hold(exact, exact, 0.0)
+    said = head(torch.from_numpy(x)).argmax(1).numpy()
+    assert all((said[labels == c] == c).mean() > 0.9 for c in range(4))
+
+
+def test_bags_count_by_their_mean_and_padding_by_nothing():
+    from wsi_fl.learning.bags import packed
+
+    rng = np.random.default_rng(0)
+    bags = [rng.normal(size=(m, D)).astype(np.float32) for m in (3, 7)]
+    found = SharedHead(2, D, bags=True).embedded(torch.from_numpy(packed(bags)))
+    means = np.stack([bag.mean(0) for bag in bags])
+    torch.testing.assert_close(found, SharedHead(2, D).embedded(torch.from_numpy(means)))
+
+
+# ---- the run
+
+
+def test_hospitals_that_see_one_class_alone_learn_the_other_from_one_message(study):
+    summary = oneshot(study, "privacy.target_epsilon=8")
+    assert [row["rounds"] for row in summary["sites"]] == [1, 1, 1]
+    assert summary["communication"]["messages"] == 4  # to the hub and back
+    for row in summary["sites"]:
+        assert row["epsilon"] == pytest.approx(8, abs=0.02) and row["epsilon"] <= 8
+        assert row["guarantee"] == "guaranteed"
+        lines = (study.root / "ledgers" / f"{row['site']}.jsonl").read_text().splitlines()
+        assert sum("mechanism" in json.loads(line) for line in lines) == 1
+    document = evaluate(study, summary["run"])
+    assert {row["with"] for row in document["sites"]} == {"stack"}
+    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "stack"))
+    assert stack > 0.8 > private
+    assert report(study, summary["run"]).exists()
+
+
+def test_what_travels_is_noisy_and_what_stays_is_exact(study):
+    run = study.root / oneshot(study, "privacy.sigma=2.0")["run"]
+    kept = model(run, "S0", "proxy")
+    released, exact = kept["released"][:-1], kept["exact"][:-1]
+    noise = (released - exact).numpy()
+    assert kstest(noise / 2.0, "norm").pvalue > 1e-4
+    assert int(kept["n_sites"]) == 3 and float(kept["released"][-1]) == 4.0
+    mean = sum(model(run, f"S{k}", "proxy")["released"] for k in range(3)) / 3
+    torch.testing.assert_close(kept["sums"].double(), mean, rtol=1e-5, atol=1e-4)
+
+
+def test_without_privacy_the_sums_are_exact(study):
+    summary = oneshot(study, "privacy.enabled=false")
+    kept = model(study.root / summary["run"], "S0", "proxy")
+    torch.testing.assert_close(kept["released"], kept["exact"], rtol=1e-6, atol=1e-5)
+    assert summary["sites"][0]["epsilon"] is None
+
+
+def test_a_killed_run_sends_the_same_sums_once_more(study):
+    with interrupted_after(2):
+        oneshot(study, "privacy.sigma=2.0")
+    run = study.runs / "00001-oneshot-small"
+    ledger = study.root / "ledgers" / "S0.jsonl"
+    before = [json.loads(line) for line in ledger.read_text().splitlines()]
+    summary = resume(study, run.name, backend="local")
+    after = [json.loads(line) for line in ledger.read_text().splitlines()]
+    assert [one for one in after if "mechanism" in one] == [one for one in before if "mechanism" in one]
+    assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([Mechanism(2.0, 1.0, 1.0, 1)], 1e-5))
+
+
+def test_patients_are_units_where_that_is_asked(study):
+    summary = oneshot(study, "privacy.unit=patient", "privacy.target_epsilon=2")
+    assert {row["unit"] for row in summary["sites"]} == {"patient"}
+    assert json.loads((study.root / summary["run"] / "sites/S0/plan.json").read_text())["n"] == 20
+
+
+def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
+    for k in range(3):
+        file = study.root / "sites" / f"S{k}.toml"
+        file.write_text(file.read_text().replace("real = false", REAL))
+    study.site("S0")
+    found = dry_run(study, method="oneshot", overrides=[*HEADS, "sites=['S0']", "privacy.target_epsilon=1"])
+    assert found["sites"][0]["epsilon"] == pytest.approx(1, abs=1e-3)
+    only = ["sites=['S0']", "privacy.target_epsilon=1"]
+    first = oneshot(study, *only)["sites"][0]
+    second = oneshot(study, *only)["sites"][0]
+    assert first["lifetime_epsilon"] == pytest.approx(1, abs=1e-3)
+    assert second["lifetime_epsilon"] == pytest.approx(gaussian_epsilon(sqrt(2) / 3.731, 1e-5), abs=1e-3)
+
+
+def test_pixels_and_models_of_ones_own_are_refused_in_one_line(study):
+    refused(lambda: oneshot(study, "train.data=patches"), "wsi-fl features")
+    file = study.root / "sites" / "S1.toml"
+    file.write_text(file.read_text() + 'private_model = "mlp_head"\n')
+    refused(lambda: oneshot(study), "private_model")
+
+
+def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
+    x, labels = rows_of(4000, 5)
+    write_features(study, "S2", x, labels, [f"p{i}" for i in range(4000)], ["train"] * 3990 + ["test"] * 10)
+    summary = oneshot(study, "privacy.target_epsilon=8")
+    lines = (study.root / summary["run"] / "sites/S0/metrics.jsonl").read_text()
+    assert "rejected" not in lines
+    assert same(
+        {"sums": model(study.root / summary["run"], "S0", "proxy")["sums"]},
+        {"sums": model(study.root / summary["run"], "S1", "proxy")["sums"]},
+    )

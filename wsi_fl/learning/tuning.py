@@ -1,0 +1,199 @@
+"""What a hospital can do alone: settings chosen by cross-validation over its own patients.
+
+A model that learns without differential privacy is given the regularisation, the learning rate and the weights of the
+classes that serve rows of patients best that it has not seen. Nothing here looks at a test set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.metrics import Labels, Probabilities
+
+_FOLDS = 5
+_STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""C of the logistic regression, times the number of features."""
+_USUAL = 1.0
+"""Of these, where nothing can be held out."""
+_SURE = 1e-12
+
+
+@dataclass(frozen=True)
+class FittedHead:
+    """A linear head fitted to all rows of a site.
+
+    Attributes:
+        weight, bias: float64[classes, d], float64[classes].
+        strength: C of the regularisation, in scikit-learn's sense.
+        loss: balanced log-loss of `held_out`; None where nothing could be held out.
+        held_out: float64[n, classes], what heads that had not seen a row's patient said of it; None likewise.
+    """
+
+    weight: NDArray[np.float64]
+    bias: NDArray[np.float64]
+    strength: float
+    loss: float | None
+    held_out: Probabilities | None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a run keeps of it."""
+        return {"by": "cross-validation", "strength": self.strength, "loss": self.loss}
+
+
+def fitted_head(x: NDArray[Any], labels: Labels, patient: NDArray[np.str_], n_classes: int) -> FittedHead:
+    """Fit a balanced logistic regression whose regularisation is the best on patients that were held out.
+
+    Features are rotated into the span of the rows first, which changes nothing about the solution.
+
+    Args:
+        x: float[n, d], features as the linear layer sees them.
+        labels: int64[n].
+        patient: str[n]; "" where it is not known, and then the row is one of its own.
+
+    Example:
+        >>> x = np.array([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0], [0.9, 0.0]])
+        >>> found = fitted_head(x, np.array([0, 0, 1, 1]), np.array(["a", "b", "c", "d"]), 2)
+        >>> (x @ found.weight.T + found.bias).argmax(1).tolist()
+        [0, 0, 1, 1]
+    """
+    present = np.unique(labels)
+    d = x.shape[1]
+    if len(present) < 2:  # it can say nothing else
+        bias = np.full(n_classes, 0.0)
+        bias[present] = 1.0
+        return FittedHead(np.zeros((n_classes, d)), bias, _USUAL / d, None, None)
+    x = x.astype(np.float64)
+    basis = np.linalg.qr(x.T)[0] if len(x) < d else np.eye(d)
+    rows, folds = x @ basis, list(held_out_folds(labels, patient))
+    found: list[tuple[float, float, Probabilities]] = []
+    for strength in (one / d for one in _STRENGTHS) if folds else ():
+        said = np.empty((len(rows), n_classes))
+        for fold in folds:
+            seen = ~fold
+            weight, bias = _logistic(rows[seen], labels[seen], strength, n_classes)
+            said[fold] = _softmax(rows[fold] @ weight.T + bias)
+        found.append((balanced_loss(said, labels), strength, said))
+    loss, strength, held_out = min(found, key=lambda one: one[0]) if found else (None, _USUAL / d, None)
+    weight, bias = _logistic(rows, labels, strength, n_classes)
+    return FittedHead(weight @ basis.T, bias, strength, loss, held_out)
+
+
+def _logistic(
+    rows: NDArray[np.float64], labels: Labels, strength: float, n_classes: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Weights [classes, d] and bias [classes] of scikit-learn's balanced logistic regression; absent classes get −∞."""
+    from sklearn.linear_model import LogisticRegression
+
+    found = LogisticRegression(C=strength, class_weight="balanced", max_iter=1000).fit(rows, labels)
+    weight, bias = np.zeros((n_classes, rows.shape[1])), np.full(n_classes, _NEVER)
+    if len(found.classes_) == 2:  # one row for both
+        for sign, one in zip((-0.5, 0.5), found.classes_, strict=True):
+            weight[one], bias[one] = sign * found.coef_[0], sign * found.intercept_[0]
+    else:
+        weight[found.classes_], bias[found.classes_] = found.coef_, found.intercept_
+    return weight, bias
+
+
+_NEVER = -30.0
+"""Logit of a class that was never seen."""
+
+
+def held_out_folds(
+    labels: Labels, patient: NDArray[np.str_], most: int = _FOLDS
+) -> Iterator[NDArray[np.bool_]]:
+    """Yield the rows bool[n] that each of up to `most` folds holds out: whole patients, of all classes alike.
+
+    Nothing is yielded where a class has fewer than two patients.
+    """
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
+    patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
+    n_folds = min(most, *patients)
+    if n_folds < 2 or len(patients) < 2:
+        return
+    splitter = StratifiedGroupKFold(n_folds, shuffle=True, random_state=0)
+    for seen, held in splitter.split(np.zeros(len(labels)), labels, names):
+        if len(np.unique(labels[seen])) == len(patients):
+            fold = np.zeros(len(labels), bool)
+            fold[held] = True
+            yield fold
+
+
+def balanced_loss(said: Probabilities, labels: Labels) -> float:
+    """Return the log-loss of float64[n, classes], averaged within each class that occurs and then over classes."""
+    losses = -np.log(np.clip(said[np.arange(len(labels)), labels], _SURE, None))
+    return float(np.mean([losses[labels == one].mean() for one in np.unique(labels)]))
+
+
+def _softmax(logits: NDArray[np.float64]) -> Probabilities:
+    raised = np.exp(logits - logits.max(1, keepdims=True))
+    found: Probabilities = raised / raised.sum(1, keepdims=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Way:
+    """Settings of training that a site may choose for itself.
+
+    Attributes:
+        balance: whether rows are weighed so that all classes count alike.
+    """
+
+    lr: float
+    weight_decay: float
+    balance: bool
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a run keeps of it."""
+        return asdict(self)
+
+
+Trained = Callable[[Way, NDArray[np.bool_]], Probabilities]
+"""(settings, rows bool[n] to learn from) → what a model that learned from these says of all others, in order."""
+
+
+def tuned(
+    labels: Labels, patient: NDArray[np.str_], usual: Way, trained: Trained, *, folds: int
+) -> tuple[Way, Probabilities | None]:
+    """Choose settings one by one: balance, then the decay of weights, then the learning rate.
+
+    Args:
+        usual: the settings to begin with.
+        folds: how many times rows are held out, where there are patients enough.
+
+    Returns:
+        The best settings by balanced log-loss, and what was said with them of rows that were held out, float64[n,
+        classes]; the usual ones and None where nothing can be held out.
+    """
+    parts = list(held_out_folds(labels, patient))[:folds]
+    if not parts:
+        return usual, None
+    asked = np.concatenate([np.flatnonzero(fold) for fold in parts])
+    tried: dict[Way, tuple[float, list[Probabilities]]] = {}
+
+    def loss(way: Way) -> float:
+        if way not in tried:
+            said = [trained(way, ~fold) for fold in parts]
+            tried[way] = balanced_loss(np.concatenate(said), labels[asked]), said
+        return tried[way][0]
+
+    best = min((replace(usual, balance=one) for one in (True, False)), key=loss)
+    best = min((replace(best, weight_decay=one) for one in (usual.weight_decay, *_DECAYS)), key=loss)
+    best = min((replace(best, lr=one * usual.lr) for one in (1.0, *_RATES)), key=loss)
+    if len(parts) < _FOLDS:
+        return best, None
+    held_out = np.empty((len(labels), tried[best][1][0].shape[1]))
+    for fold, said in zip(parts, tried[best][1], strict=True):
+        held_out[fold] = said
+    return best, held_out
+
+
+_DECAYS, _RATES = (1e-3, 1e-2, 1e-1), (0.3,)

@@ -1,0 +1,194 @@
+"""A head that several sites make together from sums of their features, each released once.
+
+Every row gives z, its features after LayerNorm, projected to a few directions that all know, no longer than 1, and a
+constant. Of all rows A = Σ z zᵀ and B = Σ z v(y)ᵀ are enough for a ridge regression on the codes v of the labels.
+Sums of several sites add up, and noise that was added to them stays what it was (sufficient statistics perturbation;
+Wang, "Revisiting differentially private linear regression", UAI 2018).
+"""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+
+from wsi_fl.models.heads import MeanOfBag
+
+N_DIRECTIONS = 128
+"""Of the projection. With fewer too much of the features is lost, with more there is more noise."""
+CONSTANT = 0.5
+"""What every row has beside its directions, so that means can be read from the sums."""
+LONGEST = 1 + CONSTANT**2
+"""Bound on |z|²."""
+_ON_A = 0.6
+"""Share of the sensitivity's square that A gets, and B the rest."""
+_SCALE_A, _SCALE_B = sqrt(_ON_A) / LONGEST, sqrt((1 - _ON_A) / LONGEST)
+_ROUND_OFF = 1e-6
+_PUBLIC_SEED = 1_618_033
+
+
+class SharedHead(nn.Module):
+    """A linear head that is solved from sums which travel, with the site's own part exact.
+
+    Its parameters are one vector of sums: what a site releases, and after the exchange the mean over all sites. What
+    the site alone may know, its own sums without noise, stands in buffers and never travels.
+
+    Args:
+        n_classes, n_features: of the task and of the encoder.
+        bags: whether rows are bags of features, float32[b, m, d + 1], of which the mean counts.
+
+    Example:
+        >>> SharedHead(2, 1280)(torch.zeros(3, 1280)).shape
+        torch.Size([3, 2])
+
+    Attributes:
+        sums: float32[k + 1], `packed` A and B, and the variance of the noise in each of these k numbers, which is
+            no secret.
+        released, exact: float64[k + 1], the site's own sums with noise and without.
+        n_sites: how many sites `sums` is the mean of; 0 before the exchange.
+    """
+
+    sums: nn.Parameter
+    released: Tensor
+    exact: Tensor
+    n_sites: Tensor
+    projection: Tensor
+    codes: Tensor
+
+    def __init__(self, n_classes: int, n_features: int, *, bags: bool = False) -> None:
+        super().__init__()
+        self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
+        directions = min(N_DIRECTIONS, n_features)
+        self.width = directions + 1
+        drawn = torch.randn(
+            n_features, directions, dtype=torch.float64, generator=torch.Generator().manual_seed(_PUBLIC_SEED)
+        )
+        # |LayerNorm(x)|² is n_features, so that a projected row is about 1 long
+        projection = (drawn / sqrt(directions * n_features)).float()
+        self.register_buffer("projection", projection, persistent=False)
+        self.register_buffer("codes", codes(n_classes), persistent=False)
+        size = self.width * (self.width + 1) // 2 + self.width * (n_classes - 1) + 1
+        self.sums = nn.Parameter(torch.zeros(size))
+        for name, value in (("released", torch.zeros(size)), ("exact", torch.zeros(size))):
+            self.register_buffer(name, value.double())
+        self.register_buffer("n_sites", torch.zeros((), dtype=torch.int64))
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """Return z float64[b, width] of each row, whose square is at most `LONGEST`; 0 where it is not finite."""
+        x = self.pooled(x)
+        rows = (nn.functional.layer_norm(x, x.shape[-1:]) @ self.projection).double()
+        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1) * (1 - _ROUND_OFF)
+        z = torch.cat([rows, torch.full_like(rows[:, :1], CONSTANT)], dim=1)
+        return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
+
+    def packed(self, z: Tensor, y: Tensor) -> Tensor:
+        """Return float64[k], A and B of rows z[b, width] with labels int64[b]; those of one row are at most 1 long.
+
+        Off the diagonal A is scaled by √2, so that the vector of a row is as long as its matrix and every number
+        deserves the same noise.
+        """
+        a = z.mT @ z
+        b = z.mT @ self.codes[y]
+        upper = torch.triu_indices(self.width, self.width, device=z.device)
+        factor = torch.where(upper[0] == upper[1], 1.0, sqrt(2))
+        return torch.cat([a[upper[0], upper[1]] * factor * _SCALE_A, b.flatten() * _SCALE_B])
+
+    def unpacked(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A float64[width, width] and B float64[width, classes − 1] of packed sums."""
+        upper = torch.triu_indices(self.width, self.width, device=sums.device)
+        n = upper.shape[1]
+        b = sums[n : n + self.width * self.codes.shape[1]]
+        factor = torch.where(upper[0] == upper[1], 1.0, sqrt(2))
+        a = sums.new_zeros(self.width, self.width, dtype=torch.float64)
+        a[upper[0], upper[1]] = sums[:n].double() / factor / _SCALE_A
+        a = a + torch.triu(a, 1).mT
+        return a, b.double().view(self.width, -1) / _SCALE_B
+
+    @torch.no_grad()
+    def hold(self, exact: Tensor, noisy: Tensor, variance: float) -> None:
+        """Keep the site's own sums float64[k], as they are and with noise of this variance, as they may leave it."""
+        self.exact.copy_(torch.cat([exact, exact.new_zeros(1)]))
+        self.sums.copy_(torch.cat([noisy, noisy.new_full((1,), variance)]))
+        self.released.copy_(self.sums)
+        self.n_sites.zero_()
+
+    def total(self, *, own: bool = True) -> Tensor:
+        """Return the sums float64[k + 1] over all sites; the last is the variance of the noise in the others.
+
+        Args:
+            own: whether the site's own part is among them, without noise; else it is left out.
+        """
+        n = max(1, int(self.n_sites))
+        others = self.sums.double() * n - self.released
+        return others + self.exact if own else others
+
+    @torch.no_grad()
+    def head(self, *, own: bool = True) -> tuple[Tensor, Tensor]:
+        """Return weights float64[width, classes] and bias float64[classes] of the ridge regression.
+
+        Noise makes small eigenvalues of A wrong by up to 2 s √d, where s is its standard deviation; they are taken for
+        at least 0, and half of that is added to all. The classes count alike, however rare one is: their scores are
+        equal midway between the means of all classes, and grow with the distance in units of the spread within classes,
+        as in linear discriminant analysis.
+        """
+        sums = self.total(own=own)
+        a, b = self.unpacked(sums)
+        n_classes = len(self.codes)
+        counts, means = self._means(a, b)
+        spread = sqrt(max(0.0, float(sums[-1])) / 2) / _SCALE_A
+        values, vectors = torch.linalg.eigh(a)
+        ridge = max(spread * sqrt(self.width), _LEAST_RIDGE * float(values.clamp(min=0).sum()) / self.width)
+        if ridge == 0:  # nobody has released anything
+            return b.new_zeros(self.width, n_classes), b.new_zeros(n_classes)
+        solved = vectors @ ((vectors.mT @ b) / (values.clamp(min=0) + ridge)[:, None])
+        weights = solved @ self.codes.mT
+        at_means = means @ weights
+        middle = at_means.mean(0)
+        total = counts.sum()
+        within = (weights.mT @ a @ weights).diagonal() / total - (counts @ at_means**2) / total
+        apart = at_means.diagonal() - (at_means.sum(0) - at_means.diagonal()) / (n_classes - 1)
+        scale = (apart.clamp(min=0).mean() / within.clamp(min=_LEAST_RIDGE).mean()).clamp(_LEAST, _MOST)
+        return weights * scale, -middle * scale
+
+    def _means(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how many rows each class has, float64[classes], at least 1, and their means [classes, width].
+
+        B and the column of the constant in A are all sums over classes, from which each class's own follow.
+        """
+        n_classes = len(self.codes)
+        every = torch.cat([b, a[:, -1:] / CONSTANT], dim=1)  # Σ_c S_c [v_c, 1]
+        known = torch.cat([self.codes, self.codes.new_ones(n_classes, 1)], dim=1)
+        of_class = torch.linalg.solve(known.mT, every.mT)
+        counts = (of_class[:, -1] / CONSTANT).clamp(min=1)
+        return counts, of_class / counts[:, None]
+
+    def forward(self, x: Tensor, own: bool = True) -> Tensor:
+        """Return logits float32[b, classes]."""
+        weights, bias = self.head(own=own)
+        logits: Tensor = torch.addmm(bias, self.embedded(x), weights).float()
+        return logits
+
+
+_LEAST_RIDGE, _LEAST, _MOST = 1e-6, 1e-3, 1e3
+
+
+def codes(n_classes: int) -> Tensor:
+    """Return float64[classes, classes − 1]: the corners of a regular simplex about 0, all 1 long.
+
+    Of two classes they are −1 and +1. A label's code has the length 1 however many classes there are, which one
+    column for each class would have too, but without telling the number of rows once more.
+
+    Example:
+        >>> codes(2).tolist()
+        [[-1.0], [1.0]]
+        >>> (codes(4) @ codes(4).mT).round(decimals=3)[0].tolist()
+        [1.0, -0.333, -0.333, -0.333]
+    """
+    if n_classes == 2:
+        return torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    centred = torch.eye(n_classes, dtype=torch.float64) - 1 / n_classes
+    values, vectors = torch.linalg.eigh(centred)
+    corners = vectors[:, 1:] * values[1:].sqrt()
+    found: Tensor = corners / corners.norm(dim=1, keepdim=True)
+    return found

@@ -1,0 +1,68 @@
+"""Sums of a site's rows that may leave it once: the Gaussian mechanism on sufficient statistics.
+
+Adding or removing a unit, a row or a patient, changes the sums by at most `clip` in L2. So the sums plus
+N(0, (σ·clip)²) on each number are one application of the Gaussian mechanism without sampling, whose ε is exact
+(Balle and Wang, ICML 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wsi_fl.types import WsiFlError
+
+Packed = Callable[[Tensor], Tensor]
+"""Rows int64[b] → the sums float64[k] of these rows. One row's are at most 1 long."""
+
+
+@dataclass(frozen=True)
+class NoisySums:
+    """How sums are given noise.
+
+    Attributes:
+        sigma: noise multiplier; the noise's standard deviation is sigma * clip.
+        clip: bound on the L2 norm of one unit's sums, in units of the longest row.
+        batch_size: number of units, all of which take part.
+        unit: whose sums are clipped, a "row"'s or a "patient"'s.
+    """
+
+    sigma: float
+    clip: float
+    batch_size: int
+    unit: str = "row"
+
+    def clipped(self, packed: Packed, n: int, patient: Tensor | None = None) -> Tensor:
+        """Return the sums float64[k] of n rows in which no unit counts for more than `clip`.
+
+        A patient's rows are summed first, and the sum is clipped whole.
+
+        Args:
+            patient: int64[n], whose each row is, where the unit is a patient.
+
+        Raises:
+            WsiFlError: where the unit is a patient and nobody says whose a row is.
+        """
+        rows = torch.arange(n)
+        if self.unit == "row":
+            return packed(rows) * min(1.0, self.clip)
+        if patient is None:
+            raise WsiFlError("sums with patients as units must know whose each row is")
+        of = patient.cpu()
+        found = packed(rows[:0])
+        for one in sorted(set(of.tolist())):
+            part = packed(rows[of == one])
+            found += part * float((self.clip * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))
+        return found
+
+    def noisy(self, sums: Tensor, generator: torch.Generator) -> Tensor:
+        """Return float64[k] with noise from a generator on their device."""
+        drawn = torch.randn(sums.shape, generator=generator, dtype=torch.float64, device=sums.device)
+        return sums + drawn * (self.sigma * self.clip)
+
+
+_ROUND_OFF = 1e-9
+"""Of the bound: more than sums in float64 are wrong by."""
