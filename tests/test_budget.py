@@ -208,9 +208,9 @@ def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
     learners = workshop.make_learners
 
     def changed(*args):
-        *rest, plan = args
+        *rest, plan, train = args
         other = {"batch_size": 7, "steps": 6, "sample_rate": 1 / 6} if what == "batch_size" else {what: 9.0}
-        return learners(*rest, replace(plan, **other))
+        return learners(*rest, replace(plan, **other), train)
 
     monkeypatch.setattr(workshop, "make_learners", changed)
     refused(lambda: run(hospital), "would not keep to its privacy plan", what, error=WsiFlError)

@@ -338,7 +338,7 @@ def test_differing_settings_make_rows_and_labels(tmp_path):
     for alpha in (0.3, 0.9):
         run(study, "proxyfl", f"train.alpha={alpha}", "train.beta=0.7")
     run(study, "proxyfl", "train.alpha=0.9", "train.seed=1")
-    run(study, "regular", "train.alpha=0.5", "privacy.enabled=false", "privacy.sigma=9.0")
+    run(study, "regular", "train.alpha=0.5", "train.tune=true", "privacy.enabled=false", "privacy.sigma=9.0")
     document = compare(study, ["1-4"], baseline=False)
     rows = {row["label"]: row for row in document["rows"]}
     assert set(rows) == {
@@ -551,7 +551,7 @@ def test_cautions_name_what_spoils_a_comparison():
     for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds"):
         assert said in text
     (always,) = comparison.cautions([alone, alone], [against_alone(alone, 0.0, None)])
-    assert "tune it as well" in always
+    assert "chose its regularisation" in always
 
 
 def many(n=11, rounds=6):

@@ -77,10 +77,6 @@ def test_strength_is_chosen_on_patients_that_were_held_out():
     x = own * 3 + rng.normal(size=(120, 400))
     found = fitted_head(x, labels, patients, 2)
     assert found.strength < 1 / 400  # there is nothing to learn
-    loose = fitted_head(
-        x, labels, np.full(120, ""), 2
-    )  # by rows its own patients would be held out, and known
-    assert loose.loss < found.loss
     for fold in held_out_folds(labels, patients):
         assert not set(patients[fold]) & set(patients[~fold])
 

@@ -7,6 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from wsi_fl.learning.significance import clustered_ratio
+from wsi_fl.report.worth import _MEANS as words_of_verdicts
+from wsi_fl.report.worth import verdict_words
+from wsi_fl.stages.answers.compare_worth import verdict
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "worth.py"
 
 
@@ -45,3 +50,36 @@ def test_gains_are_paired_by_seed_and_their_interval_clustered_by_patient(worth)
     assert mean == pytest.approx(0.2)
     assert (low, high) == (pytest.approx(0.1, abs=0.035), pytest.approx(0.3, abs=0.035))
     assert worth.paired_interval(joined, alone[2:]) is None
+
+
+# ---- what follows for a hospital
+
+
+def around(mean, half):
+    return {"mean": mean, "low": mean - half, "high": mean + half}
+
+
+def test_a_verdict_is_only_what_the_intervals_show():
+    assert verdict(around(0.1, 0.05), around(0.2, 0.1)) == "join"
+    assert verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "stay"
+    assert verdict(around(0.02, 0.03), around(0.1, 0.1)) == "not shown"
+    assert verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
+    assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "not shown"  # sure, and next to nothing
+    assert verdict({"mean": 0.3, "low": None, "high": None}, None) == "not shown"  # a single patient
+    assert verdict(None, None) == "not shown"
+    assert {"join", "stay", "nothing to gain", "not shown"} == set(words_of_verdicts)
+
+
+def test_the_headroom_is_the_gain_over_what_pooling_would_bring_with_an_interval():
+    rng = np.random.default_rng(0)
+    patients = np.repeat([f"p{i}" for i in range(20)], 10)
+    whole = rng.normal(0.2, 0.05, (4, 200))
+    part = 0.5 * whole + rng.normal(0, 0.02, (4, 200))
+    low, high = clustered_ratio(part, whole, patients)
+    assert low < 0.5 < high and high - low < 0.1
+    assert clustered_ratio(part, whole - 0.2, patients) is None  # nothing to share out
+    assert clustered_ratio(part, whole, np.full(200, "one")) is None
+    mean, room = 0.1, 0.2
+    assert verdict_words({"verdict": "join", "headroom": {"mean": mean / room, "low": 0.4, "high": 0.6}}) == (
+        "this hospital should join (50 % of what pooling would bring, 40 to 60 %)"
+    )

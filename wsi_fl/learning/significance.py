@@ -101,15 +101,50 @@ def clustered_interval(
 
     Reference: Owen, "The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007.
     """
+    drawn = _drawn_sums([values, np.ones_like(values)], cluster, repeats, seed)
+    return None if drawn is None else _percentiles(drawn[0] / drawn[1], level)
+
+
+def clustered_ratio(
+    part: NDArray[np.float64],
+    whole: NDArray[np.float64],
+    cluster: NDArray[np.str_],
+    *,
+    repeats: int = 2000,
+    seed: int = 0,
+    level: float = 0.95,
+) -> tuple[float, float] | None:
+    """The percentile interval of Σ part / Σ whole when runs and whole patients are drawn as in `clustered_interval`.
+
+    Args:
+        part, whole: float64[r, n] of n test examples in each of r runs.
+        cluster: str[n], whose example each is.
+
+    Returns:
+        None for fewer than two patients, or where the whole is not clearly above 0, so that a ratio says nothing.
+    """
+    drawn = _drawn_sums([part, whole], cluster, repeats, seed)
+    if drawn is None or np.mean(drawn[1] <= 0) > (1 - level) / 2:
+        return None
+    above = drawn[1] > 0
+    return _percentiles(drawn[0][above] / drawn[1][above], level)
+
+
+def _drawn_sums(
+    values: Sequence[NDArray[np.float64]], cluster: NDArray[np.str_], repeats: int, seed: int
+) -> list[NDArray[np.float64]] | None:
+    """Σ over drawn runs and patients of each values float64[r, n], as float64[repeats]; None for a single patient."""
     names, which = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
         return None
-    n_runs = len(values)
-    sums = np.stack([np.bincount(which, run, len(names)) for run in values])
-    sizes = np.bincount(which, minlength=len(names))
+    n_runs = len(values[0])
     rng = np.random.default_rng(seed)
     runs = rng.multinomial(n_runs, np.full(n_runs, 1 / n_runs), repeats) / n_runs
     patients = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), repeats)
-    drawn = ((runs @ sums) * patients).sum(1) / (patients @ sizes)
+    sums = [np.stack([np.bincount(which, run, len(names)) for run in one]) for one in values]
+    return [((runs @ one) * patients).sum(1) for one in sums]
+
+
+def _percentiles(drawn: NDArray[np.float64], level: float) -> tuple[float, float]:
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)

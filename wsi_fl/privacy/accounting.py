@@ -107,15 +107,16 @@ def epsilon(mechanisms: Iterable[Mechanism], delta: float, orders: tuple[float, 
     applied = [mechanism for mechanism in mechanisms if mechanism.steps]
     if any(mechanism.sigma <= 0 for mechanism in applied):
         return inf
+    unsampled = gaussian_epsilon(sum(one.steps / one.sigma**2 for one in applied) ** 0.5, delta)
     if all(mechanism.sample_rate == 1 for mechanism in applied):
-        return gaussian_epsilon(sum(one.steps / one.sigma**2 for one in applied) ** 0.5, delta)
+        return unsampled
     total = np.zeros(len(orders))
     for mechanism in applied:
         total = total + mechanism.steps * _rdp_of_one_step(mechanism.sigma, mechanism.sample_rate, orders)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
         value, _ = _opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
-    return max(0.0, float(value))
+    return min(unsampled, max(0.0, float(value)))  # sampling never costs more
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:

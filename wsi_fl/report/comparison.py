@@ -114,8 +114,8 @@ def p_value(p: float | None) -> str:
 def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
     """What a reader has to know before believing the sentences."""
     found = [
-        "The baseline trains with the settings of the first run. A hospital alone may do better with others (weight "
-        "decay, fewer rounds): tune it as well before believing in a gain."
+        "A hospital alone chose its regularisation and the weights of its classes by cross-validation on its own "
+        "patients. Give the same care to every method before you believe in a loss, and to the pooled model."
     ]
     if any(test["unit"] == "site" for test in tests):
         found.append(
@@ -158,6 +158,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "worth": worth.chart(document["worth"]) if document.get("worth") else None,
         "gains": worth.rows_of(document["worth"]) if document.get("worth") else [],
         "gain_words": worth.gain_words,
+        "verdict_words": worth.verdict_words,
         "price": worth.price,
         "svg": lambda chart: Markup(chart.svg),
         "metrics": sections.METRICS,

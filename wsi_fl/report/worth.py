@@ -117,6 +117,28 @@ def gain_words(row: Json) -> str:
     return f"{gain['mean']:+.3f} ({gain['low']:+.3f} to {gain['high']:+.3f})"
 
 
+_MEANS = {
+    "join": "this hospital should join",
+    "stay": "this hospital does better alone",
+    "nothing to gain": "there is nothing to gain: data pooled in one place would not help it either",
+    "not shown": "these runs do not show whether it should join",
+}
+
+
+def verdict_words(row: Json) -> str:
+    """What follows for a hospital, and which part of what pooling would bring it gets.
+
+    >>> verdict_words({"verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
+    'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
+    """
+    said = _MEANS.get(row.get("verdict", ""), "")
+    room = row.get("headroom")
+    if not room:
+        return said
+    around = f", {100 * room['low']:.0f} to {100 * room['high']:.0f} %" if known(room["low"]) else ""
+    return f"{said} ({100 * room['mean']:.0f} % of what pooling would bring{around})"
+
+
 def price(row: Json) -> str:
     """What it costs in privacy; empty for all sites together."""
     if "guarantee" not in row:

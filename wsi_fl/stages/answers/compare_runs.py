@@ -22,6 +22,13 @@ from wsi_fl.study.toml import Section, toml_value
 from wsi_fl.types import UsageError, WsiFlError
 
 BASELINE = "regular"
+FITTED = ("linear_head", "mean_head")
+"""Models that are fitted at once where they may choose their settings."""
+OF_ROUNDS = (
+    *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
+    *("train.balance", "model.proxy"),
+)
+"""Settings that are nothing to them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
             without += [f"{name}.{key}" for key in section.without_effect]
     if not kind_of(pipeline).of_images:
         without += ["train.augment", "train.input_px"]
+    if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in FITTED:
+        without += OF_ROUNDS
     if not pipeline.stain.exchange:
         without += ["stain.method", "stain.sigma", "stain.clip"]
     if not pipeline.privacy.enabled:
@@ -74,11 +83,17 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
 def differing(runs: Sequence[Run]) -> list[str]:
     """The settings that are not the same in all runs to which they matter, in the order of the configuration.
 
-    A σ of 0 is named too: such a run clips gradients, though it has no differential privacy.
+    A σ of 0 is named too: such a run clips gradients, though it has no differential privacy. That the hospital alone
+    chose its settings is not, where no other row is the same but for that.
     """
     values: dict[str, list[Any]] = {}
+    tuned: dict[tuple[str, bool], set[bool]] = {}
+    for run in runs:
+        tuned.setdefault((run.method, run.dp), set()).add(run.pipeline.train.tune)
     for run in runs:
         for key, value in run.settings.items():
+            if key == "train.tune" and len(tuned[run.method, run.dp]) == 1:
+                continue
             seen = values.setdefault(key, [])
             if value not in seen:
                 seen.append(value)
@@ -234,14 +249,16 @@ def baseline_settings(first: Run) -> dict[str, Any]:
 
 
 def _alone(pipeline: Pipeline, **train_keys: Any) -> Pipeline:
-    """Without DP, which nobody alone needs, others' stains, which nobody alone has, and canaries."""
+    """A hospital alone at its best: its settings are chosen on its own patients, and it has no DP, which nobody alone
+    needs, no others' stains, which nobody alone has, and no canaries.
+    """
     off = pipeline.privacy.model_copy(update={"enabled": False})
     own = pipeline.stain.model_copy(update={"exchange": False})
     changed = {
         "privacy": off,
         "stain": own,
         "audit": Audit(),
-        "train": pipeline.train.model_copy(update=train_keys),
+        "train": pipeline.train.model_copy(update={"tune": True, **train_keys}),
     }
     return pipeline.model_copy(update=changed)
 
@@ -275,7 +292,8 @@ def _recipe(study: Study, first: Run, seed: int) -> tuple[str, list[str]]:
         if None not in changed.values():
             return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
     whole = first.folder.path / "config.toml"
-    return str(whole), ["privacy.enabled=false", "stain.exchange=false", f"train.seed={seed}"]
+    fixed = ["privacy.enabled=false", "stain.exchange=false", "train.tune=true"]
+    return str(whole), [*fixed, f"train.seed={seed}"]
 
 
 def _command(name: str, overrides: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.significance import clustered_interval
+from wsi_fl.learning.significance import clustered_interval, clustered_ratio
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import Row, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
@@ -21,7 +21,8 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
 
     *Alone* is the baseline without DP, *joined* the first federated row given, *pooled* a model of all data, without DP
     where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
-    that of drawing seeds and patients anew.
+    that of drawing seeds and patients anew. The headroom is the part of what pooling would bring that joining brings;
+    `verdict` says in a word what follows for the hospital.
     """
     chosen = _chosen(rows, first)
     if chosen is None:
@@ -77,13 +78,62 @@ def _over_sites(parts: Iterable[Mapping[int, Right]]) -> dict[int, Right]:
 
 
 def _compared(answers: Mapping[str, Mapping[int, Right]]) -> dict[str, Any]:
-    """{"alone": value, "joined": value, "pooled": value or None, "gain": value}, each {"mean", "low", "high"}."""
+    """{"alone": value, "joined": value, "pooled": value or None, "gain": value, "headroom": value or None, "verdict"},
+    each value {"mean", "low", "high"}.
+    """
     found: dict[str, Any] = {"pooled": None}
     found |= {kind: _value(runs, list(runs)) for kind, runs in answers.items()}
     alone, joined = answers["alone"], answers["joined"]
     common = sorted(alone.keys() & joined.keys())
     gains = {seed: _difference(joined[seed], alone[seed]) for seed in common}
-    return found | {"gain": _value(gains, common)}
+    found["gain"] = _value(gains, common)
+    rooms = {
+        seed: _difference(right, alone[seed])
+        for seed, right in answers.get("pooled", {}).items()
+        if seed in gains
+    }
+    found["room"] = _value(rooms, sorted(rooms))
+    found["headroom"] = _share(gains, rooms)
+    return found | {"verdict": verdict(found["gain"], found["room"])}
+
+
+def verdict(gain: Mapping[str, Any] | None, room: Mapping[str, Any] | None) -> str:
+    """What follows for a hospital: "join", "stay", "nothing to gain", or "not shown".
+
+    Args:
+        gain: of joining over the hospital alone, {"mean", "low", "high"}.
+        room: what a model of all data gains over it; None where nobody trained one.
+
+    Example:
+        >>> verdict({"mean": 0.1, "low": 0.06, "high": 0.14}, None)
+        'join'
+        >>> verdict({"mean": 0.0, "low": -0.01, "high": 0.01}, {"mean": 0.002, "low": -0.01, "high": 0.012})
+        'nothing to gain'
+    """
+    if gain is None or gain["low"] is None:
+        return "not shown"
+    if gain["low"] > 0 and gain["mean"] >= words.SMALLEST_DIFFERENCE:
+        return "join"
+    if gain["high"] < 0 and gain["mean"] <= -words.SMALLEST_DIFFERENCE:
+        return "stay"
+    if room is not None and room["mean"] < words.SMALLEST_DIFFERENCE:
+        return "nothing to gain"
+    return "not shown"
+
+
+def _share(gains: Mapping[int, Right], rooms: Mapping[int, Right]) -> dict[str, float | None] | None:
+    """The part of the room that the gains fill, with its interval; None where there is no room to speak of."""
+    seeds = sorted(gains.keys() & rooms.keys())
+    shared = set.intersection(*({*gains[seed]} & {*rooms[seed]} for seed in seeds)) if seeds else set()
+    if not shared:
+        return None
+    keys = sorted(shared)
+    part, whole = (np.array([[runs[seed][key] for key in keys] for seed in seeds]) for runs in (gains, rooms))
+    if whole.mean() < words.SMALLEST_DIFFERENCE:
+        return None
+    interval = clustered_ratio(part, whole, np.array(["\n".join(key[:2]) for key in keys]))
+    low, high = interval if interval is not None else (None, None)
+    return {"mean": float(part.mean() / whole.mean()), "low": low, "high": high}
 
 
 def _difference(a: Right, b: Right) -> Right:
