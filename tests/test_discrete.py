@@ -1,0 +1,309 @@
+"""Noise in shares against exact probabilities, and what it costs against the Gaussian mechanism."""
+
+import secrets
+from fractions import Fraction
+from inspect import signature
+from itertools import pairwise
+from math import exp, fsum, log, nextafter, pi, sqrt
+from random import Random
+
+import numpy as np
+import pytest
+from conftest import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest, norm
+
+from wsi_fl.privacy import discrete
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.discrete import (
+    InsecureBits,
+    discrete_gaussian,
+    gap,
+    noise_multiplier,
+    quantised,
+    sensitivity_of,
+    share_sigma,
+)
+from wsi_fl.types import WsiFlError
+
+SURE = 1e-4
+"""p-values below it fail; seeds are fixed where a test could fail by chance."""
+
+
+def pmf(sigma, most):
+    """Probabilities of −most, …, most under the discrete Gaussian."""
+    weights = np.exp(-(np.arange(-most, most + 1) ** 2) / (2 * float(sigma) ** 2))
+    return weights / weights.sum()
+
+
+def compare(draws, expected):
+    """The p-value of counts of −m, …, m; neighbours that are rare go together."""
+    m = len(expected) // 2
+    counts = np.bincount(np.clip(draws, -m, m) + m, minlength=2 * m + 1)
+    bins = np.cumsum(expected) * len(draws) // 20
+    starts = np.unique(bins, return_index=True)[1]
+    found = np.add.reduceat(counts, starts)
+    wanted = np.add.reduceat(expected, starts) * len(draws)
+    return chisquare(found, wanted * found.sum() / wanted.sum()).pvalue
+
+
+# the sampler
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, Fraction(7, 3), 4.75, 20.5])
+def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
+    draws = discrete_gaussian(sigma, 60_000, InsecureBits(insecure_seed=1))
+    assert draws.dtype == np.int64 and draws.shape == (60_000,)
+    most = int(12 * sigma) + 3
+    assert compare(draws, pmf(sigma, most)) > SURE
+    assert abs(draws).max() <= most
+
+
+def test_mean_variance_tails_and_sides_are_right():
+    n, sigma = 60_000, 6.0
+    draws = discrete_gaussian(sigma, n, InsecureBits(insecure_seed=2))
+    x, p = np.arange(-80, 81), pmf(sigma, 80)
+    variance = float(p @ x**2)
+    assert abs(draws.mean()) < 4 * sqrt(variance / n)
+    assert draws.var() == pytest.approx(variance, abs=4 * variance * sqrt(2 / n))
+    for far in (2, 3):
+        tail = float(p[abs(x) > far * sigma].sum())
+        assert (abs(draws) > far * sigma).mean() == pytest.approx(tail, abs=4 * sqrt(tail / n))
+    assert abs((draws > 0).sum() - (draws < 0).sum()) < 4 * sqrt(n)
+
+
+@pytest.mark.parametrize("sigma", [2.0**20, 2.0**28 + 0.123])
+def test_large_noise_is_normal_and_has_no_grid(sigma):
+    n = 20_000
+    draws = discrete_gaussian(sigma, n, InsecureBits(insecure_seed=3))
+    assert abs(draws.mean()) < 4 * sigma / sqrt(n)
+    assert draws.std() == pytest.approx(sigma, rel=4 / sqrt(2 * n))
+    assert kstest(draws / sigma, "norm").pvalue > SURE
+    assert chisquare(np.bincount(draws & 255, minlength=256)).pvalue > SURE
+
+
+@pytest.mark.parametrize(("n", "d"), [(0, 1), (1, 3), (1, 1), (5, 2), (9, 2)])
+def test_coins_fall_with_exponential_probability(n, d):
+    bits, times = discrete._Bits(InsecureBits(insecure_seed=4)), 40_000
+    share = sum(discrete._happens(n, d, bits) for _ in range(times)) / times
+    p = exp(-n / d)
+    assert share == pytest.approx(p, abs=4 * sqrt(p * (1 - p) / times))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 129, 256, 257])
+def test_whole_numbers_below_a_bound_are_equally_likely(n):
+    bits = discrete._Bits(InsecureBits(insecure_seed=5))
+    counts = np.bincount([bits.below(n) for _ in range(60 * n + 5000)])
+    assert len(counts) == n
+    assert n == 1 or chisquare(counts).pvalue > SURE
+
+
+def test_numbers_longer_than_a_batch_are_drawn_too(monkeypatch):
+    monkeypatch.setattr(discrete, "_BATCH", 8)
+    bits, n = discrete._Bits(InsecureBits(insecure_seed=6)), 2**200 + 1
+    draws = [bits.below(n) for _ in range(50)]
+    assert max(draws) < n and len(set(draws)) == 50 and max(draws).bit_length() > 190
+
+
+def test_noise_comes_from_the_operating_system_unless_a_test_says_otherwise():
+    assert (discrete_gaussian(2.0**20, 50) != discrete_gaussian(2.0**20, 50)).any()
+    a, b, c = (discrete_gaussian(2.0**20, 50, InsecureBits(insecure_seed=k)) for k in (7, 7, 8))
+    assert (a == b).all() and (a != c).any()
+    assert signature(discrete_gaussian).parameters["randbits"].default is secrets.randbits
+    for other in (secrets.SystemRandom().getrandbits, Random(0).getrandbits):
+        refused(lambda bits=other: discrete_gaussian(1.0, 1, bits), "secrets.randbits", "insecure_seed")
+    with pytest.raises(TypeError):
+        InsecureBits(7)
+
+
+def test_random_bytes_are_drawn_many_at_a_time_and_never_kept_for_the_next_call(monkeypatch):
+    asked = []
+    source = InsecureBits(insecure_seed=9)
+    monkeypatch.setattr(
+        InsecureBits, "__call__", lambda self, k: asked.append(k) or self._random.getrandbits(k)
+    )
+    discrete_gaussian(2.0**28, 1000, source)
+    assert len(asked) < 20
+    before = len(asked)
+    discrete_gaussian(2.0**28, 1, source)
+    assert len(asked) == before + 1
+
+
+@pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf"), 2.0**51])
+def test_a_sigma_that_makes_no_sense_is_refused(sigma):
+    refused(lambda: discrete_gaussian(sigma, 1), "sigma above 0")
+
+
+# whole numbers
+
+
+def test_sums_become_the_nearest_whole_numbers():
+    found = quantised(np.array([0.0, 0.3, -0.3, 0.124, 0.125, 0.375, -1e9]), 4.0)
+    assert found.dtype == np.int64
+    assert found.tolist() == [0, 1, -1, 0, 0, 2, -4_000_000_000]
+    assert quantised(np.array([3.0]), 0.25).tolist() == [1]
+
+
+def test_what_makes_no_whole_numbers_is_refused():
+    for scale in (3.0, 0.0, -2.0, float("inf"), float("nan")):
+        refused(lambda scale=scale: quantised(np.zeros(2), scale), "power of two")
+        refused(lambda scale=scale: sensitivity_of(1.0, scale, 2), "power of two")
+    for bad in (float("nan"), float("inf"), -(2.0**42), 1e300):
+        refused(lambda bad=bad: quantised(np.array([0, bad]), 2.0**20), "too large", error=WsiFlError)
+    for clip, n in ((0.0, 1), (float("inf"), 1), (1.0, 0)):
+        refused(lambda clip=clip, n=n: sensitivity_of(clip, 1.0, n), "bound above 0")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.floats(1e-3, 30),
+    st.integers(-3, 6),
+    st.sampled_from(["anywhere", "near halves"]),
+    st.integers(0, 2**32),
+)
+def test_rounded_sums_of_neighbours_are_never_further_apart_than_the_sensitivity(n, clip, power, where, seed):
+    rng, scale = np.random.default_rng(seed), 2.0**power
+    total = rng.normal(size=n) * 50
+    if where == "near halves":
+        total = (np.floor(total * scale) + 0.5 + rng.choice([-(2.0**-20), 0, 2.0**-20], n)) / scale
+    row = np.abs(rng.normal(size=n)) + 0.1 if where == "near halves" else rng.normal(size=n)
+    row *= clip / np.linalg.norm(row)
+    moved = quantised(total + row, scale) - quantised(total, scale)
+    # the sum's own round-off belongs to the clip
+    assert np.linalg.norm(moved) <= sensitivity_of(clip * (1 + 1e-9) + 1e-9, scale, n)
+
+
+@pytest.mark.parametrize("n", [1, 4, 100])
+def test_the_sensitivity_is_reached(n):
+    """So that no smaller number would do."""
+    total, row = np.full(n, 0.5 / 8), np.full(n, 1 / 8)
+    moved = np.linalg.norm(quantised(total + row, 8.0) - quantised(total, 8.0))
+    assert moved == pytest.approx(sensitivity_of(float(np.linalg.norm(row)), 8.0, n), rel=1e-12)
+
+
+# shares
+
+
+@pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (7, 3), (5, 4), (1, 0)])
+@pytest.mark.parametrize("sigma", [1.0, 12.345, 2.0**27 / 3])
+def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, colluding, sigma):
+    share = share_sigma(sigma, n_sites, colluding)
+    assert (n_sites - colluding) * Fraction(share) ** 2 >= Fraction(sigma) ** 2
+    assert share == pytest.approx(sigma / sqrt(n_sites - colluding), rel=1e-15)
+
+
+def test_shares_add_up():
+    sigma, n_sites, colluding = 2.0**20, 5, 2
+    share = share_sigma(sigma, n_sites, colluding)
+    draws = [discrete_gaussian(share, 8000, InsecureBits(insecure_seed=20 + k)) for k in range(n_sites)]
+    assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(16000))
+    assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(16000))
+
+
+def test_somebody_has_to_be_honest():
+    for n_sites, colluding in ((3, 3), (3, -1), (0, 0)):
+        refused(lambda k=n_sites, t=colluding: share_sigma(1.0, k, t), "can collude")
+        refused(lambda k=n_sites, t=colluding: noise_multiplier(99.0, k, t, 1.0, 1), "can collude")
+    refused(lambda: share_sigma(0.0, 3, 1), "sigma above 0")
+
+
+# the account
+
+
+@pytest.mark.parametrize(("n_sites", "colluding"), [(2, 0), (4, 1), (9, 8)])
+def test_the_noise_multiplier_is_what_was_wanted_and_never_more_than_there_is(n_sites, colluding):
+    moved, n = sensitivity_of(0.7, 2.0**24, 10_000), 10_000
+    share = share_sigma(1.4 * moved, n_sites, colluding)
+    z = noise_multiplier(share, n_sites, colluding, moved, n)
+    assert z == pytest.approx(1.4, rel=1e-12)
+    assert Fraction(z) ** 2 <= (n_sites - colluding) * Fraction(share) ** 2 / Fraction(moved) ** 2
+    assert z < nextafter(nextafter(1.4, 2), 2)
+
+
+def test_shares_too_coarse_for_one_gaussian_are_refused():
+    refused(lambda: noise_multiplier(4.0, 4, 1, 1.0, 1), "too coarse", "larger scale")
+    refused(lambda: noise_multiplier(0.4, 4, 1, 1.0, 1), "from a sigma of 1/2 on")
+    refused(lambda: noise_multiplier(4.82, 4, 1, 1.0, 10**6), "too coarse")
+    for share, moved, n in ((0.0, 1.0, 1), (9.0, 0.0, 1), (9.0, 1.0, 0), (float("nan"), 1.0, 1)):
+        refused(lambda a=(share, 4, 1, moved, n): noise_multiplier(*a), "numbers above 0")
+    assert noise_multiplier(5.0, 4, 1, 1.0, 10**4) == pytest.approx(5 * sqrt(3))
+    assert noise_multiplier(4.0, 4, 3, 1.0, 1) == pytest.approx(4.0)  # a single share is a discrete Gaussian
+    assert gap(2.0**20, 100) == 0 and 0 < gap(4.9, 100) < 1e-100 and gap(1.0, 1) == 0
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.6, 0.8, 1.0])
+@pytest.mark.parametrize("n_shares", [2, 3, 5])
+def test_a_sum_of_shares_is_as_near_to_one_discrete_gaussian_as_is_said(sigma, n_shares):
+    """Log-probabilities out to 5 σ, where sums of float64 are exact enough; its last term alone is too little."""
+    most = 40
+    one = pmf(sigma, most)
+    total = one
+    for _ in range(n_shares - 1):
+        total = np.convolve(total, one)
+    m = len(total) // 2
+    centre = slice(m - int(5 * sigma * sqrt(n_shares)), m + int(5 * sigma * sqrt(n_shares)) + 1)
+    apart = abs(np.log(total[centre] / pmf(sigma * sqrt(n_shares), m)[centre])).max()
+    assert apart <= gap(sigma, n_shares) / 2 + 1e-12
+    assert apart >= exp(-2 * (pi * sigma) ** 2 * (n_shares - 1) / n_shares)
+
+
+def delta_discrete(sigma, eps, shift=1):
+    """δ of the discrete Gaussian mechanism by its definition: Σ max(0, P(x) − e^ε P(x − shift))."""
+    x = np.arange(-shift - int(14 * sigma), int(14 * sigma) + 2 * shift)
+    weight = np.exp(-(x.astype(float) ** 2) / (2 * sigma**2))
+    shifted = np.exp(-((x + shift).astype(float) ** 2) / (2 * sigma**2))
+    return fsum(np.maximum(0, weight - exp(eps) * shifted)) / fsum(weight)
+
+
+def delta_normal(sigma, eps, shift=1):
+    """δ of the Gaussian mechanism (Balle & Wang, 2018, theorem 8)."""
+    z = shift / sigma
+    return norm.cdf(z / 2 - eps / z) - exp(eps) * norm.cdf(-z / 2 - eps / z)
+
+
+@pytest.mark.parametrize("z", [0.7, 1.4, 5.0])
+def test_discrete_and_normal_noise_have_the_same_delta(z):
+    """But for 3/σ² of it, either way: thresholds between whole numbers do not exist. At 2²⁰ that is 10⁻¹²."""
+    for sigma in (10, 100, 1000, 10_000):
+        shift = round(sigma / z)
+        for eps in (0.1, 0.5, 1.0, 2.0):
+            normal = delta_normal(sigma, eps, shift)
+            if normal > 1e-9:  # below it, float64 ends
+                assert delta_discrete(sigma, eps, shift) == pytest.approx(normal, rel=3 / sigma**2)
+
+
+@pytest.mark.parametrize(("n_sites", "colluding"), [(1, 0), (3, 0), (4, 1)])
+@pytest.mark.parametrize("order", [1.5, 2, 8, 40])
+def test_no_renyi_divergence_of_the_sum_is_above_that_on_the_account(n_sites, colluding, order):
+    """D_a(sum ‖ shifted sum) by its definition, against a / (2 z²)."""
+    share, shift, honest = 6.0, 5, n_sites - colluding
+    one = pmf(share, 200)
+    total = one
+    for _ in range(honest - 1):
+        total = np.convolve(total, one)
+    total = np.maximum(total, 1e-300)
+    x = np.arange(len(total)) - len(total) // 2
+    near = abs(x) < 5 * share * sqrt(honest) + order * shift
+    p, q = np.log(total[shift:][near[shift:]]), np.log(total[:-shift][near[shift:]])
+    found = log(fsum(np.exp(order * p + (1 - order) * q))) / (order - 1)
+    z = noise_multiplier(share, n_sites, colluding, shift, 1)
+    assert found <= order / (2 * z**2) * (1 + 1e-9)
+    assert order > 8 or found == pytest.approx(order / (2 * z**2), rel=1e-4)
+
+
+def test_the_account_of_the_sum_is_above_its_true_epsilon():
+    """ε by the accountant against the ε at which δ by definition is as given."""
+    share, delta = share_sigma(50.0, 4, 1), 1e-5
+    z = noise_multiplier(share, 4, 1, 20.0, 1)
+    account = epsilon([Mechanism(z, 1.0, 1.0, 1)], delta)
+    assert delta_discrete(50.0, account, 20) <= delta
+    assert delta_discrete(50.0, 0.6 * account, 20) > delta
+
+
+def test_more_noise_or_more_honest_sites_cost_less():
+    for few, many in pairwise([2, 3, 5, 9]):
+        assert noise_multiplier(9.0, many, 1, 3.0, 10) > noise_multiplier(9.0, few, 1, 3.0, 10)
+    assert noise_multiplier(10.0, 3, 1, 3.0, 10) > noise_multiplier(9.0, 3, 1, 3.0, 10)
+    assert noise_multiplier(9.0, 3, 1, 4.0, 10) < noise_multiplier(9.0, 3, 1, 3.0, 10)

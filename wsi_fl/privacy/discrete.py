@@ -1,0 +1,275 @@
+"""Noise in shares: discrete Gaussians that several sites add to whole numbers, so that only their sum is private.
+
+Sites that hold sums turn them into whole numbers (`quantised`), add a share of the noise each (`discrete_gaussian` with
+σ from `share_sigma`), and add up what they have under masks (`wsi_fl.privacy.masks`). `noise_multiplier` says what goes
+on the account of a site.
+
+Sources:
+    Canonne, Kamath & Steinke (2020), The discrete Gaussian for differential privacy: the sampler, and the Rényi
+    divergence of shifted discrete Gaussians, which is at most that of normal distributions (arXiv:2004.00010).
+    Kairouz, Liu & Steinke (2021), The distributed discrete Gaussian mechanism: sums of them (arXiv:2102.06387).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from fractions import Fraction
+from math import exp, frexp, inf, isfinite, nextafter, pi, sqrt
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.types import UsageError, WsiFlError
+
+_BATCH = 2**15
+"""Random bytes drawn at a time: a call of the operating system for each number would cost more than all the rest."""
+_MOST_SIGMA = 2.0**50
+"""Up to here a draw that does not fit an int64 would be one of 2¹³ σ, less likely than exp(−2²⁴)."""
+_MOST = 2.0**62
+"""Whole numbers of a sum stay below this, so that noise has room in an int64."""
+_NEGLIGIBLE = 1e-100
+"""The largest distance between a sum of discrete Gaussians and one of them that no account needs to know."""
+
+
+class InsecureBits:
+    """Makes the same random bits again; for tests alone, since whoever knows the seed can take the noise off.
+
+    Args:
+        insecure_seed: the seed.
+    """
+
+    def __init__(self, *, insecure_seed: int) -> None:
+        self._random = Random(insecure_seed)
+
+    def __call__(self, k: int) -> int:
+        """Return k bits as a number."""
+        return self._random.getrandbits(k)
+
+
+def discrete_gaussian(
+    sigma: Fraction | float, size: int, randbits: Callable[[int], int] = secrets.randbits
+) -> NDArray[np.int64]:
+    """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
+
+    Every comparison is of whole numbers, so that there are no digits of a float which could tell the noise from what
+    it was added to. This is algorithm 3 of Canonne, Kamath & Steinke (2020): a draw from the discrete Laplace
+    distribution with scale t = ⌊σ⌋ + 1 is kept with probability exp(−(|y| − σ²/t)² / 2σ²).
+
+    Args:
+        sigma: the parameter σ, taken as the exact fraction that a float is.
+        size: how many numbers.
+        randbits: `secrets.randbits`, which asks the operating system; in tests `InsecureBits(insecure_seed=…)`.
+
+    Raises:
+        UsageError: when σ is not between 0 and 2⁵⁰, or the source is another one.
+    """
+    if not 0 < sigma <= _MOST_SIGMA:
+        raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
+    if randbits is not secrets.randbits and not isinstance(randbits, InsecureBits):
+        raise UsageError(
+            "noise draws on secrets.randbits alone; tests may take InsecureBits(insecure_seed=...) instead"
+        )
+    bits, variance = _Bits(randbits), Fraction(sigma) ** 2
+    return np.fromiter((_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
+
+
+class _Bits:
+    """Hands out whole numbers from random bytes that are drawn in batches.
+
+    It lives for one call: bytes kept for the next would be the same in every process that forks in between.
+    """
+
+    def __init__(self, randbits: Callable[[int], int]) -> None:
+        self._randbits, self._batch, self._at = randbits, b"", 0
+
+    def below(self, n: int) -> int:
+        """Draw one of 0, …, n − 1, all equally likely."""
+        bits = (n - 1).bit_length()
+        length = (bits + 7) // 8
+        while True:
+            end = self._at + length
+            if end > len(self._batch):
+                fresh = max(_BATCH, length)
+                self._batch, self._at, end = self._randbits(8 * fresh).to_bytes(fresh, "little"), 0, length
+            drawn = int.from_bytes(self._batch[self._at : end], "little") >> (8 * length - bits)
+            self._at = end
+            if drawn < n:
+                return drawn
+
+
+def _happens(n: int, d: int, bits: _Bits) -> bool:
+    """Return true with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
+    while n > d:
+        if not _happens(1, 1, bits):
+            return False
+        n -= d
+    k = 1
+    while bits.below(d * k) < n:  # with probability (n / d) / k
+        k += 1
+    return k % 2 == 1
+
+
+def _laplace(t: int, bits: _Bits) -> int:
+    """Draw a whole number y with probability ∝ exp(−|y| / t) (algorithm 2 with s = 1)."""
+    while True:
+        u = bits.below(t)
+        if not _happens(u, t, bits):
+            continue
+        v = 0
+        while _happens(1, 1, bits):
+            v += 1
+        y, negative = u + t * v, bits.below(2)
+        if negative and y == 0:  # else 0 would come twice as often
+            continue
+        return -y if negative else y
+
+
+def _gaussian(variance: Fraction, t: int, bits: _Bits) -> int:
+    """Draw a whole number with probability ∝ exp(−y² / 2σ²), given σ² and t = ⌊σ⌋ + 1 (algorithm 3)."""
+    a, b = variance.numerator, variance.denominator
+    while True:
+        y = _laplace(t, bits)
+        # (|y| − σ²/t)² / 2σ² with σ² = a / b
+        if _happens((abs(y) * t * b - a) ** 2, 2 * a * b * t * t, bits):
+            return y
+
+
+def quantised(vector: NDArray[np.float64], scale: float) -> NDArray[np.int64]:
+    """Return int64[n], the whole numbers nearest to vector · scale; halves go to the even one.
+
+    Args:
+        vector: float64[n], a site's sum.
+        scale: whole numbers per unit of the vector, a power of two: then the product is exact, and no number moves
+            by more than 1/2.
+
+    Raises:
+        UsageError: when the scale is no power of two.
+        WsiFlError: when a number is not finite, or too large for 2⁶² steps.
+    """
+    _check_scale(scale)
+    with np.errstate(over="ignore", invalid="ignore"):
+        nearest = np.rint(np.asarray(vector, np.float64) * scale)
+    if not (np.abs(nearest) < _MOST).all():
+        raise WsiFlError(f"a sum is not finite, or too large for whole numbers at {scale:g} steps per unit")
+    return nearest.astype(np.int64)
+
+
+def sensitivity_of(clip: float, scale: float, n: int) -> float:
+    """Return clip · scale + √n, how far in L2 and whole steps a quantised sum moves when a unit is added or removed.
+
+    Proof, for rounding the site's *sum*: neighbouring sums s and s + x with ‖x‖ ≤ clip are scaled exactly, and rounding
+    moves each of them by at most 1/2 in each of the n directions. So the rounded sums differ from each other by
+    scale · x and at most 1 more per direction, which is clip · scale + √n in L2 by the triangle inequality.
+
+    No smaller bound holds: where s · scale is 1/2 and x · scale is 1 in every direction, 0 becomes 2. Rounding each
+    unit's *contribution* instead would add √n / 2 alone, but asks for sums of whole numbers from the beginning.
+
+    Args:
+        clip: how far the float64 sum moves, in L2; round-off of its additions counts, so a sum of very many rows needs
+            a little more than what each row is clipped to.
+        scale: steps per unit, as `quantised` takes it.
+        n: length of the vector.
+
+    Raises:
+        UsageError: when the scale is no power of two, the clip no positive number, or n below 1.
+    """
+    _check_scale(scale)
+    if not 0 < clip < inf or n < 1:
+        raise UsageError(f"a sensitivity needs a bound above 0 and a length from 1 on: clip={clip:g}, n={n}")
+    moved = clip * scale + sqrt(n)
+    if not isfinite(moved):
+        raise UsageError(f"clip {clip:g} is too large at {scale:g} steps per unit")
+    return nextafter(
+        nextafter(nextafter(moved, inf), inf), inf
+    )  # product, root and sum: each may be rounded down
+
+
+def share_sigma(sigma_total: float, n_sites: int, colluding: int) -> float:
+    """Return the σ of each site's share, such that the shares of honest sites alone have the variance σ_total² or more.
+
+    Sites that collude know their own shares and take them off, so the other n_sites − colluding must suffice:
+    σ = σ_total / √(n_sites − colluding), rounded up. All others see noise of variance n_sites · σ².
+
+    Args:
+        sigma_total: σ of the noise that nobody can take off, in steps.
+        n_sites: how many sites add up.
+        colluding: how many of them may put together what they know; 0 where only the sum's readers are feared.
+
+    Raises:
+        UsageError: when no site would be left, or σ_total is no positive number.
+    """
+    honest = _honest(n_sites, colluding)
+    if not 0 < sigma_total < inf:
+        raise UsageError(f"noise needs a sigma above 0, not {sigma_total:g}")
+    wanted = Fraction(sigma_total) ** 2
+    share = sigma_total / sqrt(honest)
+    while honest * Fraction(share) ** 2 < wanted:
+        share = nextafter(share, inf)
+    return share
+
+
+def noise_multiplier(share: float, n_sites: int, colluding: int, sensitivity: float, n: int) -> float:
+    """Return the noise multiplier z that goes on the account: √(n_sites − colluding) · σ_share / sensitivity.
+
+    A sum of h discrete Gaussians is none, but its log-probabilities differ from those of one with variance h · σ² so
+    little that the sum of vectors is ½ε²-concentrated DP with ε = Δ / (√h σ) + τ √n, where τ is `gap` (Kairouz, Liu &
+    Steinke 2021, proposition 14). So its Rényi divergence of every order a is at most a ε² / 2, that of the Gaussian
+    mechanism with z = 1 / ε, and `Mechanism(sigma=z, clip=…, sample_rate=1, steps=1)` is the whole cost. For Poisson
+    samples the same holds at whole orders (`WHOLE_ORDERS`), whose bound needs these divergences alone; at fractional
+    orders the accountant computes with densities of normal distributions. It is the Rényi divergence that is no larger:
+    δ at a given ε may exceed that of normal noise by a few parts in σ².
+
+    Args:
+        share: σ of each site's noise, in steps.
+        n_sites: how many sites add up.
+        colluding: how many of them may put together what they know.
+        sensitivity: how far a unit moves the sum of whole numbers in L2, as `sensitivity_of` tells.
+        n: length of the vector.
+
+    Raises:
+        UsageError: when a share is so small that τ √n is not negligible (σ below about 5), or a number makes no sense.
+    """
+    honest = _honest(n_sites, colluding)
+    if not (0 < share < inf and 0 < sensitivity < inf) or n < 1:
+        raise UsageError(
+            "a noise multiplier needs numbers above 0: "
+            f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
+        )
+    apart = gap(share, honest) * sqrt(n)
+    if apart > _NEGLIGIBLE:
+        raise UsageError(
+            f"shares of noise of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
+        )
+    squared = honest * Fraction(share) ** 2 / Fraction(sensitivity) ** 2
+    epsilon = 1 / sqrt(squared) + apart
+    z = nextafter(1 / epsilon, 0.0)
+    while Fraction(z) ** 2 > squared:
+        z = nextafter(z, 0.0)
+    return z
+
+
+def gap(sigma: float, n_shares: int) -> float:
+    """Return τ = 10 Σ_{k=1}^{h−1} exp(−2π²σ² k / (k + 1)), how far a sum of h shares is from one discrete Gaussian.
+
+    Half of it bounds the difference of their log-probabilities (Kairouz, Liu & Steinke 2021, theorem 1 and section 3);
+    where two sums are compared that a unit tells apart, each may be off by that much.
+
+    Raises:
+        UsageError: when σ is below 1/2, where the bound is not proven.
+    """
+    if not sigma >= 0.5:
+        raise UsageError(f"sums of discrete Gaussians are understood from a sigma of 1/2 on, not {sigma:g}")
+    return 10 * sum(exp(-2 * (pi * sigma) ** 2 * k / (k + 1)) for k in range(1, n_shares))
+
+
+def _honest(n_sites: int, colluding: int) -> int:
+    if not 0 <= colluding < n_sites:
+        raise UsageError(f"of {n_sites} sites, from 0 up to {n_sites - 1} can collude, not {colluding}")
+    return n_sites - colluding
+
+
+def _check_scale(scale: float) -> None:
+    if not (0 < scale < inf and frexp(scale)[0] == 0.5):
+        raise UsageError(f"the scale of whole numbers must be a power of two, not {scale:g}")
