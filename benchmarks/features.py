@@ -17,10 +17,11 @@ from typing import cast, get_args
 import numpy as np
 import timm
 import torch
+from big_slide import write_big_slide
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides, write_big_slide
+from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.slides.choosing.grid import grid_positions
 from wsi_fl.slides.choosing.patches import read_patches

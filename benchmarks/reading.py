@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides, write_big_slide
+from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.learning.examples import batches
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile

@@ -27,9 +27,10 @@ from typing import Any
 import h5py
 import numpy as np
 import openslide
+from big_slide import write_big_slide
 from numpy.typing import NDArray
 
-from wsi_fl.demo.phantom import paint_slide, plan_slides, write_big_slide
+from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.slides.choosing.patches import plan_slide, read_patches
 from wsi_fl.slides.choosing.splits import sample_rows
 from wsi_fl.slides.reading.tiff import tiled_images

@@ -198,7 +198,7 @@ def test_tumour_differs_from_germinal_centres_in_texture_more_than_in_colour() -
         along = [float((centred * np.roll(centred, d, 1)).mean() / centred.var()) for d in range(1, 20)]
         return int(np.argmax(np.array(along) < 0.4))
 
-    h = bank().haematoxylin
+    h, _ = bank()
     tumours = [k for k in Tissue if k >= Tissue.TUMOUR_SOLID]
     assert min(reach_px(h[k]) for k in tumours) > reach_px(h[Tissue.LYMPHOID])
     assert all(h[k].mean() < 0.7 * h[Tissue.LYMPHOID].mean() for k in tumours)
@@ -234,7 +234,7 @@ def test_stains_follow_beer_and_lambert() -> None:
 
 def test_textures_wrap_around() -> None:
     """The step across the seam is no larger than any other."""
-    for texture in bank().haematoxylin:
+    for texture in bank()[0]:
         steps = np.abs(np.diff(texture, axis=1)).mean(0)
         assert np.abs(texture[:, 0] - texture[:, -1]).mean() <= steps.max() * 1.2 + 1e-6
 

@@ -235,9 +235,9 @@ def test_large_patches_leave_few_batches_in_hand(record, monkeypatch):
 
 def test_patches_are_encoded_anew_across_batches(record, monkeypatch):
     both, encode = threading.Barrier(2, timeout=20), jpeg.encode
+    xy = plan_slide(record, SPEC).xy_l0[:4]
     monkeypatch.setattr(planning, "_BATCH", 1)
     monkeypatch.setattr(jpeg, "encode", lambda pixels, quality: (both.wait(), encode(pixels, quality))[1])
-    xy = plan_slide(record, SPEC).xy_l0[:4]
     assert len(list(new_streams(record, xy, SPEC, 90, threads=2, reader="auto"))) == 4
 
 

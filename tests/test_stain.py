@@ -10,7 +10,6 @@ from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.means import noisy_mean
 from wsi_fl.slides.stains import macenko
-from wsi_fl.slides.stains.lab import lab_of, rgb_of
 from wsi_fl.slides.stains.macenko import Dyes, dyes_of, patch_dyes, redyed
 from wsi_fl.slides.stains.methods import restained
 from wsi_fl.slides.stains.reinhard import N_MOMENTS, Stain, stain_of, tissue_moments
@@ -64,18 +63,6 @@ def test_restaining_to_another_stain_gives_that_stain(patches):
 def test_restaining_to_the_own_stain_changes_next_to_nothing(patches):
     own = stain_of(tissue_moments(patches).mean(0))
     assert np.abs(restained(patches, own, own).astype(int) - patches).max() <= 1
-
-
-def test_tables_give_the_colours_of_scikit_image():
-    from skimage.color import lab2rgb, rgb2lab
-
-    pixels = np.random.default_rng(0).integers(0, 256, (8, 32, 32, 3)).astype(np.uint8)
-    lab = lab_of(pixels)
-    np.testing.assert_allclose(lab, rgb2lab(pixels), atol=0.1)
-    moved = (lab * np.float32([1.2, 0.8, 1.3]) + 4).astype(np.float32)
-    expected = (np.clip(lab2rgb(moved), 0, 1) * 255).round()
-    assert np.abs(rgb_of(moved) - expected).max() <= 1
-    assert np.array_equal(rgb_of(lab), pixels)
 
 
 def test_noise_in_a_spread_changes_contrast_at_most_twofold():

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from wsi_fl.stores.shards import (
     write_streams,
 )
 from wsi_fl.system import bulk, jpeg
-from wsi_fl.system.bulk import ALIGNMENT, BulkFile, Pile, aligned_empty
+from wsi_fl.system.bulk import ALIGNMENT, BulkFile, aligned_empty, pile_in
 from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -93,14 +94,15 @@ def odd_names(tmp_path_factory):
 
 def test_linked_and_packed_stores_give_back_what_was_written(odd_names):
     linked, packed, pixels = odd_names
-    written = PatchTable.concat([table_of(name, k + 1, k) for k, name in enumerate(NAMES)])
+    parts = [table_of(name, k + 1, k) for k, name in enumerate(NAMES)]
     for path in (linked, packed):
         with PatchStore(path) as store:
             assert store.meta == StoreMeta("C1", CLASSES, SPEC)
             assert tuple(store.slides) == NAMES
-            assert len(store) == len(written) == 21
+            assert len(store) == 21
             for name in ("xy_l0", "label", "tumor_fraction", "slide", "patient", "split"):
-                found, wanted = getattr(store.table, name), getattr(written, name)
+                found = getattr(store.table, name)
+                wanted = np.concatenate([getattr(part, name) for part in parts])
                 np.testing.assert_array_equal(found, wanted)
                 assert found.dtype.kind == wanted.dtype.kind
             np.testing.assert_array_equal(store.read(np.arange(21)), pixels)
@@ -471,15 +473,15 @@ def test_direct_writes_that_end_half_way_are_done_again_by_the_page_cache(tmp_pa
 @pytest.mark.parametrize("lengths", [[], [0, 1], [4096], [5000, 1, 4096 * 2, 70], [40_000], [4096] * 9])
 def test_a_pile_gives_back_what_was_put_on_it(tmp_path, monkeypatch, lengths, offset):
     monkeypatch.setattr(bulk, "_PIECE_BYTES", 4096)
-    monkeypatch.setattr(bulk, "_MOST_PIECES", 2)
+    monkeypatch.setattr(bulk, "_MEMORY_BYTES", 8192)
     path, rng = tmp_path / "f", np.random.default_rng(0)
     parts = [rng.bytes(n) for n in lengths]
     path.touch()
-    with Pile(tmp_path) as pile:
+    with pile_in(tmp_path) as pile:
         for part in parts:
-            pile.add(part)
+            pile.write(part)
         with BulkFile(path, offset + sum(lengths)) as file:
-            pile.write(file, offset)
+            file.write_pile(pile, offset)
     assert path.read_bytes()[offset:] == b"".join(parts)
     assert [one.name for one in tmp_path.iterdir()] == ["f"]
 
@@ -614,9 +616,8 @@ def test_a_disk_that_fills_while_streams_wait_is_named(tmp_path, monkeypatch):
         def write(self, data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(bulk, "_PIECE_BYTES", 256)
-    monkeypatch.setattr(bulk, "_MOST_PIECES", 1)
-    monkeypatch.setattr(bulk, "TemporaryFile", lambda dir: Full())
+    monkeypatch.setattr(bulk, "_MEMORY_BYTES", 256)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
     with pytest.raises(DiskFull, match="disk is full"):
         make_streams(tmp_path, {"a": 7})
     assert not [one for one in tmp_path.rglob("*") if one.is_file()]

@@ -266,7 +266,7 @@ def aligned(tmp_path_factory):
     image = phantom.paint_slide(phantom.plan_slides(1, 1, 2048, 0)[1])
     for k in range(3):
         block = np.roll(image, 256 * k, axis=1)
-        phantom.write_big_slide(folder / f"slide_{k}.tif", block, 0.5, size_px=2048, tile_px=256, quality=80)
+        phantom.write_pyramid(folder / f"slide_{k}.tif", block, 0.5, tile_px=256, quality=80)
     return sorted(folder.glob("*.tif"))
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from scipy.ndimage import gaussian_filter
 
 from wsi_fl.slides.choosing import tissue
 from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, tissue_fraction, tissue_mask
@@ -199,12 +198,6 @@ def test_dilation_reaches_as_far_as_the_radius(radius):
     every = np.stack(np.indices(mask.shape), -1)
     nearest = np.sqrt(((every[:, :, None] - there) ** 2).sum(-1)).min(-1)
     np.testing.assert_array_equal(tissue._dilated(mask, radius), nearest <= radius)
-
-
-def test_smoothing_is_the_gaussian_of_scipy():
-    planes = np.random.default_rng(0).random((3, 20, 31)).astype(np.float32)
-    wanted = gaussian_filter(planes, (0, 1.7, 1.7), mode="nearest", truncate=tissue._TRUNCATE)
-    np.testing.assert_allclose(tissue._smoothed(planes, 1.7), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize("sigma_px", [0, 0.8, 5.0])

@@ -6,7 +6,6 @@ Frames and units are in the names: ``xy_l0`` are (x, y) pixels of level 0, ``siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -127,6 +126,13 @@ class PatchTable:
     patient: NDArray[np.str_]
     split: NDArray[np.str_]
 
+    @staticmethod
+    def of_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
+        """Return the table of images that were cut from no slide, but lie in one shard."""
+        n = len(label)
+        xy, fraction = np.zeros((n, 2), np.int64), np.full(n, np.nan, np.float32)
+        return PatchTable(xy, label, fraction, np.full(n, slide), np.array(patient), np.full(n, split))
+
     def __post_init__(self) -> None:
         lengths = {f.name: len(getattr(self, f.name)) for f in fields(self)}
         if len(set(lengths.values())) > 1:
@@ -138,13 +144,6 @@ class PatchTable:
     def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> PatchTable:
         """The chosen rows, by position or mask."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
-
-    @staticmethod
-    def concat(tables: Sequence[PatchTable]) -> PatchTable:
-        """All rows of one or more tables, in order."""
-        return PatchTable(
-            **{f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(PatchTable)}
-        )
 
 
 @dataclass(frozen=True)

@@ -10,44 +10,37 @@ from torch import nn
 from wsi_fl.types import UsageError
 
 
-def _pooled_side(name: str, size_px: int) -> int:
-    """Side left after two rounds of 3×3 convolution without padding and 2×2 pooling."""
-    side = ((size_px - 2) // 2 - 2) // 2
+def two_rounds(
+    name: str, kernel: int, widths: tuple[int, int], hidden: Sequence[int], sizes: tuple[int, int, int]
+) -> nn.Module:
+    """Two rounds of convolution without padding, ReLU and 2×2 pooling; then linear layers with ReLU between them.
+
+    Args:
+        widths: channels of the two convolutions.
+        hidden: units of the linear layers but for the last.
+        sizes: classes, channels of the images, and their side in pixels.
+    """
+    n_classes, channels, size_px = sizes
+    side = ((size_px - kernel + 1) // 2 - kernel + 1) // 2
     if side < 1:
-        raise UsageError(f"{name} needs images of at least 10 px, not {size_px}")
-    return side
+        raise UsageError(f"{name} needs images of at least {3 * kernel + 1} px, not {size_px}")
+    layers: list[nn.Module] = []
+    for before, after in pairwise((channels, *widths)):
+        layers += [nn.Conv2d(before, after, kernel), nn.ReLU(), nn.MaxPool2d(2)]
+    layers.append(nn.Flatten())
+    for before, after in pairwise((widths[1] * side**2, *hidden, n_classes)):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 def cnn1(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """conv(3×3, 6), ReLU, pool, conv(3×3, 16), ReLU, pool, fc(64), ReLU, fc(n_classes)."""
-    side = _pooled_side("cnn1", size_px)
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 6, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 16, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(16 * side**2, 64),
-        nn.ReLU(),
-        nn.Linear(64, n_classes),
-    )
+    return two_rounds("cnn1", 3, (6, 16), [64], (n_classes, in_channels, size_px))
 
 
 def cnn2(n_classes: int, in_channels: int, size_px: int) -> nn.Module:
     """conv(3×3, 128), ReLU, pool, conv(3×3, 128), ReLU, pool, fc(n_classes)."""
-    side = _pooled_side("cnn2", size_px)
-    return nn.Sequential(
-        nn.Conv2d(in_channels, 128, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(128, 128, 3),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128 * side**2, n_classes),
-    )
+    return two_rounds("cnn2", 3, (128, 128), [], (n_classes, in_channels, size_px))
 
 
 def gn_cnn(n_classes: int, in_channels: int, size_px: int) -> nn.Module:

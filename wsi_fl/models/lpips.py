@@ -11,7 +11,7 @@ beside this file with the package's licence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -179,13 +179,15 @@ def pairwise_lpips(lpips: Lpips, a: Tensor, b: Tensor, *, memory_bytes: int = PA
     Embeddings of at most `memory_bytes` exist at a time: a goes through in blocks as large as that allows, and b,
     in small pieces, again for each block.
     """
-    out = torch.empty(len(a), len(b))
     piece, block = _pieces(lpips, a, memory_bytes)
-    for rows in _slices(len(a), block):
-        left = embeddings(lpips, a[rows], piece)
-        for columns in _slices(len(b), piece):
-            out[rows, columns] = squared_distances(left, embeddings(lpips, b[columns], piece)).cpu()
-    return out
+
+    def row(some: Tensor) -> Tensor:
+        left = embeddings(lpips, some, piece)
+        return torch.cat(
+            [squared_distances(left, embeddings(lpips, few, piece)).cpu() for few in torch.split(b, piece)], 1
+        )
+
+    return torch.cat([row(some) for some in torch.split(a, block)])
 
 
 def nearest_lpips(
@@ -233,8 +235,4 @@ def _pieces(lpips: Lpips, images: Tensor, memory_bytes: int) -> tuple[int, int]:
 def embeddings(lpips: Lpips, images: Tensor, piece: int = 16) -> Tensor:
     """Embeddings [n, d] of images in [−1, 1], on the device of the network, `piece` at a time."""
     device = lpips.shift.device
-    return torch.cat([lpips(images[rows].to(device)) for rows in _slices(len(images), piece)])
-
-
-def _slices(n: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, n)) for start in range(0, n, step))
+    return torch.cat([lpips(some.to(device)) for some in torch.split(images, piece)])

@@ -14,18 +14,22 @@ _SIDE_PX = 96
 """Patches smaller than that are enlarged by a whole factor, so that their pixels can be seen."""
 
 
+def enlarged(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The patch uint8[h, w, c], its pixels repeated where it is small."""
+    factor = max(1, _SIDE_PX // patch.shape[0])
+    return patch.repeat(factor, 0).repeat(factor, 1)
+
+
 def grid(rows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     """Rows of patches uint8[n, h, w, c] as one picture uint8[H, W, 3] on white; rows may differ in length."""
-    side = rows[0].shape[1]
-    factor = max(1, _SIDE_PX // side)
-    step = side * factor + _GAP_PX
+    side = len(enlarged(rows[0][0]))
+    step = side + _GAP_PX
     width = max(len(row) for row in rows)
     out = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
     for r, row in enumerate(rows):
         for k, patch in enumerate(row):
-            large = patch.repeat(factor, 0).repeat(factor, 1)
             y, x = r * step + _GAP_PX, k * step + _GAP_PX
-            out[y : y + side * factor, x : x + side * factor] = large
+            out[y : y + side, x : x + side] = enlarged(patch)
     return out
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from wsi_fl.system import jpeg
 from wsi_fl.types import WsiFlError
 
 PATCH_SIDE_PX = 144
@@ -23,7 +24,7 @@ def patch_uri(pixels: NDArray[np.uint8]) -> str:
     """A patch, uint8[h, w, 3] or grey uint8[h, w, 1], as a data URI."""
     image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
     image.thumbnail((PATCH_SIDE_PX, PATCH_SIDE_PX), Image.Resampling.LANCZOS)
-    return _uri(_jpeg(image, quality=88))
+    return _uri(jpeg.encode(np.asarray(image.convert("RGB")), 88))
 
 
 def overview_uris(
@@ -64,17 +65,11 @@ def _fit(image: Image.Image, n_bytes: int) -> bytes:
         if encoded and side >= max(image.size):
             continue
         image.thumbnail((side, side), Image.Resampling.LANCZOS)
-        encoded = _jpeg(image, quality=80)
+        encoded = jpeg.encode(np.asarray(image), 80)
         if len(encoded) <= n_bytes:
             break
     return encoded
 
 
-def _jpeg(image: Image.Image, quality: int) -> bytes:
-    out = io.BytesIO()
-    image.save(out, "JPEG", quality=quality)
-    return out.getvalue()
-
-
-def _uri(jpeg: bytes) -> str:
-    return "data:image/jpeg;base64," + base64.b64encode(jpeg).decode("ascii")
+def _uri(picture: bytes) -> str:
+    return "data:image/jpeg;base64," + base64.b64encode(picture).decode("ascii")

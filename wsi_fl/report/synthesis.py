@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from wsi_fl.report import figures
 from wsi_fl.report.comparison_figures import palette, png_style
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.fill import fill
+from wsi_fl.report.grids import enlarged
 from wsi_fl.report.pictures import patch_uri
 from wsi_fl.report.words import number
 
@@ -48,8 +48,8 @@ def render(
         "document": document,
         "names": NAMES,
         "chart": histogram(distances, axis),
-        "rows": [(NAMES[name], [patch_uri(_large(p)) for p in patches]) for name, patches in rows],
-        "samples": [(NAMES[name], [patch_uri(_large(p)) for p in patches]) for name, patches in samples],
+        "rows": [(NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in rows],
+        "samples": [(NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in samples],
         "svg": lambda chart: Markup(chart.svg),
     }
     return fill("synthesis.html.j2", context)
@@ -71,9 +71,7 @@ def histogram_png(distances: Distances, axis: str = PROJECTED) -> bytes:
     with mpl.rc_context(png_style()):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         _draw(figure.add_subplot(), distances, colors, axis)
-        out = io.BytesIO()
-        figure.savefig(out, format="png", metadata={"Software": None})
-    return out.getvalue()
+        return figures.to_png(figure)
 
 
 def _draw(axes: Axes, distances: Distances, colors: Mapping[str, str], axis: str) -> None:
@@ -86,8 +84,3 @@ def _draw(axes: Axes, distances: Distances, colors: Mapping[str, str], axis: str
     axes.set_xlabel(f"{axis} (dashed: median)")
     axes.set_ylabel("share of images")
     axes.legend(frameon=False, fontsize=8.5)
-
-
-def _large(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    factor = max(1, 96 // patch.shape[0])
-    return patch.repeat(factor, 0).repeat(factor, 1)

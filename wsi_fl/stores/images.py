@@ -61,7 +61,7 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
         return _from_folder(path, size_px)
     if not path.is_file():
         raise UsageError(f"{path}: no such file or folder")
-    arrays = _from_hdf5(path) if path.suffix.lower() in _HDF5 else _from_npz(path)
+    arrays = _arrays(path)
     pairs = {"train": ("x_train", "y_train"), "test": ("x_test", "y_test")}
     if "x_train" not in arrays:
         pairs = {"train": ("x", "y")}
@@ -84,25 +84,22 @@ def _alike(path: Path, data_set: DataSet) -> DataSet:
 
 
 def _from_npz(path: Path) -> dict[str, Any]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files if name.startswith(("x", "y"))}
-    except (ValueError, OSError, EOFError, TypeError, AttributeError, BadZipFile, ZlibError) as error:
-        raise UsageError(f"{path}: not a readable npz file ({_first_line(error)})") from None
-    except MemoryError as error:
-        raise UsageError(f"{path}: {too_large(error)}") from None
+    with np.load(path, allow_pickle=False) as file:
+        return {name: file[name] for name in file.files if name.startswith(("x", "y"))}
 
 
 def _from_hdf5(path: Path) -> dict[str, Any]:
+    with h5py.File(path, "r") as file:
+        arrays = {name: node for name, node in file.items() if isinstance(node, h5py.Dataset)}
+        return {name: node[()] for name, node in arrays.items() if name.startswith(("x", "y"))}
+
+
+def _arrays(path: Path) -> dict[str, Any]:
+    kind, read = ("HDF5", _from_hdf5) if path.suffix.lower() in _HDF5 else ("npz", _from_npz)
     try:
-        with h5py.File(path, "r") as file:
-            return {
-                name: node[()]
-                for name, node in file.items()
-                if name.startswith(("x", "y")) and isinstance(node, h5py.Dataset)
-            }
-    except OSError as error:
-        raise UsageError(f"{path}: not a readable HDF5 file ({_first_line(error)})") from None
+        return read(path)
+    except (ValueError, OSError, EOFError, TypeError, AttributeError, BadZipFile, ZlibError) as error:
+        raise UsageError(f"{path}: not a readable {kind} file ({_first_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {too_large(error)}") from None
 

@@ -23,7 +23,7 @@ from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, 
 from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
 from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, read_unread, spec_attrs, write_root
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.system.bulk import BulkFile, Pile
+from wsi_fl.system.bulk import BulkFile, pile_in
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
 
@@ -143,10 +143,10 @@ def write_streams(
     How many bytes there are is known only at the end, so all of them wait.
     """
     quality = quality_of(meta.wanted)
-    with atomic(path) as final, Pile(path.parent) as pile:
+    with atomic(path) as final, pile_in(path.parent) as pile:
         start = [0]
         for stream in streams:
-            pile.add(stream)
+            pile.write(stream)
             start.append(start[-1] + len(stream))
         _check_count(path, len(start) - 1, len(table) - len(unread))
         with _filled(final, meta, table, unread, start[-1], version=2) as file:
@@ -154,7 +154,7 @@ def write_streams(
             file["start"] = np.array(start, np.uint64)
             (offset,) = _allocated(file, "bytes", (start[-1],))
             with BulkFile(final, offset + start[-1]) as bulk:
-                pile.write(bulk, offset)
+                bulk.write_pile(pile, offset)
 
 
 def write_positions(

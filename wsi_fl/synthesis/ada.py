@@ -7,7 +7,7 @@ differentiated twice; an image that no transform of a group is drawn for leaves 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import pi, sqrt
 
 import torch
@@ -197,9 +197,7 @@ class Controller:
     def observed(self, real_logits: Tensor) -> Controller:
         """With the signs of one batch of real images."""
         signs = float(real_logits.detach().sign().sum())
-        return Controller(
-            self.p, self.target, self.images, self.sign_sum + signs, self.seen + len(real_logits)
-        )
+        return replace(self, sign_sum=self.sign_sum + signs, seen=self.seen + len(real_logits))
 
     @property
     def r_t(self) -> float | None:

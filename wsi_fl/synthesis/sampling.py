@@ -26,19 +26,9 @@ def sampled(generator: Generator, labels: NDArray[np.int64], *, seed: int, trunc
     device = device_of(generator)
     z = torch.randn(len(labels), generator.shape.z_dim, generator=torch.Generator().manual_seed(seed))
     noise = torch.Generator(device).manual_seed(seed)
-    classes = torch.from_numpy(labels)
-    parts = [
-        to_pixels(
-            generator(
-                z[start : start + _BATCH].to(device),
-                classes[start : start + _BATCH].to(device),
-                truncation=truncation,
-                generator=noise,
-            )
-        ).cpu()
-        for start in range(0, len(labels), _BATCH)
-    ]
-    return torch.cat(parts)
+    batches = zip(torch.split(z, _BATCH), torch.split(torch.from_numpy(labels), _BATCH), strict=True)
+    drawn = (generator(*(x.to(device) for x in b), truncation=truncation, generator=noise) for b in batches)
+    return torch.cat([to_pixels(images).cpu() for images in drawn])
 
 
 def to_images(pixels: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from tempfile import TemporaryFile
-from types import TracebackType
-from typing import IO
+from tempfile import SpooledTemporaryFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +19,7 @@ from wsi_fl.system.files import allocate
 ALIGNMENT = 4096
 """What direct writes want of an address in memory, an offset and a length; a multiple of every sector size."""
 
-_PIECE_BYTES, _MOST_PIECES = 8 << 20, 20
-"""Of a pile in memory."""
+_PIECE_BYTES, _MEMORY_BYTES = 8 << 20, 160 << 20
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
@@ -39,64 +36,9 @@ def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return room[start : start + n].reshape(shape)
 
 
-class Pile:
-    """Bytes whose number is not known yet, in aligned arrays; beyond some of these in a file without a name.
-
-    Use it as a context manager.
-
-    Args:
-        folder: where that file would be.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._kept: list[NDArray[np.uint8]] = []
-        self._file: IO[bytes] | None = None
-        self._piece = aligned_empty((_PIECE_BYTES,))
-        self._used = 0
-
-    def __enter__(self) -> Pile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def add(self, data: bytes) -> None:
-        """Puts these on top."""
-        array = np.frombuffer(data, np.uint8)
-        while len(array):
-            room = self._piece[self._used :]
-            n = min(len(array), len(room))
-            room[:n] = array[:n]
-            array, self._used = array[n:], self._used + n
-            if n == len(room):
-                self._put_by()
-
-    def write(self, bulk: BulkFile, offset: int) -> None:
-        """Puts all of it into a file at this offset; the pile is used up."""
-        for piece in self._kept:
-            bulk.write(piece, offset)
-            offset += _PIECE_BYTES
-        if self._file is not None:
-            self._file.seek(0)
-            while self._file.readinto(self._kept[0].data):  # type: ignore[attr-defined]
-                bulk.write(self._kept[0], offset)
-                offset += _PIECE_BYTES
-        bulk.write(self._piece[: self._used], offset)
-
-    def _put_by(self) -> None:
-        """The full piece makes room."""
-        if len(self._kept) < _MOST_PIECES:
-            self._kept.append(self._piece)
-            self._piece = aligned_empty((_PIECE_BYTES,))
-        else:
-            if self._file is None:
-                self._file = TemporaryFile(dir=self._folder)  # noqa: SIM115 - `__exit__` closes it
-            self._file.write(self._piece.data)
-        self._used = 0
+def pile_in(folder: Path) -> SpooledTemporaryFile[bytes]:
+    """Return a file for bytes whose number is not known yet: in memory, and on disk, without a name, beyond some."""
+    return SpooledTemporaryFile(_MEMORY_BYTES, dir=str(folder))
 
 
 class BulkFile:
@@ -122,9 +64,7 @@ class BulkFile:
     def __enter__(self) -> BulkFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -144,6 +84,14 @@ class BulkFile:
                 os.close(self._direct)
                 self._direct = None
         return _write_all(self._buffered, data, offset)
+
+    def write_pile(self, pile: SpooledTemporaryFile[bytes], offset: int) -> None:
+        """Put all of a pile at this offset."""
+        pile.seek(0)
+        piece = aligned_empty((_PIECE_BYTES,))
+        while n := pile.readinto(piece.data):
+            self.write(piece[:n], offset)
+            offset += n
 
 
 def _opened_directly(path: Path) -> int | None:

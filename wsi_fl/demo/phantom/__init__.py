@@ -5,7 +5,7 @@ are drawings: good for trying the software, never for claims about medicine.
 """
 
 from wsi_fl.demo.phantom.archive import PhantomSlide, paint_archive, paint_slide, plan_slides, truth_mask
-from wsi_fl.demo.phantom.tiff import write_big_slide, write_pyramid
+from wsi_fl.demo.phantom.tiff import write_pyramid
 
 __all__ = [
     "PhantomSlide",
@@ -13,6 +13,5 @@ __all__ = [
     "paint_slide",
     "plan_slides",
     "truth_mask",
-    "write_big_slide",
     "write_pyramid",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from wsi_fl.demo.phantom.anatomy import COARSE_PX, MPP, Anatomy, lay_out, tumour
 from wsi_fl.demo.phantom.paint import hospital, paint
 from wsi_fl.demo.phantom.tiff import write_pyramid
 from wsi_fl.demo.phantom.tissues import bank
+from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
 PATIENTS_PER_CENTRE = 20
@@ -90,7 +92,7 @@ def paint_slide(slide: PhantomSlide) -> NDArray[np.uint8]:
 
 
 def truth_mask(slide: PhantomSlide) -> NDArray[np.bool_]:
-    """[size_px, size_px] which level-0 pixels are tumour; painted cells at the border stray a few pixels from it."""
+    """[size_px, size_px] which level-0 pixels are tumour; what is painted follows it in squares of LABEL_PX."""
     return tumour_mask(slide.anatomy())
 
 
@@ -111,26 +113,18 @@ def outlines(anatomy: Anatomy) -> list[Outline]:
 
 def asap_xml(rings: list[Outline]) -> str:
     """Outlines in the XML of ASAP, the annotation tool of the Camelyon challenges."""
-    lines = ['<?xml version="1.0"?>', "<ASAP_Annotations>", "\t<Annotations>"]
+    root = ET.Element("ASAP_Annotations")
+    annotations, groups = (ET.SubElement(root, name) for name in ("Annotations", "AnnotationGroups"))
     for i, (group, xy) in enumerate(rings):
-        lines.append(
-            f'\t\t<Annotation Name="Annotation {i}" Type="Polygon" PartOfGroup="{group}" Color="#F4FA58">'
-        )
-        lines.append("\t\t\t<Coordinates>")
-        lines += [
-            f'\t\t\t\t<Coordinate Order="{k}" X="{x:.3f}" Y="{y:.3f}" />' for k, (x, y) in enumerate(xy)
-        ]
-        lines += ["\t\t\t</Coordinates>", "\t\t</Annotation>"]
-    lines += ["\t</Annotations>", "\t<AnnotationGroups>"]
+        ring = {"Name": f"Annotation {i}", "Type": "Polygon", "PartOfGroup": group, "Color": "#F4FA58"}
+        coordinates = ET.SubElement(ET.SubElement(annotations, "Annotation", ring), "Coordinates")
+        for k, (x, y) in enumerate(xy):
+            ET.SubElement(coordinates, "Coordinate", {"Order": str(k), "X": f"{x:.3f}", "Y": f"{y:.3f}"})
     for group, colour in (("metastases", "#ff0000"), ("normal", "#00ff00")):
-        lines.append(f'\t\t<Group Name="{group}" PartOfGroup="None" Color="{colour}"><Attributes /></Group>')
-    return "\n".join([*lines, "\t</AnnotationGroups>", "</ASAP_Annotations>", ""])
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8", newline="")
-    partial.replace(path)
+        found = ET.SubElement(groups, "Group", {"Name": group, "PartOfGroup": "None", "Color": colour})
+        ET.SubElement(found, "Attributes")
+    ET.indent(root, "\t")
+    return f'<?xml version="1.0"?>\n{ET.tostring(root, "unicode")}\n'
 
 
 def _write_slide(out: Path, slide: PhantomSlide) -> None:
@@ -138,7 +132,7 @@ def _write_slide(out: Path, slide: PhantomSlide) -> None:
     anatomy = slide.anatomy()
     outline_path = out / "annotations" / f"{slide.name}.xml"
     if slide.positive:
-        _write_text(outline_path, asap_xml(outlines(anatomy)))
+        write_text(outline_path, asap_xml(outlines(anatomy)))
     else:
         outline_path.unlink(missing_ok=True)
     picture = paint(slide.rng(1), anatomy, hospital(slide.site))
@@ -189,5 +183,5 @@ def paint_archive(
         for i, (slide, _) in enumerate(zip(slides, jobs, strict=True), 1):
             if progress:
                 progress(f"{slide.name}.tif ({i} of {len(slides)})")
-    _write_text(out / "stages.csv", stages_csv(slides))
+    write_text(out / "stages.csv", stages_csv(slides))
     return out

@@ -6,10 +6,8 @@ to be written here. Layout: Aldus TIFF 6.0 with the 64-bit fields of BigTIFF, li
 
 from __future__ import annotations
 
-import io
-import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,10 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.system import jpeg
+from wsi_fl.system.files import atomic
+
 TILE_PX = 512
 _SHORT, _LONG, _RATIONAL, _LONG8 = (3, "H"), (4, "I"), (5, "I"), (16, "Q")
 
 _Tag = tuple[int, tuple[int, str], list[int]]
+Level = tuple[int, int, Iterable[bytes]]
+"""(height, width, tiles row by row)."""
 
 
 def jpeg_tiles(level: NDArray[np.uint8], quality: int, tile_px: int = TILE_PX) -> Iterator[bytes]:
@@ -32,93 +35,51 @@ def jpeg_tiles(level: NDArray[np.uint8], quality: int, tile_px: int = TILE_PX) -
         for x in range(0, level.shape[1], tile_px):
             tile = level[y : y + tile_px, x : x + tile_px]
             lacking = [(0, tile_px - tile.shape[0]), (0, tile_px - tile.shape[1]), (0, 0)]
-            encoded = io.BytesIO()
-            whole = Image.fromarray(np.pad(tile, lacking, mode="edge"))
-            whole.save(encoded, "JPEG", quality=quality, subsampling="4:2:0")
-            yield encoded.getvalue()
+            yield jpeg.encode(np.pad(tile, lacking, mode="edge"), quality)
 
 
-def write_pyramid(path: Path, image: NDArray[np.uint8], mpp: float, *, quality: int = 87) -> None:
+def write_pyramid(
+    path: Path, image: NDArray[np.uint8], mpp: float, *, quality: int = 87, tile_px: int = TILE_PX
+) -> None:
     """Write [h, w, 3] RGB as a tiled JPEG BigTIFF whose levels halve down to one tile, atomically.
 
     OpenSlide opens it as `generic-tiff` and takes `mpp` from the resolution tags.
     """
-    level, level_mpp = image, mpp
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
-        link = file.tell() - 8  # where the address of the next directory belongs
-        while True:
-            starts, lengths = [], []
-            for tile in jpeg_tiles(level, quality):
-                starts.append(file.tell())
-                lengths.append(file.write(tile))
-            tags = _tags(level.shape[0], level.shape[1], level_mpp, TILE_PX, reduced=level_mpp != mpp)
-            link = _write_directory(file, link, [*tags, (324, _LONG8, starts), (325, _LONG8, lengths)])
-            if max(level.shape) <= TILE_PX:
-                break
-            level, level_mpp = np.asarray(Image.fromarray(level).reduce(2)), level_mpp * 2
-    partial.replace(path)
+
+    def levels() -> Iterator[Level]:
+        level = image
+        yield (*level.shape[:2], jpeg_tiles(level, quality, tile_px))
+        while max(level.shape) > tile_px:
+            level = np.asarray(Image.fromarray(level).reduce(2))
+            yield (*level.shape[:2], jpeg_tiles(level, quality, tile_px))
+
+    write_levels(path, levels(), mpp, tile_px)
 
 
-def write_big_slide(
-    path: Path,
-    block: NDArray[np.uint8],
-    mpp: float,
-    *,
-    size_px: int,
-    tile_px: int = TILE_PX,
-    quality: int = 87,
-    shared: bool = False,
-) -> None:
-    """Write a square slide of `size_px` that repeats a picture [h, w, 3], in seconds whatever its size, atomically.
+def write_levels(path: Path, levels: Iterable[Level], mpp: float, tile_px: int, shared: bool = False) -> None:
+    """Write levels from the finest on, atomically; each has half the resolution of the one before.
 
     Args:
-        path: where to.
-        block: of which the largest square of whole tiles is repeated.
-        mpp: µm per pixel of level 0.
-        size_px: of the slide; levels halve down to one tile.
-        tile_px: the side of its tiles.
-        quality: of their JPEG.
-        shared: let equal tiles share their bytes, for slides too big for the disk; timings want bytes of their own.
+        shared: let equal tiles of a level share their bytes.
     """
-    side = min(block.shape[:2]) // tile_px * tile_px
-    level, extent, level_mpp = block[:side, :side], size_px, mpp
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with atomic(path) as partial, partial.open("wb") as file:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
-        link = file.tell() - 8
-        while True:
-            repeats = tile_px // math.gcd(level.shape[0], tile_px)
-            level = np.tile(level, (repeats, repeats, 1))
-            tiles = list(jpeg_tiles(level, quality, tile_px))
-            starts, lengths = _write_repeated(
-                file, tiles, level.shape[0] // tile_px, -(-extent // tile_px), shared
-            )
-            tags = _tags(extent, extent, level_mpp, tile_px, reduced=level_mpp != mpp)
+        link = file.tell() - 8  # where the address of the next directory belongs
+        for k, (height, width, tiles) in enumerate(levels):
+            starts: list[int] = []
+            lengths: list[int] = []
+            known: dict[bytes, int] = {}
+            for tile in tiles:
+                start = known.get(tile)
+                if start is None:
+                    start = file.tell()
+                    file.write(tile)
+                if shared:
+                    known[tile] = start
+                starts.append(start)
+                lengths.append(len(tile))
+            tags = _tags(height, width, mpp * 2**k, tile_px, reduced=k > 0)
             link = _write_directory(file, link, [*tags, (324, _LONG8, starts), (325, _LONG8, lengths)])
-            if extent <= tile_px:
-                break
-            level, extent, level_mpp = (
-                np.asarray(Image.fromarray(level).reduce(2)),
-                extent // 2,
-                level_mpp * 2,
-            )
-    partial.replace(path)
-
-
-def _write_repeated(
-    file: BinaryIO, tiles: list[bytes], period: int, n: int, shared: bool
-) -> tuple[list[int], list[int]]:
-    """Where the n × n tiles of a level begin and how long they are; they repeat every `period` columns and rows."""
-    numbers = [row % period * period + column % period for row in range(n) for column in range(n)]
-    starts, first = [], {}
-    for number in numbers:
-        if not shared or number not in first:
-            first[number] = file.tell()
-            file.write(tiles[number])
-        starts.append(first[number])
-    return starts, [len(tiles[number]) for number in numbers]
 
 
 def _tags(height: int, width: int, mpp: float, tile_px: int, *, reduced: bool) -> list[_Tag]:

@@ -26,10 +26,12 @@ from wsi_fl.slides.choosing.look import PICTURE_PX, look_at
 from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.slides.reading.sweep import Sweep
+from wsi_fl.system import jpeg
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 _PATCH_IN_THUMBNAIL_PX = 8
+_PICTURE_QUALITY = 90
 _BATCH, _BATCH_BYTES = 32, 20 << 20
 _AHEAD, _AHEAD_BYTES = 1, 1 << 28
 """Batches beyond those that threads are filling, and the most memory for all of them."""
@@ -126,7 +128,7 @@ def plan_slide(
         seen.xy_l0[keep],
         label[keep],
         tumor[keep],
-        _jpeg(picture),
+        jpeg.encode(picture, _PICTURE_QUALITY),
         np.packbits(picture_mask),
         picture_mask.shape,
         seen.downsample * factor,
@@ -251,12 +253,6 @@ def _reduced(
     small = Image.fromarray(thumbnail).reduce(factor)
     share = Image.fromarray(mask.astype(np.uint8) * 255).reduce(factor)
     return np.array(small), np.asarray(share) > 127, factor
-
-
-def _jpeg(thumbnail: NDArray[np.uint8]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(thumbnail).save(buffer, "JPEG", quality=90)
-    return buffer.getvalue()
 
 
 def _rings(annotations: Annotations | None) -> list[NDArray[np.float64]]:

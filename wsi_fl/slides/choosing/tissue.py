@@ -113,6 +113,8 @@ def _looks(thumbnail: NDArray[np.uint8], sigma_px: float) -> tuple[NDArray[np.fl
 
     In strips that fit the cache, which takes a third of the time of whole pictures.
     """
+    from scipy.ndimage import gaussian_filter
+
     height, width, _ = thumbnail.shape
     saturation, foreign = np.empty((height, width), np.float32), np.empty((height, width), bool)
     reach = int(_TRUNCATE * sigma_px + 0.5)
@@ -122,29 +124,13 @@ def _looks(thumbnail: NDArray[np.uint8], sigma_px: float) -> tuple[NDArray[np.fl
         planes = np.moveaxis(thumbnail[first : top + step + reach], -1, 0).astype(np.float32)
         planes /= np.float32(255)
         if reach:
-            planes = _smoothed(planes, sigma_px)
+            planes = gaussian_filter(planes, (0, sigma_px, sigma_px), mode="nearest", truncate=_TRUNCATE)
         red, green, blue = planes[:, top - first : top - first + step]
         high = np.maximum(np.maximum(red, green), blue)
         chroma = high - np.minimum(np.minimum(red, green), blue)
         saturation[rows] = chroma / np.maximum(high, np.float32(1 / 255))
         foreign[rows] = _ink_or_black(red, green, blue, high, chroma)
     return saturation, foreign
-
-
-def _smoothed(planes: NDArray[np.float32], sigma_px: float) -> NDArray[np.float32]:
-    """Gaussian smoothing of [c, h, w], the edge continued; on whole arrays, which is three times as fast as
-    scipy's general filter for the few taps it has here."""
-    reach = int(_TRUNCATE * sigma_px + 0.5)
-    taps = np.exp(-0.5 * (np.arange(reach + 1) / sigma_px) ** 2)
-    taps = (taps / (2 * taps.sum() - 1)).astype(np.float32)
-    for axis in (1, 2):
-        n = planes.shape[axis]
-        room = np.pad(planes, [(reach, reach) if k == axis else (0, 0) for k in range(3)], mode="edge")
-        shifted = [room[:, k : k + n] if axis == 1 else room[..., k : k + n] for k in range(2 * reach + 1)]
-        planes = taps[0] * shifted[reach]
-        for k in range(1, reach + 1):
-            planes += taps[k] * (shifted[reach - k] + shifted[reach + k])
-    return planes
 
 
 def _ink_or_black(

@@ -13,12 +13,13 @@ from pathlib import Path
 from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
+    divided,
     first_existing,
     label_of,
     rows_of,
+    sites_of,
     slide_files,
     tiffs,
-    with_splits,
 )
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
@@ -42,70 +43,54 @@ def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
     stages = first_existing(
         archive, ("stages.csv", "stage_labels.csv", "training/stage_labels.csv"), Path.is_file
     )
-    patterns: dict[int, set[str]] = {}
-    counts: dict[int, int] = {}
+    found = []
     for path in tiffs(archive):
         match = C17_SLIDE.match(path.name)
         if not match or int(match[1]) >= _C17_TRAINING_PATIENTS or "mask" in path.name:
             continue
-        centre = int(match[1]) // _C17_PER_CENTRE
         folder = _C17_FOLDER.fullmatch(path.parent.name)
         stem = "*" if folder else f"patient_{match[1][:2]}?_node_*"
-        patterns.setdefault(centre, set()).add(f"{glob.escape(str(path.parent))}/{stem}{path.suffix}")
-        counts[centre] = counts.get(centre, 0) + 1
-    return [
-        ArchiveSite(f"C{centre + 1}", tuple(sorted(patterns[centre])), annotations, stages, counts[centre])
-        for centre in sorted(patterns)
-    ]
+        site = f"C{int(match[1]) // _C17_PER_CENTRE + 1}"
+        found.append((site, f"{glob.escape(str(path.parent))}/{stem}{path.suffix}"))
+    return sites_of(found, annotations, stages)
 
 
 def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
     stages = _stages(sources.labels)
-    records: list[SlideRecord] = []
-    aside: list[SetAside] = []
-    for path in slide_files(sources):
+    table = sources.labels.name
+
+    def judged(path: Path) -> SlideRecord | SetAside:
         match = C17_SLIDE.match(path.name)
-        stage = stages.get(path.stem)
         if match is None:
-            aside.append(SetAside(path.stem, "not named patient_PPP_node_N"))
-        elif stage is None:
-            aside.append(SetAside(path.stem, f"no stage in {sources.labels.name}"))
-        else:
-            _add(_outlined(sources, path, f"patient_{match[1]}", stage), records, aside)
-    return with_splits(records, sources), aside
+            return SetAside(path.stem, "not named patient_PPP_node_N")
+        if path.stem not in stages:
+            return SetAside(path.stem, f"no stage in {table}")
+        return _outlined(sources, path, f"patient_{match[1]}", stages[path.stem])
+
+    return divided(map(judged, slide_files(sources)), sources)
 
 
 def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
     folders = ("training/lesion_annotations", "lesion_annotations", "annotations", "training/annotations")
     annotations = first_existing(archive, folders, Path.is_dir)
-    patterns: dict[str, set[str]] = {}
-    counts: dict[str, int] = {}
+    found = []
     for path in tiffs(archive):
-        match = C16_SLIDE.fullmatch(path.stem)
-        if not match:
-            continue
-        kind, number = match[1].lower(), int(match[2])
-        site = "RUMC" if number <= _C16_RADBOUD[kind] else "UMCU"
-        patterns.setdefault(site, set()).add(glob.escape(str(path)))
-        counts[site] = counts.get(site, 0) + 1
-    return [
-        ArchiveSite(site, tuple(sorted(patterns[site])), annotations, None, counts[site])
-        for site in sorted(patterns)
-    ]
+        if match := C16_SLIDE.fullmatch(path.stem):
+            site = "RUMC" if int(match[2]) <= _C16_RADBOUD[match[1].lower()] else "UMCU"
+            found.append((site, glob.escape(str(path))))
+    return sites_of(found, annotations, None)
 
 
 def read_camelyon16(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
-    records: list[SlideRecord] = []
-    aside: list[SetAside] = []
-    for path in slide_files(sources):
+    def judged(path: Path) -> SlideRecord | SetAside:
         match = C16_SLIDE.fullmatch(path.stem)
         if match is None:
-            aside.append(SetAside(path.stem, "not named normal_NNN or tumor_NNN"))
-            continue
-        _add(_outlined(sources, path, path.stem, match[1].lower()), records, aside)
-    return with_splits(records, sources), aside
+            return SetAside(path.stem, "not named normal_NNN or tumor_NNN")
+        return _outlined(sources, path, path.stem, match[1].lower())
+
+    return divided(map(judged, slide_files(sources)), sources)
 
 
 def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRecord | SetAside:
@@ -133,13 +118,6 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
         None,
         sources.mpp_override,
     )
-
-
-def _add(found: SlideRecord | SetAside, records: list[SlideRecord], aside: list[SetAside]) -> None:
-    if isinstance(found, SlideRecord):
-        records.append(found)
-    else:
-        aside.append(found)
 
 
 def _stages(path: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 from wsi_fl.system.files import append_line, read_lines
@@ -29,32 +30,21 @@ def digests(
     """
     stamps = {path: stamp for path in paths if (stamp := _stamp(path))}
     known = _known(remembered)
-    if remembered is None or all(stamp in known for stamp in stamps.values()):
-        return _completed(paths, stamps, known, None, progress)
-    with alone(remembered):
-        return _completed(paths, stamps, _known(remembered), remembered, progress)
-
-
-def _completed(
-    paths: Sequence[Path],
-    stamps: dict[Path, _Stamp],
-    known: dict[_Stamp, str],
-    remembered: Path | None,
-    progress: Callable[[int, int], None] | None,
-) -> dict[Path, str | None]:
-    found: dict[Path, str | None] = {
-        path: known.get(stamps[path]) if path in stamps else None for path in paths
-    }
-    unread = [path for path in paths if path in stamps and found[path] is None]
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        for done, (path, md5) in enumerate(zip(unread, pool.map(_md5, unread), strict=True), 1):
-            found[path] = md5
-            if remembered is not None and md5 is not None:
+    all_known = all(stamp in known for stamp in stamps.values())
+    with nullcontext() if remembered is None or all_known else alone(remembered):
+        known = _known(remembered)
+        unread = [path for path, stamp in stamps.items() if stamp not in known]
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            for done, (path, md5) in enumerate(zip(unread, pool.map(_md5, unread), strict=True), 1):
                 name, size, changed = stamps[path]
-                append_line(remembered, {"path": name, "size": size, "mtime_ns": changed, "md5": md5})
-            if progress is not None:
-                progress(done, len(unread))
-    return found
+                if md5 is not None:
+                    known[stamps[path]] = md5
+                    if remembered is not None:
+                        line = {"path": name, "size": size, "mtime_ns": changed, "md5": md5}
+                        append_line(remembered, line)
+                if progress is not None:
+                    progress(done, len(unread))
+    return {path: known.get(stamps[path]) if path in stamps else None for path in paths}
 
 
 def _md5(path: Path) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from wsi_fl.types import SPLITS, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import SPLITS, SetAside, SlideRecord, UsageError, WsiFlError
 
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
 
@@ -132,6 +132,28 @@ def with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecor
     if records and not any(found):
         raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients")
     return [replace(r, split=name or r.split) for r, name in zip(records, found, strict=True)]
+
+
+def divided(
+    found: Iterable[SlideRecord | SetAside], sources: Sources
+) -> tuple[list[SlideRecord], list[SetAside]]:
+    """The slides that can be used, with their splits, and those that cannot."""
+    every = list(found)
+    records = [one for one in every if isinstance(one, SlideRecord)]
+    return with_splits(records, sources), [one for one in every if isinstance(one, SetAside)]
+
+
+def sites_of(
+    found: Iterable[tuple[str, str]], annotations: str | None, labels: str | None
+) -> list[ArchiveSite]:
+    """The sites of an archive in order, of the (site, glob pattern) of each of its slides."""
+    patterns: dict[str, list[str]] = {}
+    for site, pattern in found:
+        patterns.setdefault(site, []).append(pattern)
+    return [
+        ArchiveSite(site, tuple(sorted(set(some))), annotations, labels, len(some))
+        for site, some in sorted(patterns.items())
+    ]
 
 
 def tiffs(archive: Path) -> list[Path]:

@@ -9,50 +9,41 @@ from pathlib import Path
 from wsi_fl.slides.layouts.common import (
     ArchiveSite,
     Sources,
+    divided,
     label_of,
     rows_of,
+    sites_of,
     slide_files,
-    with_splits,
 )
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
 
 
 def describe_generic(archive: Path) -> list[ArchiveSite]:
     table = archive / "slides.csv"
-    names: dict[str, int] = {}
-    for row in rows_of(table, ("slide", "patient", "site", "label")):
-        names[row["site"]] = names.get(row["site"], 0) + 1
-    return [
-        ArchiveSite(name, (f"{glob.escape(str(archive / 'slides'))}/*",), None, str(table), count)
-        for name, count in sorted(names.items())
-    ]
+    pattern = f"{glob.escape(str(archive / 'slides'))}/*"
+    rows = rows_of(table, ("slide", "patient", "site", "label"))
+    return sites_of(((row["site"], pattern) for row in rows), None, str(table))
 
 
 def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
-    files = slide_files(sources)
-    records: list[SlideRecord] = []
-    aside: list[SetAside] = []
-    for number, row in enumerate(rows_of(sources.labels, ("slide", "patient", "site", "label")), 2):
-        if row["site"] != sources.site:
-            continue
-        where = f"{sources.labels.name} line {number}"
+    files, table = slide_files(sources), sources.labels
+
+    def judged(row: dict[str, str], where: str) -> SlideRecord | SetAside:
         if not row["patient"]:
             raise UsageError(f"{where}: patient is empty")
         named = files_named(Path(row["slide"]).name, files)
         if len(named) == 1:
-            records.append(_generic_record(sources, row, named[0], where))
-        elif named:
-            several = ", ".join(path.name for path in named)
-            aside.append(
-                SetAside(row["slide"], f"several files are called so ({several}); add the suffix ({where})")
-            )
-        else:
-            aside.append(SetAside(row["slide"], f"no such slide file ({where})"))
-    if not records and not aside:
-        raise UsageError(f"{sources.label}: {sources.labels.name} has no row of site {sources.site}")
-    return with_splits(records, sources), aside
+            return _generic_record(sources, row, named[0], where)
+        several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
+        return SetAside(row["slide"], f"{several if named else 'no such slide file'} ({where})")
+
+    rows = enumerate(rows_of(table, ("slide", "patient", "site", "label")), 2)
+    mine = [(row, f"{table.name} line {number}") for number, row in rows if row["site"] == sources.site]
+    if not mine:
+        raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
+    return divided([judged(row, where) for row, where in mine], sources)
 
 
 def files_named(name: str, files: Iterable[Path]) -> list[Path]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wsi_fl.slides.layouts.clinical import Clinical
-from wsi_fl.slides.layouts.common import ArchiveSite, Sources, slide_files, with_splits
+from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, slide_files
 from wsi_fl.slides.layouts.gdc import damaged, manifest_of
 from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
 from wsi_fl.types import SetAside, SlideRecord, UsageError
@@ -146,27 +146,22 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         raise UsageError(f"{sources.label}: labels is missing; point it at the clinical table")
     clinical = Clinical(sources.labels, sources.columns)
     expected = manifest_of(sources)
-    records: list[SlideRecord] = []
-    aside: list[SetAside] = []
     files = sorted(slide_files(sources), key=lambda path: path.name)
+    found: list[SlideRecord | SetAside] = []
     for path in files:
         barcode = parse_barcode(path.name)
         if barcode is None:
-            aside.append(SetAside(path.stem, "not named by a TCGA barcode"))
+            found.append(SetAside(path.stem, "not named by a TCGA barcode"))
         elif barcode.kind in sources.slide_types:
-            found = _record(path, barcode, clinical, sources)
-            if isinstance(found, SlideRecord):
-                records.append(found)
-            else:
-                aside.append(found)
-    aside += _absent(expected.keys() - {path.name for path in files}, sources)
-    if not records and not aside:
+            found.append(_record(path, barcode, clinical, sources))
+    found += _absent(expected.keys() - {path.name for path in files}, sources)
+    if not found:
         kinds = ", ".join(sources.slide_types)
         raise UsageError(f"{sources.label}: none of its {len(files)} slides is of slide_types {kinds}")
-    bad = damaged(records, expected, sources) if sources.verify else []
-    names = {one.slide for one in bad}
-    records = [record for record in records if record.slide not in names]
-    return with_splits(records, sources), sorted([*aside, *bad], key=lambda one: one.slide)
+    records = [one for one in found if isinstance(one, SlideRecord)]
+    bad = {one.slide: one for one in (damaged(records, expected, sources) if sources.verify else [])}
+    records, aside = divided((bad.get(one.slide, one) for one in found), sources)
+    return records, sorted(aside, key=lambda one: one.slide)
 
 
 def _absent(names: Collection[str], sources: Sources) -> list[SetAside]:

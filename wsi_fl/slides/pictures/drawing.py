@@ -55,6 +55,20 @@ def draw_scale_bar(
     return length_px
 
 
+def draw_title(draw: ImageDraw.ImageDraw, y: int, slide: str, said: str, width: int) -> None:
+    """A line across a page: the slide's name on the left, as much as there is room for, and what is said of it."""
+    draw.text((width - 12, y), said, INK, font(), anchor="rm")
+    name = fitted(draw, slide, width - 36 - draw.textlength(said, font()), font())
+    draw.text((12, y), name, INK, font(), anchor="lm", stroke_width=0.4)
+
+
+def enlarged(picture: Image.Image, long_side_px: int) -> tuple[Image.Image, float]:
+    """The picture with so long a side, and the zoom that makes it so."""
+    zoom = long_side_px / max(picture.size)
+    width, height = (max(1, round(side * zoom)) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.BICUBIC), zoom
+
+
 def png(picture: Image.Image) -> bytes:
     """The picture as PNG."""
     buffer = io.BytesIO()

@@ -9,7 +9,7 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, fitted, font, png
+from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, enlarged, fitted, font, png
 from wsi_fl.slides.pictures.heat import Heat
 
 _LONG_SIDE_PX = 1200
@@ -49,23 +49,16 @@ def draw_heatmap(
         mpp: µm per level-0 pixel.
         colors: of each class, for outlines where there are more than two.
     """
-    height, width = thumbnail.shape[:2]
-    zoom = _LONG_SIDE_PX / max(width, height)
-    size = (max(1, round(width * zoom)), max(1, round(height * zoom)))
-    to_picture = zoom / downsample
-    picture = _tinted(_faded(thumbnail, size), heat, to_picture)
+    grey, zoom = enlarged(Image.fromarray(thumbnail).convert("L"), _LONG_SIDE_PX)
+    size, to_picture = grey.size, zoom / downsample
+    # Grey and light, so that colour means probability and nothing else.
+    picture = _tinted(Image.blend(grey, Image.new("L", size, 255), 0.25).convert("RGB"), heat, to_picture)
     _draw_regions(picture, heat, colors, to_picture)
     page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + _TITLE_PX + _LEGEND_PX), PAPER)
     page.paste(picture, ((page.width - size[0]) // 2, _TITLE_PX))
     _draw_caption(page, caption)
     _draw_legend(page, heat, colors, caption.legend, um_per_px=mpp / to_picture)
     return png(page)
-
-
-def _faded(thumbnail: NDArray[np.uint8], size: tuple[int, int]) -> Image.Image:
-    """Grey and light, so that colour means probability and nothing else."""
-    grey = Image.fromarray(thumbnail).convert("L").resize(size, Image.Resampling.BICUBIC)
-    return Image.blend(grey, Image.new("L", size, 255), 0.25).convert("RGB")
 
 
 def _colours(p: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from wsi_fl.slides.choosing.mosaic import MosaicPlan
-from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, fitted, font, png
+from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, fitted, font, png
 
 _LONG_SIDE_PX = 900
 _LEAST_WIDTH_PX = 560
@@ -74,11 +74,7 @@ def _colour(cluster: int) -> tuple[int, int, int]:
 
 def _slide(plan: MosaicPlan) -> tuple[Image.Image, float]:
     """The thumbnail with the candidates tinted and the kept patches framed as they are, and its µm per pixel."""
-    height, width = plan.thumbnail.shape[:2]
-    zoom = _LONG_SIDE_PX / max(width, height)
-    image = Image.fromarray(plan.thumbnail).resize(
-        (max(1, round(width * zoom)), max(1, round(height * zoom))), Image.Resampling.BICUBIC
-    )
+    image, zoom = enlarged(Image.fromarray(plan.thumbnail), _LONG_SIDE_PX)
     scale = zoom / plan.downsample
     side = plan.spec.size_px * plan.spec.mpp / plan.mpp * scale
     layer = Image.new("RGBA", image.size)
@@ -152,11 +148,7 @@ def _title(draw: ImageDraw.ImageDraw, plan: MosaicPlan, n_shown: int, n_read: in
         right += f" · {n - n_read} unreadable"
     if n_shown < n_read:
         right += f" · {n_shown} shown"
-    middle = _BAND_PX // 2
-    draw.text((width - _MARGIN_PX, middle), right, INK, font(), anchor="rm")
-    room = width - 3 * _MARGIN_PX - draw.textlength(right, font())
-    slide = fitted(draw, plan.record.slide, room, font())
-    draw.text((_MARGIN_PX, middle), slide, INK, font(), anchor="lm", stroke_width=0.4)
+    draw_title(draw, _BAND_PX // 2, plan.record.slide, right, width)
 
 
 def _legend(plan: MosaicPlan, width: int) -> Image.Image:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from wsi_fl.slides.choosing.patches import SlidePlan
-from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, fitted, font, png
+from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, font, png
 from wsi_fl.types import CLASSES
 
 _LONG_SIDE_PX = 1024
@@ -26,10 +26,7 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
     Args:
         chosen: rows of the plan, as positions or as a mask over its patches.
     """
-    height, width = plan.tissue.shape
-    zoom = _LONG_SIDE_PX / max(width, height)
-    size = (max(1, round(width * zoom)), max(1, round(height * zoom)))
-    picture = _faded(plan.thumbnail).resize(size, Image.Resampling.BICUBIC)
+    picture, zoom = enlarged(_faded(plan.thumbnail), _LONG_SIDE_PX)
     to_picture = zoom / plan.downsample
     _draw_patches(picture, plan, chosen, to_picture)
     _draw_tissue(picture, plan.tissue)
@@ -38,8 +35,8 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
         points = [(float(x), float(y)) for x, y in ring * to_picture]
         draw.line(points, fill=PAPER, width=6, joint="curve")
         draw.line(points, fill=_ANNOTATION, width=3, joint="curve")
-    page = Image.new("RGB", (max(size[0], _LEAST_WIDTH_PX), size[1] + 2 * _BAND_PX), PAPER)
-    page.paste(picture, ((page.width - size[0]) // 2, _BAND_PX))
+    page = Image.new("RGB", (max(picture.width, _LEAST_WIDTH_PX), picture.height + 2 * _BAND_PX), PAPER)
+    page.paste(picture, ((page.width - picture.width) // 2, _BAND_PX))
     _draw_title(page, plan, chosen)
     _draw_legend(page, plan, um_per_px=plan.mpp / to_picture)
     # 256 colours, which a faded thumbnail and a legend do with: a quarter of the bytes and of the time.
@@ -89,19 +86,8 @@ def _draw_title(page: Image.Image, plan: SlidePlan, chosen: NDArray[np.bool_] | 
     for k, name in enumerate(CLASSES):
         n, of = int((taken == k).sum()), int((plan.label == k).sum())
         counts.append(f"{n} {name}" + (f" (of {of})" if of != n else ""))
-    draw = ImageDraw.Draw(page)
-    middle = _BAND_PX // 2
-    right = f"{', '.join(counts)} · {plan.spec.size_px} px at {plan.spec.mpp:g} µm"
-    draw.text((page.width - 12, middle), right, INK, font(), anchor="rm")
-    room = page.width - 36 - draw.textlength(right, font())
-    draw.text(
-        (12, middle),
-        fitted(draw, plan.record.slide, room, font()),
-        INK,
-        font(),
-        anchor="lm",
-        stroke_width=0.4,
-    )
+    said = f"{', '.join(counts)} · {plan.spec.size_px} px at {plan.spec.mpp:g} µm"
+    draw_title(ImageDraw.Draw(page), _BAND_PX // 2, plan.record.slide, said, page.width)
 
 
 def _draw_legend(page: Image.Image, plan: SlidePlan, um_per_px: float) -> None:

@@ -9,6 +9,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +90,7 @@ class NativeLevel:
                 elif part.shape == self.tile_shape and part.flags.c_contiguous:
                     self._decode(number, part)
                 else:
-                    part[:] = self._decode(number, self._room())[row.of, column.of]
+                    part[:] = self._decode(number, self.room())[row.of, column.of]
 
     def within(self, box: Box) -> bool:
         """Whether no part of the box lies beyond the edge."""
@@ -170,8 +171,8 @@ class NativeLevel:
         """uint8 in the tile's shape, kept with so many rows of others."""
         return self._kept.get(number, self._decode, min(self._most, rows * self.image.n_columns))
 
-    def _room(self) -> NDArray[np.uint8]:
-        """For one tile; the same at each of this thread's calls."""
+    def room(self) -> NDArray[np.uint8]:
+        """Return memory for one tile, the same at each of this thread's calls."""
         room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
         if room is None:
             room = self._scratch.tile = np.empty(self.tile_shape, np.uint8)
@@ -255,48 +256,28 @@ def _together(begins: Sequence[int], ends: Sequence[int]) -> Iterator[slice]:
             first = k
 
 
-class _Made:
-    """One result; whoever makes it holds the lock."""
-
-    __slots__ = ("lock", "value")
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.value: NDArray[np.uint8] | Exception | None = None
-
-
 class _Recent:
     """The results of the last keys, made once each also when several threads want one at the same time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._results: OrderedDict[int, _Made] = OrderedDict()
+        self._results: OrderedDict[int, Future[NDArray[np.uint8]]] = OrderedDict()
 
     def get(self, key: int, make: Callable[[int], NDArray[np.uint8]], most: int) -> NDArray[np.uint8]:
         """What `make` returned for the key; its error is kept as well, and at most so many results."""
-        known = self._results.get(key)
-        if known is not None and isinstance(known.value, np.ndarray):  # most are: no lock for them
-            return known.value
         with self._lock:
-            result = self._results.get(key)
-            if result is None:
-                mine = self._results[key] = _Made()
-                mine.lock.acquire()
-                while len(self._results) > most:
-                    self._results.popitem(last=False)
-            else:
-                self._results.move_to_end(key)
-        if result is None:
-            result = mine
+            known = self._results.get(key)
+            result = self._results[key] = known or Future()
+            self._results.move_to_end(key)
+            while len(self._results) > most:
+                self._results.popitem(last=False)
+        if known is None:
             try:
-                result.value = make(key)
-            except Exception as error:
-                result.value = error
-            finally:
-                result.lock.release()
-        elif result.value is None:
-            with result.lock:
-                pass
-        if isinstance(result.value, np.ndarray):
-            return result.value
-        raise WsiFlError(str(result.value))  # a new one: threads must not share a traceback
+                result.set_result(make(key))
+            except BaseException as error:  # whatever it is, nobody waits for the result any longer
+                result.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+        if failure := result.exception():
+            raise WsiFlError(str(failure))  # a new one: threads must not share a traceback
+        return result.result()

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from math import ceil, floor, isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, get_args
 
 import numpy as np
@@ -75,9 +74,7 @@ class Slide:
     def __enter__(self) -> Slide:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -52,7 +52,6 @@ class Sweep:
         self._strips = {k: _Strip(xy_l0[some], tiled[some], over[some]) for k, some in enumerate(strips)}
         self._n = len(self._strips)
         self._allocating = threading.Lock()
-        self._scratch = threading.local()
 
     def __len__(self) -> int:
         return self._n
@@ -102,7 +101,7 @@ class Sweep:
     def _decode(self, level: NativeLevel, cuts: Cuts, number: int) -> None:
         jobs, parts = cuts.of(number)
         first, end = jobs[:, 2:].T
-        patches, scratch = self._patches(parts[:, 0]), self._room(level)
+        patches, scratch = self._patches(parts[:, 0]), level.room()
         alone = (end - first == 1) & _whole(parts, level.tile_shape, self._spec.size_px)[first]
         served = zip(first.tolist(), end.tolist(), alone.tolist(), strict=True)
         places = parts[:, 1:].tolist()
@@ -133,13 +132,6 @@ class Sweep:
                 if self._level is not None and strip.over.any():
                     strip.pixels[strip.over] = self._level.background
             return strip.pixels
-
-    def _room(self, level: NativeLevel) -> NDArray[np.uint8]:
-        """This thread's, for one tile."""
-        room: NDArray[np.uint8] | None = getattr(self._scratch, "tile", None)
-        if room is None:
-            room = self._scratch.tile = np.empty(level.tile_shape, np.uint8)
-        return room
 
 
 class _Strip:

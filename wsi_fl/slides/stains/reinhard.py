@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from skimage.color import rgb2lab
-
-from wsi_fl.slides.stains.lab import lab_of, rgb_of
+from skimage.color import lab2rgb, rgb2lab
 
 _CENTRE = np.array([63.0, 19.0, -17.0])
 _SCALE = np.array([40.0, 20.0, 20.0])
@@ -69,12 +67,15 @@ def restained(pixels: NDArray[np.uint8], own: Stain, other: Stain) -> NDArray[np
     Colours are moved so that `own`'s mean and standard deviation become `other`'s; contrast is at most doubled or
     halved, since noise may have made a released standard deviation far too small or large.
     """
-    lab = lab_of(pixels)
+    lab = rgb2lab(pixels.astype(np.float32) / 255)
     ratio = np.clip(np.array(other.sd) / np.array(own.sd), 1 / _MOST_RATIO, _MOST_RATIO)
     offset = np.array(other.mean) - np.array(own.mean) * ratio
     moved = lab * ratio.astype(np.float32) + offset.astype(np.float32)
     tissue = np.clip((_WHITE - lab[..., :1]) / (_WHITE - _PALE), 0, 1)
-    return rgb_of(lab + tissue * (moved - lab))
+    shown = lab + tissue * (moved - lab)
+    shown[..., 0] = np.maximum(shown[..., 0], 0)  # what no light can be: scikit-image would warn of it
+    shown[..., 2] = np.minimum(shown[..., 2], 199.9 * (shown[..., 0] + 16) / 116)
+    return np.asarray((lab2rgb(shown) * 255).round(), np.uint8)
 
 
 def _three(values: NDArray[np.float64]) -> tuple[float, float, float]:

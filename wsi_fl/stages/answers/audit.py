@@ -33,7 +33,7 @@ from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.material import agreed_canaries, learned_from
 from wsi_fl.stages.training.workshop import build_model
-from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json, write_json
@@ -245,26 +245,23 @@ def _canaries(
 
 def print_audit(document: dict[str, Any]) -> None:
     """A row per model; then what is alarming."""
-    from rich.table import Table
-
-    title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("site", "model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"):
-        table.add_column(heading, justify="left" if heading in ("site", "model") else "right", no_wrap=True)
+    rows = []
     for site in document["sites"]:
         for model in site["models"]:
             own, planted = model["membership"]["own"], model["canaries"] or {}
             interval = own["interval"]
-            table.add_row(
-                site["site"],
-                model["model"],
-                number(own["auroc"]),
-                "–" if interval is None else f"{interval[0]:.3f}–{interval[1]:.3f}",
-                *(number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES),
-                number(planted.get("epsilon_lower"), 2),
-                number(planted.get("epsilon_upper"), 2),
+            rows.append(
+                [
+                    f"{site['site']}, {model['model']}",
+                    number(own["auroc"]),
+                    "–" if interval is None else f"{interval[0]:.3f}–{interval[1]:.3f}",
+                    *(number(own["tpr_at_fpr"][f"{rate:g}"]) for rate in _RATES),
+                    number(planted.get("epsilon_lower"), 2),
+                    number(planted.get("epsilon_upper"), 2),
+                ]
             )
-    stderr.print(table)
+    title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
+    print_table(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
     for sentence, style in _said(document):
         say(f"  {sentence}", style)
     say(f"{document['run']} audited; next: wsi-fl report {document['run']}")

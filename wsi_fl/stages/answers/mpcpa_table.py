@@ -16,7 +16,7 @@ from wsi_fl.stages.answers.compare_runs import finished
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import begin
-from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json, write_json
@@ -129,12 +129,13 @@ def _document(
 
 def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for letter, method in (("A", _OWN), ("B", _BOTH)):
+    both = (("A", _OWN), ("B", _BOTH))
+    for letter, method in both:
         for k, one in enumerate(evaluations[method]["sites"], 1):
             rows.append({"row": f"{letter}{k}", "site": one["site"], **_scores(one)})
-    for letter, method in (("A", _OWN), ("B", _BOTH)):
+    for letter, method in both:
         rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
-    for letter, method in (("A", _OWN), ("B", _BOTH)):
+    for letter, method in both:
         one = evaluations[method]["aggregated"]["rules"][pipeline.mpcpa.aggregate]
         rows.append({"row": f"aggregated {letter}", **_scores(one)})
     for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
@@ -165,14 +166,9 @@ def _memorization(study: Study, site: str) -> dict[str, Any]:
 
 def print_mpcpa(document: dict[str, Any]) -> None:
     """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
-    from rich.table import Table
-
-    table = Table(title=f"on {document['n_test']} test images of all sites", title_justify="left")
-    for heading in ("model", "accuracy", "macro-acc.", "AUROC"):
-        table.add_column(heading, justify="left" if heading == "model" else "right", no_wrap=True)
-    for row in document["rows"]:
-        table.add_row(row["row"], *(number(row[name]) for name in SCORES))
-    stderr.print(table)
+    rows = [[row["row"], *(number(row[name]) for name in SCORES)] for row in document["rows"]]
+    title = f"on {document['n_test']} test images of all sites"
+    print_table(title, ("model", "accuracy", "macro-acc.", "AUROC"), rows)
     if len(document["curve"]) > 2:
         for point in document["curve"]:
             say(

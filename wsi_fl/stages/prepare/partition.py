@@ -110,15 +110,7 @@ def _write_store(
             continue
         images = data_set.train if split == "train" else data_set.test
         assert images is not None
-        n = len(rows)
-        table = PatchTable(
-            np.zeros((n, 2), np.int64),
-            images.y[rows],
-            np.full(n, np.nan, np.float32),
-            np.full(n, split),
-            np.array([f"{split}_{row}" for row in rows]),
-            np.full(n, split),
-        )
+        table = PatchTable.of_images(images.y[rows], split, [f"{split}_{row}" for row in rows], split)
         shard = path.parent / "slides" / f"{split}.h5"
         meta = ShardMeta(split, split, split, spec, "")
         write_shard(shard, meta, table, _batches(images.x, rows), channels=channels)

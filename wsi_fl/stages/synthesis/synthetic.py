@@ -30,15 +30,8 @@ def write_synthetic(
     Args:
         pixels: batches uint8[b, h, h, channels], one image per label in order.
     """
-    n = len(labels)
-    table = PatchTable(
-        np.zeros((n, 2), np.int64),
-        labels,
-        np.full(n, np.nan, np.float32),
-        np.full(n, _SLIDE),
-        np.array([f"synthetic_{k}" for k in range(n)]),
-        np.full(n, "train"),
-    )
+    patients = [f"synthetic_{k}" for k in range(len(labels))]
+    table = PatchTable.of_images(labels, _SLIDE, patients, "train")
     shard = path.parent / "slides" / f"{_SLIDE}.h5"
     shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
     write_shard(shard, shard_meta, table, pixels, channels=channels)

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -60,7 +59,7 @@ class Quiet(Silent):
         (super().say if public else self._log)(text.strip())
 
 
-class Bars:
+class Bars(Silent):
     """One bar per part on a terminal; otherwise one line over all parts every five seconds."""
 
     def __init__(self, title: str) -> None:
@@ -83,9 +82,7 @@ class Bars:
             self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._bars.stop()
 
@@ -98,9 +95,6 @@ class Bars:
         elif time.monotonic() - self._said >= _LINE_EVERY_S:
             self._said = time.monotonic()
             stderr.print(self._line())
-
-    def say(self, text: str, *, public: bool = False) -> None:
-        say(text, "yellow")
 
     def _line(self) -> str:
         done = sum(min(d, t) for d, t, _ in self._state.values())
