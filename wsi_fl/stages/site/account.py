@@ -37,6 +37,8 @@ def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
     """What ε is worth: see `Guarantee`."""
     if not spends(pipeline):
         return "none"
+    if method.once and pipeline.privacy.noise == "shared":
+        return "shared"
     return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
 
 
