@@ -13,7 +13,7 @@ from wsi_fl.learning.significance import clustered_interval, clustered_ratio
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import Row, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.predictions import Right, read_right
+from wsi_fl.stages.answers.predictions import Right, measure_of, read_right
 
 
 def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
@@ -41,6 +41,7 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
         **{kind: row.label for kind, row in chosen.items()},
         "pooled": chosen["pooled"].label if "pooled" in chosen else None,
         "on": on,
+        "measure": measure_of(chosen["joined"].runs[0].folder.site(names[0]), on),
         "sites": sites,
         "all": _compared({kind: _over_sites(found.values()) for kind, found in answers.items()}),
     }
