@@ -128,18 +128,23 @@ def gain_words(row: Json) -> str:
 _MEANS = {
     "join": "this hospital should join",
     "stay": "this hospital does better alone",
-    "nothing to gain": "there is nothing to gain: data pooled in one place would not help it either",
+    "nothing to gain": "there is nothing to gain: data pooled in one place would not help either",
     "not shown": "these runs do not show whether it should join",
+}
+_MEANS_OF_ALL = _MEANS | {
+    "join": "on average joining pays",
+    "stay": "on average joining does not pay",
+    "not shown": "these runs do not show whether joining pays on average",
 }
 
 
-def verdict_words(row: Json) -> str:
-    """What follows for a hospital, and which part of what pooling would bring it gets.
+def verdict_words(row: Json, name: str = "") -> str:
+    """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
 
     >>> verdict_words({"verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
     """
-    said = _MEANS.get(row.get("verdict", ""), "")
+    said = (_MEANS_OF_ALL if name == "all sites" else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")
     if not room:
         return said

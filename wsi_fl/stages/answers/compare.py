@@ -169,7 +169,9 @@ def print_compare(document: dict[str, Any]) -> None:
     stderr.print(table)
     if document["worth"]:
         for name, row in worth_figure.rows_of(document["worth"]):
-            say(f"  {name}: {worth_figure.gain_words(row)} by joining; {worth_figure.verdict_words(row)}")
+            say(
+                f"  {name}: {worth_figure.gain_words(row)} by joining; {worth_figure.verdict_words(row, name)}"
+            )
     for finding in document["findings"]:
         say(finding["text"])
     for note in document["notes"]:
