@@ -16,9 +16,9 @@ from wsi_fl.stages.site.data import Table
 from wsi_fl.system.files import write_text
 from wsi_fl.types import BagTable
 
-Right = dict[tuple[str, ...], float]
-"""Test example (site, patient, and what else names it) → whether the model was right: 1 or 0, times the weight of its
-class where classes are weighed."""
+Right = dict[tuple[str, ...], tuple[float, float]]
+"""Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
+class."""
 _SKEWED = 0.5
 """Part of an equal share below which the rarest class makes accuracy say little."""
 
@@ -48,8 +48,8 @@ def write_predictions(
 def read_right(folder: SiteFolder, on: str) -> Right | None:
     """Return on which examples a site's answer was right; None where the site has no predictions.
 
-    Where one class is much rarer than others, examples are weighed so that all classes count alike, and the mean is
-    balanced accuracy; see `is_skewed`.
+    Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
+    mean is balanced accuracy; see `is_skewed`.
 
     Args:
         on: "merged", or "own" for the site's own part alone.
@@ -64,19 +64,18 @@ def read_right(folder: SiteFolder, on: str) -> Right | None:
             next(k for k, name in enumerate(header) if name.startswith("p_")),
         )
         classes = [name.removeprefix("p_") for name in header[first:]]
-        found: Right = {}
+        right: dict[tuple[str, ...], float] = {}
         labels = []
         for line in table:
             if on == "merged" or line[0] == folder.path.name:
                 best = int(np.argmax([float(p) for p in line[first:]]))
-                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
-                found[key] = float(classes[best] == line[label])
+                key = (line[0], line[header.index("patient")], *line[1:label], str(len(right)))
+                right[key] = float(classes[best] == line[label])
                 labels.append(line[label])
     counts = Counter(labels)
-    if is_skewed(counts):
-        n = len(labels) / len(counts)
-        return {key: right * n / counts[c] for (key, right), c in zip(found.items(), labels, strict=True)}
-    return found
+    skewed = is_skewed(counts)
+    weights = (len(labels) / len(counts) / counts[one] if skewed else 1.0 for one in labels)
+    return {key: (value, weight) for (key, value), weight in zip(right.items(), weights, strict=True)}
 
 
 def is_skewed(counts: Mapping[str, int]) -> bool:
@@ -92,9 +91,9 @@ def is_skewed(counts: Mapping[str, int]) -> bool:
 
 
 def measure_of(folder: SiteFolder, on: str) -> str:
-    """Return what the mean of `read_right` is: "accuracy" or "balanced accuracy"."""
-    right = read_right(folder, on) or {}
-    return "accuracy" if {*right.values()} <= {0.0, 1.0} else "balanced accuracy"
+    """Return what the weighted mean of `read_right` is: "accuracy" or "balanced accuracy"."""
+    weights = {weight for _, weight in (read_right(folder, on) or {}).values()}
+    return "balanced accuracy" if len(weights) > 1 else "accuracy"
 
 
 def _path(folder: SiteFolder) -> Path:
