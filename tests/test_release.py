@@ -192,13 +192,12 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, pl
             crash()
         real(path, sums)
 
-    if place in ("copy", "file"):
-        monkeypatch.setattr(stage, "write_sums", write)
-    else:
-        monkeypatch.setattr(PrivacyLedger, {"ledger": "record", "sending": "sending"}[place], crash)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if place in ("copy", "file"):
+            patch.setattr(stage, "write_sums", write)
+        else:
+            patch.setattr(PrivacyLedger, {"ledger": "record", "sending": "sending"}[place], crash)
         released(study, again=again)
-    monkeypatch.undo()
     left = sums_at(study.release("S0")).digest if study.release("S0").exists() else None
     assert left == before  # whatever was on its way has not left
     lost = place in ("ledger", "copy")
@@ -214,27 +213,37 @@ def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, pl
 
 def test_what_an_interrupted_second_release_costs_is_said(study, monkeypatch):
     first = released(study)
-    monkeypatch.setattr(stage, "write_sums", crash)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stage, "write_sums", crash)
         released(study, again=True)
-    monkeypatch.undo()
     row = released(study)
     assert row["digest"] == first["digest"] and not row["spent"]
     assert row["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))  # as the ledger counts it
 
 
-def test_a_target_leaves_out_the_release_that_was_lost(tmp_path, study, monkeypatch):
+def test_a_target_leaves_out_the_release_that_was_lost(study, monkeypatch):
     make_real(study)
     file = study.root / "sites" / "S0.toml"
     file.write_text(file.read_text().replace("50.0", "1.0"))
     target = "privacy.target_epsilon=5"  # the budget is less
-    monkeypatch.setattr(stage, "write_sums", crash)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stage, "write_sums", crash)
         released(study, "S0", target)
-    monkeypatch.undo()
     assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
     row = released(study, "S0", target, again=True)
     assert row["epsilon"] <= 1 and row["sigma"] > 50  # there is hardly anything left
+
+
+def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path, monkeypatch):
+    file = study.root / "sites" / "S0.toml"
+    file.write_text(f'{file.read_text()}ledger = "{tmp_path / "one.jsonl"}"\n')
+    other = Study(shutil.copytree(study.root, tmp_path / "other"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PrivacyLedger, "sending", crash)
+        released(study)
+    assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
+    refused(lambda: released(study), "or others have taken their place there", error=WsiFlError)
+    assert not study.release("S0").exists()
 
 
 # ---- files that are lost, damaged, edited or another's
@@ -560,6 +569,19 @@ def test_sites_with_other_files_do_not_begin():
 
 
 # ---- the command
+
+
+def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
+    for name in ("S0", "S1", "S2"):
+        released(study, name)
+    shutil.rmtree(study.store("S1").parent)
+    settings = [word for override in FILES for word in ("--set", override)]
+    done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    by_ranks, by_one = json.loads(done.stdout), joined(study)
+    assert [row["site"] for row in by_ranks["sites"]] == ["S0", "S2"]
+    for name in ("S0", "S2"):
+        assert same(*(model(study.root / run["run"], name, "proxy") for run in (by_ranks, by_one)))
 
 
 def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
