@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
-from scipy.stats import kstest
+from scipy.stats import chisquare, kstest
 
+from wsi_fl.federation.comm import LocalComm
 from wsi_fl.models.shared_head import CONSTANT, LONGEST, SharedHead, codes
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
@@ -260,4 +261,119 @@ def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
     assert same(
         {"sums": model(study.root / summary["run"], "S0", "proxy")["sums"]},
         {"sums": model(study.root / summary["run"], "S1", "proxy")["sums"]},
+    )
+
+
+# ---- noise that is added once in all
+
+SHARED = ["privacy.noise=shared", "privacy.sigma=3.0"]
+
+
+def exact_sums(run, n=3):
+    return [model(run, f"S{k}", "proxy")["exact"][:-1] for k in range(n)]
+
+
+def lines_of(study, site):
+    text = (study.root / "ledgers" / f"{site}.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "mechanism" in line]
+
+
+def test_shared_noise_is_in_the_sum_once_and_its_epsilon_says_on_whom_it_rests(study):
+    summary = oneshot(study, *SHARED)
+    run = study.root / summary["run"]
+    for row in summary["sites"]:
+        assert row["guarantee"] == "shared"
+        assert row["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
+    head = model(run, "S0", "proxy")
+    noise = head["sums"][:-1].double() * 3 - sum(exact_sums(run))
+    # two honest sites of three carry all of it, so three carry half as much again
+    assert kstest(noise.numpy() / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
+    assert float(head["sums"][-1]) == pytest.approx(9 / 2, rel=1e-4)
+    for k in (1, 2):
+        assert torch.equal(model(run, f"S{k}", "proxy")["sums"], head["sums"])
+
+
+def test_without_noise_the_masked_sum_is_exact(study):
+    run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
+    sums = model(run, "S1", "proxy")["sums"][:-1].double() * 3
+    torch.testing.assert_close(sums, sum(exact_sums(run)), rtol=1e-6, atol=1e-5)
+
+
+def test_nobody_reads_the_sums_of_one_site_from_its_message(study, monkeypatch):
+    sent, real = [], LocalComm.exchange
+
+    def listened(self, outgoing, *args, **kwargs):
+        sent.extend(item.release for item in outgoing)
+        return real(self, outgoing, *args, **kwargs)
+
+    monkeypatch.setattr(LocalComm, "exchange", listened)
+    run = study.root / oneshot(study, "privacy.noise=shared", "privacy.enabled=false")["run"]
+    values = np.concatenate([one.vector for one in {release.site: release for release in sent}.values()])
+    counts = np.bincount(values, minlength=256)
+    assert chisquare(counts).pvalue > 1e-6  # bytes at random, though every other sum is 0 or small
+    plain = np.concatenate([one.numpy() for one in exact_sums(run)])
+    assert np.bincount((plain * 2**24).astype("<i8").view(np.uint8), minlength=256).max() > 4 * counts.max()
+    assert len({release.digest for release in sent}) == 3
+
+
+def test_a_sum_that_was_void_is_charged_and_the_next_has_fresh_noise(study, monkeypatch):
+    real = LocalComm.exchange
+
+    def lost(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalComm, "exchange", lost)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(study, *SHARED)
+    monkeypatch.setattr(LocalComm, "exchange", real)
+    first = lines_of(study, "S0")
+    assert len(first) == 1
+    summary = resume(study, "1", backend="local")
+    both = lines_of(study, "S0")
+    assert len(both) == 2 and both[0]["released"] != both[1]["released"]
+    assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(2) / 3, 1e-5), rel=1e-4)
+
+
+def test_a_sum_that_was_read_is_not_made_again(study):
+    with interrupted_after(1):
+        oneshot(study, *SHARED)
+    summary = resume(study, "1", backend="local")
+    assert len(lines_of(study, "S0")) == 1
+    assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
+
+
+def test_the_others_go_on_without_a_site_that_vanished(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", n_sites=4)
+    for k in range(4):
+        x, labels = rows_of(40, k)
+        write_features(
+            study, f"S{k}", x, labels, [f"p{i}" for i in range(40)], ["train"] * 30 + ["test"] * 10
+        )
+    real = LocalComm.exchange
+
+    def lost(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalComm, "exchange", lost)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(study, *SHARED)
+    monkeypatch.setattr(LocalComm, "exchange", real)
+    summary = resume(study, "1", without=["S3"], backend="local")
+    run = study.root / summary["run"]
+    head = model(run, "S0", "proxy")
+    assert summary["lost"] == ["S3"] and int(head["n_sites"]) == 3
+    noise = head["sums"][:-1].double() * 3 - sum(exact_sums(run))
+    assert kstest(noise.numpy() / (3 * sqrt(1.5)), "norm").pvalue > 1e-4
+    assert [len(lines_of(study, f"S{k}")) for k in range(4)] == [2, 2, 2, 1]
+
+
+def test_who_rests_on_others_says_so_by_name(study):
+    for k in range(3):
+        file = study.root / "sites" / f"S{k}.toml"
+        file.write_text(file.read_text().replace("real = false", REAL))
+    refused(lambda: oneshot(study, *SHARED, backend="mpi"), 'allow = ["shared"]', "other sites")
+    refused(lambda: oneshot(study, *SHARED, "sites=['S0', 'S1']"), "needs 3 sites")
+    refused(
+        lambda: train(study, method="proxyfl", overrides=[*HEADS, *SHARED], backend="local"),
+        "--method oneshot",
     )

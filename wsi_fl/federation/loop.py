@@ -22,6 +22,7 @@ from wsi_fl.federation.message import BUFFERS
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.roster import Roster, begin, call_roll, find_first_rounds, regroup
 from wsi_fl.federation.scoring import choose_answer, evaluate
+from wsi_fl.federation.shared import share_sums
 from wsi_fl.federation.site import (
     Schedule,
     Site,
@@ -63,19 +64,19 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         roster = call_roll(acting, method, comm, round_, firsts)
         roster, hosts = regroup(acting, method, comm, roster, round_, firsts)
         releases: dict[int, Release | None] = {}
+        carrying = bool(_carriers(method, comm, round_, range(comm.n_sites)))
         for site in acting:
             if round_ not in site.folder.checkpoints():
-                carrying = bool(_carriers(method, comm, round_, range(comm.n_sites)))
                 releases[site.index] = _train_and_record(
                     site, method, schedule, round_, report, carrying=carrying
                 )
                 continue
             if round_ != firsts[site.index]:  # there it was restored before the roll call
                 restore(site, round_)
-            again = relay if site.index in hosts else reissue
-            releases[site.index] = again(site, method, round_)
-        if method.travels is not None:
-            _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
+            if schedule.colluding is None:
+                again = relay if site.index in hosts else reissue
+                releases[site.index] = again(site, method, round_)
+        _exchange_all(acting, method, schedule, comm, roster, releases, round_=round_)
         for matrix in _carriers(method, comm, round_, roster.present):
             buffers = {k.index: reissue_buffer(k, round_) for k in acting if receivers(matrix, k.index)}
             pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=BUFFERS)
@@ -95,6 +96,23 @@ def _carriers(method: Method, comm: Comm, round_: int, present: Sequence[int]) -
     return (
         over(method.carries, comm.n_sites, present, round_ - 1, room=1) if method.carries is not None else []
     )
+
+
+def _exchange_all(
+    sites: list[Site],
+    method: Method,
+    schedule: Schedule,
+    comm: Comm,
+    roster: Roster,
+    releases: Mapping[int, Release | None],
+    *,
+    round_: int,
+) -> None:
+    """Exchange what travels, if anything does: along the round's graph, or as a sum that hides its parts."""
+    if schedule.colluding is not None:
+        share_sums(sites, method, comm, schedule, roster.present, round_=round_)
+    elif method.travels is not None:
+        _communicate(sites, method, schedule, comm, roster, releases, round_=round_)
 
 
 def _communicate(
@@ -139,11 +157,11 @@ def _train_and_record(
             raise WsiFlError(
                 f"site {site.name}: its {role} model is not finite in round {round_}; lower train.lr"
             )
-    released = release(site, method, round_)
+    released = release(site, method, round_) if schedule.colluding is None else None
     if carrying := carrying and site.active:
         release_buffer(site, round_)
     checkpoint(site, round_)
-    made = [site.own] if site.active and (released is not None or site.plan is not None) else []
+    made = [site.own] if site.active and (released is not None or site.own) else []
     if carrying and site.leaving is not None:
         made.append(site.leaving.digest)
     if made:

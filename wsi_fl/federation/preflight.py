@@ -42,6 +42,7 @@ class Brought(Inputs):
         schema: of the model that travels; empty where none does.
         graph: the name of the graph, or the digest of its file; None for the method's own.
         buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
+        noise: σ of the noise that all sites add together; None where each adds its own.
         stains: site → beginning of its stain's digest, where stains are exchanged.
         affordable: rounds that the site's budget is enough for.
     """
@@ -57,6 +58,7 @@ class Brought(Inputs):
     sites: Annotated[list[Name], Field(max_length=10_000)]
     graph: Words | None
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
+    noise: Amount | None
     stains: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
     affordable: Count
@@ -76,6 +78,7 @@ MUST_AGREE = {
     "input_px": "the size its models see",
     "graph": "the graph (topology.graph)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
+    "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
     "stains": "the stains in use (stains/*.json)",
     "versions": "the package versions",
     "run": "the run's identity",

@@ -43,6 +43,8 @@ class Schedule:
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
         insecure_seed: fixed noise, for tests alone.
+        colluding: how many sites may put together what they know, where noise is added once in all; None where each
+            site adds its own.
     """
 
     rounds: int
@@ -58,6 +60,7 @@ class Schedule:
     reset_optimizer: bool = False
     train_after_leaving: bool = True
     insecure_seed: int | None = None
+    colluding: int | None = None
 
 
 @dataclass

@@ -24,10 +24,12 @@ from wsi_fl.system.files import append_line, read_json, write_json
 from wsi_fl.system.locks import alone
 from wsi_fl.types import WsiFlError
 
-Guarantee = Literal["guaranteed", "nominal", "none"]
+Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
 """What an ε is worth.
 
 ``guaranteed``  the per-example gradient depends on nothing fitted on other records
+``shared``      the same, as long as no more than privacy.colluding sites put together what they know, and the others
+                add the noise that they say
 ``nominal``     the arithmetic of Algorithm 1, whose gradient contains a teacher trained without DP
 ``none``        no differential privacy, or noise from a seed that others may know
 """

@@ -22,7 +22,7 @@ from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
 from wsi_fl.types import WsiFlError
 
-_WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "guaranteed")
+_WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guaranteed")
 
 
 class PrivacyLedger:

@@ -131,6 +131,11 @@ def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
         found.append(
             "An ε called nominal is no guarantee: the proxy learned from a private model trained without noise."
         )
+    if any(row["guarantee"] == "shared" for row in private):
+        found.append(
+            "An ε called shared is guaranteed to all who see the sum of all sites, and against as many colluding sites "
+            "as privacy.colluding says; a site that adds less noise than it says weakens it for all."
+        )
     if len({tuple(row["seeds"]) for row in rows if row["seeds"]}) > 1:
         found.append(
             "Not every method was run with the same seeds; differences use the seeds that both have."

@@ -79,7 +79,7 @@ def privacy(page: Page) -> dict[str, Any]:
     sites = page.summary.get("sites", ())
     spent = [s for s in sites if words.known(s.get("epsilon"))]
     guarantees = {s.get("guarantee") or "none" for s in spent}
-    weakest = next((g for g in ("none", "nominal", "guaranteed") if g in guarantees), "none")
+    weakest = next((g for g in ("none", "nominal", "shared", "guaranteed") if g in guarantees), "none")
     return {
         "on": bool(spent),
         "epsilon": words.span([s["epsilon"] for s in spent]),

@@ -117,6 +117,12 @@ class Privacy(Section):
     max_rows: int = Field(32, ge=1)
     """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
     patient."""
+    noise: Literal["own", "shared"] = "own"
+    """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
+    `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
+    its ε rests on the other sites. A real site must allow it by name (`allow = ["shared"]`)."""
+    colluding: int = Field(1, ge=0)
+    """With `noise = "shared"`: how many sites may put together what they know without learning more than ε says."""
     insecure_seed: int | None = None
     """Seed of fixed noise, for tests alone. The ledger notes it, and no guarantee is given."""
 

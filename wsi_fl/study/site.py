@@ -10,9 +10,9 @@ from wsi_fl.study.toml import Section
 
 Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
-Allowed = Literal["model", "buffer", "generator", "patches"]
+Allowed = Literal["model", "buffer", "generator", "patches", "shared"]
 """What a site may let go without differential privacy; "patches" lets other sites' evaluation and joint training
-read its store."""
+read its store, and "shared" lets go sums whose noise rests on the other sites."""
 
 
 class SiteFile(Section):
@@ -58,7 +58,8 @@ class SiteFile(Section):
     on the same patients names one file in all of them, so that they share one budget."""
     allow: list[Allowed] = Field([])
     """What may leave without differential privacy: models, buffers of synthetic samples, generators. "patches" lets
-    the other sites' evaluation and joint training read the store."""
+    the other sites' evaluation and joint training read the store. "shared" is for `privacy.noise = "shared"`, where the
+    site's ε rests on noise that other sites add."""
 
     def allows(self, what: Allowed) -> bool:
         """Return whether `what` may leave without differential privacy; a simulated site allows everything."""

@@ -17,7 +17,7 @@ from wsi_fl.stages.answers.compare_runs import BASELINE, Run, baseline_settings,
 MEASURED = (*SCORES, "own_accuracy")
 _ENOUGH_SEEDS = 3
 """With fewer common seeds than this, pairs are sites."""
-_GUARANTEES = ("none", "nominal", "guaranteed")
+_GUARANTEES = ("none", "nominal", "shared", "guaranteed")
 """From the weakest to the strongest."""
 
 

@@ -37,6 +37,8 @@ def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
     """What ε is worth: see `Guarantee`."""
     if not spends(pipeline):
         return "none"
+    if method.once and pipeline.privacy.noise == "shared":
+        return "shared"
     return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
 
 
@@ -258,11 +260,15 @@ def group_of(site: Site) -> Group | None:
     return {"rows": k, "epsilon": value, "delta": terms.delta}
 
 
+_WORTH = {"shared": "guaranteed to all who see the sum, and against colluding sites as agreed"}
+
+
 def spent_words(row: dict[str, Any]) -> str:
     """ε, what it is worth, and how it was spent, of a site's row in a summary or a plan."""
     if row["epsilon"] is None:
         return "no differential privacy"
-    spent = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}, per {row['unit']}"
+    worth = _WORTH.get(row["guarantee"], row["guarantee"])
+    spent = f"ε = {row['epsilon']:.2f} ({worth}) at δ = {row['delta']:g}, per {row['unit']}"
     if row.get("real") and row["lifetime_epsilon"] is not None:
         worth = row["lifetime_guarantee"]
         spent += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon'] or 0:g} ({worth})"

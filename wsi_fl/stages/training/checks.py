@@ -59,6 +59,7 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     if row.bare:
         _check_bare(party)
     _check_heads(party)
+    _check_shared_noise(party)
     if pipeline.audit.canaries and (row.bare or row.generated):
         raise UsageError(
             f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
@@ -89,6 +90,26 @@ def _check_heads(party: Party) -> None:
         raise UsageError(
             f"sites/{own[0]}.toml: {name} solves linear heads; leave private_model out, or train proxyfl"
         )
+
+
+def _check_shared_noise(party: Party) -> None:
+    """Noise that sites add together protects one method, and asks each real site whether it trusts the others."""
+    privacy = party.pipeline.privacy
+    if privacy.noise == "own":
+        return
+    if not party.method.once:
+        raise UsageError("privacy.noise = 'shared' is for sums that are released once; use --method oneshot")
+    if len(party.sites) < privacy.colluding + 2:
+        raise UsageError(
+            f"privacy.noise = 'shared' with privacy.colluding = {privacy.colluding} needs {privacy.colluding + 2} "
+            "sites or more, since a sum of fewer hides nothing"
+        )
+    for site in party.sites:
+        if not site.allows("shared"):
+            raise UsageError(
+                f"sites/{site.name}.toml: with privacy.noise = 'shared' this site's ε rests on noise that other sites "
+                'add; add allow = ["shared"] there, or set privacy.noise = "own"'
+            )
 
 
 def _check_stores_stay_apart(party: Party, backend: str) -> None:

@@ -63,6 +63,7 @@ def schedule_of(party: Party) -> Schedule:
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
+        colluding=pipeline.privacy.colluding if pipeline.privacy.noise == "shared" else None,
     )
 
 
@@ -214,6 +215,7 @@ def brought(site: Site, party: Party) -> Brought:
         "sites": party.names,
         "graph": _graph_digest(party),
         "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
+        "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "stains": {name: released.digest[:8] for name, released in party.stains.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),

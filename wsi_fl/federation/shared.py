@@ -1,0 +1,199 @@
+"""Sums whose noise is added once in all: nobody reads more than the sum of all sites.
+
+Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
+CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
+t sites that put together what they know. A site that vanishes makes the sum unreadable. The others begin again with
+fresh noise, which the account is charged for once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.documents import Round
+from wsi_fl.federation.message import BUFFERS, BYTES, Message, Outgoing
+from wsi_fl.federation.methods import Method
+from wsi_fl.federation.mixing import PushSum
+from wsi_fl.federation.site import Schedule, Site, checkpoint
+from wsi_fl.models import schema
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.book import run_id
+from wsi_fl.privacy.discrete import (
+    InsecureBits,
+    discrete_gaussian,
+    noise_multiplier,
+    quantised,
+    sensitivity_of,
+    share_sigma,
+)
+from wsi_fl.privacy.masks import KeyPair, masked, opened
+from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.release import Release
+from wsi_fl.types import UsageError, WsiFlError
+
+SCALE = float(1 << 24)
+"""Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
+_A_LITTLE = 1e-6
+"""By which the noise is larger than needed, for round-off of sums and the difference between discrete and continuous
+noise, which is below 10⁻¹² here."""
+
+
+class Offer(TypedDict):
+    """What a site tells before it masks its sums.
+
+    Attributes:
+        public: its fresh key; empty where it takes no part.
+        done: whether it holds the sum already, from before a restart.
+        attempt: the first round of its ledger that is not final; every attempt at a sum takes one.
+    """
+
+    public: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
+    done: bool
+    attempt: Round
+
+
+def share_sums(
+    sites: Sequence[Site],
+    method: Method,
+    comm: Comm,
+    schedule: Schedule,
+    present: Sequence[int],
+    *,
+    round_: int,
+) -> None:
+    """Add up the sums of all sites that are present, and give each site their mean.
+
+    Args:
+        present: indices of the sites that take part.
+
+    Raises:
+        UsageError: when there are too few sites for the number that may collude.
+        WsiFlError: when a message is not what was agreed on; the sum is void then.
+    """
+    colluding = schedule.colluding
+    assert colluding is not None
+    if len(present) < colluding + 2:
+        raise UsageError(
+            f"a sum of {len(present)} sites hides nothing from {colluding} that collude; privacy.noise = 'shared' "
+            f"needs {colluding + 2} sites or more"
+        )
+    here = [site for site in sites if site.index in present]
+    keys = {site.index: KeyPair.fresh() for site in here}
+    mine: list[Offer] = [
+        {
+            "public": keys[site.index].public.hex() if site.index in keys else "",
+            "done": _is_done(site, method),
+            "attempt": site.ledger.last_sent() + 1,
+        }
+        for site in sites
+    ]
+    told = dict(zip(comm.running, comm.gather(mine, Offer), strict=True))
+    if not here or all(told[index]["done"] for index in present):
+        return
+    attempt = max(told[index]["attempt"] for index in present)
+    sum_ = _Sum(method, colluding, schedule.insecure_seed, attempt, list(present))
+    publics = [bytes.fromhex(told[index]["public"]) for index in present]
+    messages = {site.index: _masked(site, sum_, keys[site.index], publics) for site in here}
+    size = len(_head(here[0], method).exact[:-1]) * 8
+    outgoing = [
+        Outgoing(index, to, 1.0, message)
+        for index, message in messages.items()
+        for to in present
+        if to != index
+    ]
+    expected = [(sender, k.index) for k in here for sender in present if sender != k.index]
+    arrived = comm.exchange(outgoing, expected, round_=attempt, hop=BUFFERS, size=size, kind=BYTES)
+    for site in here:
+        others = [message for message in arrived if message.receiver == site.index]
+        _open(site, method, messages[site.index], others, len(present))
+        checkpoint(site, round_)
+
+
+def _is_done(site: Site, method: Method) -> bool:
+    return int(_head(site, method).n_sites) > 0
+
+
+def _head(site: Site, method: Method) -> SharedHead:
+    head = site.traveller(method).model
+    assert isinstance(head, SharedHead)
+    return head
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """What all sites know of a sum: method, how many may collude, the seed of tests, the attempt, and who is in it."""
+
+    method: Method
+    colluding: int
+    insecure_seed: int | None
+    attempt: int
+    present: list[int]
+
+    def context(self, site: Site) -> bytes:
+        """What the masks are bound to, so that none serves another sum."""
+        who = ",".join(map(str, self.present))
+        return f"{run_id(site.ledger.run)} attempt {self.attempt} of {who}".encode()
+
+
+def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> Release:
+    """The site's sums with its share of the noise, under masks, on the site's ledger and about to leave."""
+    head = _head(site, sum_.method)
+    exact = head.exact[:-1].cpu().numpy()
+    values, share = quantised(exact, SCALE), 0.0
+    if site.plan is not None and site.plan.sigma > 0:
+        share = _share_of(site.plan, len(exact), len(sum_.present), sum_.colluding)
+        values = values + _noise(share, len(values), sum_, site.index)
+    head.hold(torch.from_numpy(exact), torch.from_numpy(values / SCALE), (share / SCALE) ** 2)
+    hidden = masked(values, sum_.present.index(site.index), keys, publics, sum_.context(site))
+    release = site.ledger.release(
+        sum_.attempt,
+        hidden.astype("<u8").view(np.uint8),
+        schema=schema(head),
+        mechanism=site.plan,
+        content="model",
+    )
+    site.ledger.sending(release.round, release.digest)
+    return release
+
+
+def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
+    """Standard deviation, in steps, of one site's share, so that those of honest sites are what the plan says."""
+    sensitivity = sensitivity_of(plan.clip, SCALE, n)
+    share = share_sigma(plan.sigma * sensitivity * (1 + _A_LITTLE), n_sites, colluding)
+    if noise_multiplier(share, n_sites, colluding, sensitivity, n) < plan.sigma:
+        raise WsiFlError(
+            f"shares of {share:g} steps do not add up to the noise of the plan; raise privacy.sigma"
+        )
+    return share
+
+
+def _noise(share: float, n: int, sum_: _Sum, index: int) -> NDArray[np.int64]:
+    if sum_.insecure_seed is None:
+        return discrete_gaussian(share, n)
+    return discrete_gaussian(share, n, InsecureBits(insecure_seed=sum_.insecure_seed * 1009 + index))
+
+
+def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n_sites: int) -> None:
+    """Put the mean of all sums into the site's head."""
+    head = _head(site, method)
+    for message in others:
+        problem = message.refused or ("" if message.schema == own.schema else "it is of another head")
+        if problem:
+            raise WsiFlError(
+                f"the sum is void: the message of site {message.sender} cannot be used, {problem}"
+            )
+    vectors = [own.vector, *(message.vector for message in others)]
+    hidden = [np.ascontiguousarray(one, np.uint8).view("<u8").astype(np.uint64) for one in vectors]
+    total = opened(hidden) / SCALE
+    mean = np.concatenate([total / n_sites, [float(head.released[-1])]]).astype(np.float32)
+    site.traveller(method).load_vector(mean, n_sites=n_sites)
+    site.push = PushSum(mean, 1.0)
