@@ -101,21 +101,27 @@ class Variant:
     unit: str = "row"
 
 
+SHARED_NOISE = "privacy.noise=shared"
+
+
 def private(name: str, method: str, epsilon: float, *overrides: str, unit: str = "row") -> Variant:
     """A variant under differential privacy."""
-    where = ", per patient" if unit == "patient" else ""
+    where = (", shared noise" if SHARED_NOISE in overrides else "") + (
+        ", per patient" if unit == "patient" else ""
+    )
     terms = (f"privacy.target_epsilon={epsilon}", f"privacy.unit={unit}")
     return Variant(f"{name}, ε = {epsilon:g}{where}", method, (*terms, *overrides), unit)
 
 
 ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 STACKED = ("train.tune=true", "predict.with=stack")
-SHARED_NOISE = "privacy.noise=shared"
 VARIANTS = (
     Variant("lone", "regular", ALONE),
     Variant("pooled", "joint", ALONE),
     *(private("one-shot", "oneshot", epsilon) for epsilon in (0.5, 1, 3)),
+    *(private("one-shot", "oneshot", epsilon, SHARED_NOISE) for epsilon in (0.5, 1, 3)),
     *(private("one-shot", "oneshot", epsilon, unit="patient") for epsilon in (1, 3)),
+    *(private("one-shot", "oneshot", epsilon, SHARED_NOISE, unit="patient") for epsilon in (1, 3)),
     *(private("ProxyFL", "proxyfl", epsilon, *STACKED) for epsilon in (1, 3)),
     *(private("FedAvg", "fedavg", epsilon) for epsilon in (1, 3)),
     Variant("lone, per patient", "regular", ALONE, "patient"),
@@ -290,7 +296,7 @@ def headroom_words(joined: Mapping[int, Row], lone: Mapping[int, Row], pooled: M
     return f"{value:.0%}" + (f" ({interval[0]:.0%} to {interval[1]:.0%})" if interval else " (room not sure)")
 
 
-def worst_site(joined: Mapping[int, Row], lone: Mapping[int, Row]) -> tuple[float, float] | None:
+def ends(joined: Mapping[int, Row], lone: Mapping[int, Row]) -> tuple[float, float] | None:
     """(least, most) that a site gains, by its mean over the seeds."""
     seeds = sorted(joined.keys() & lone.keys())
     if not seeds:
@@ -327,8 +333,8 @@ def tables(rows: Sequence[Row]) -> str:
             cells = [variant, *(mean_of(mine, score) for score in (*SCORES, "shared"))]
             cells.append("" if variant == "lone" else gain_words(mine, lone))
             cells.append(headroom_words(mine, lone, pooled) if variant in joining else "")
-            ends = worst_site(mine, lone) if variant not in ("lone", "pooled") else None
-            cells += [f"{end:+.3f}" for end in ends] if ends else ["", ""]
+            both = ends(mine, lone) if variant not in ("lone", "pooled") else None
+            cells += [f"{end:+.3f}" for end in both] if both else ["", ""]
             cells += [mean_of(mine, "epsilon", ".2f"), mean_of(mine, "seconds", ".1f")]
             cells += [mean_of(mine, "messages", ".0f")]
             cells += [f"{np.mean([row['bytes'] for row in mine.values()]) / 1000:.0f}", str(len(mine))]
