@@ -104,8 +104,12 @@ bootstrap = 50
 """
 
 
-def write_features(study: Study, site: str, x, labels, patients, splits) -> None:
-    """A store of the features float32[n, d] of patches that nobody has seen, all of one slide, and no patch store."""
+def write_features(study: Study, site: str, x, labels, patients, splits, *slides) -> None:
+    """A store of the features float32[n, d] of patches that nobody has seen, and no patch store.
+
+    Args:
+        slides: the slide of each patch; all are of one where this is left out.
+    """
     from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
     from wsi_fl.stores.patch_features import write_shard as write_part
 
@@ -115,14 +119,17 @@ def write_features(study: Study, site: str, x, labels, patients, splits) -> None
         np.stack([np.arange(n), np.zeros(n, np.int64)], 1).astype(np.int64),
         np.asarray(labels, np.int64),
         np.asarray(labels, np.float32),
-        np.full(n, "slide"),
+        np.asarray(slides[0] if slides else ["slide"] * n),
         np.asarray(patients),
         np.asarray(splits),
     )
     study.store(site).unlink(missing_ok=True)
-    write_part(path.parent / "slide.h5", "x", np.asarray(x, np.float32), {})
+    parts = []
+    for name in dict.fromkeys(table.slide.tolist()):
+        parts.append(path.parent / f"{name}.h5")
+        write_part(parts[-1], "x", np.asarray(x, np.float32)[table.slide == name], {})
     meta = FeaturesMeta(StoreMeta(site, CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0", {})
-    write_patch_features(path, meta, table, [path.parent / "slide.h5"])
+    write_patch_features(path, meta, table, parts)
 
 
 REAL = "real = true\nmax_epsilon = 50.0\ndelta = 1e-5"

@@ -10,6 +10,7 @@ from conftest import make_study, refused, write_features
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
+from wsi_fl.learning.metrics import moved_to_half, operating_point
 from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
 from wsi_fl.learning.tuning import Way, balanced_loss, fitted_head, held_out_folds, tuned
 from wsi_fl.models import build
@@ -230,3 +231,43 @@ def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
         lambda: train(skewed, method="proxyfl", overrides=[*settings, "train.tune=false"], backend="local"),
         "train.tune=true",
     )
+
+
+# ---- operating points
+
+
+def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_path):
+    score = np.array([0.55, 0.7, 0.75, 0.92, 0.96])
+    truth = np.array([0, 0, 0, 1, 1])
+    point = operating_point(score, truth)
+    assert 0.75 < point < 0.92
+    moved = moved_to_half(score, point)
+    assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
+    assert moved_to_half(np.array([point]), point)[0] == 0.5
+    assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
+    noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
+    best = operating_point(noisy, truth)
+    reached = np.mean([((noisy >= best) == truth)[truth == c].mean() for c in (0, 1)])
+    assert reached == max(
+        np.mean([((noisy >= t) == truth)[truth == c].mean() for c in (0, 1)]) for t in np.linspace(0, 1, 101)
+    )
+
+
+def test_a_tuned_hospital_calls_slides_by_patients_that_were_held_out(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1, n_patients=12)
+    rng = np.random.default_rng(0)
+    labels, slides, x, patients = [], [], [], []
+    for k in range(20):  # every second slide has three tumour patches among ten; all look a little ill
+        tumour = np.zeros(10, int)
+        tumour[:3] = k % 2
+        labels += tumour.tolist()
+        x += (rng.normal(size=(10, 24)) + 3 * np.outer(tumour, np.arange(24) < 3)).tolist()
+        patients += [f"p{k}"] * 10
+        slides += [f"s{k}"] * 10
+    splits = ["train"] * 150 + ["test"] * 50
+    write_features(study, "S0", x, labels, patients, splits, slides)
+    run = train(study, method="regular", overrides=ALONE, backend="local")["run"]
+    row = evaluate(study, run)["sites"][0]["slides"]
+    kept = json.loads((study.root / run / "sites/S0/choice.json").read_text())
+    assert row["threshold"] == kept["slide_threshold"] and kept["by"] == "cross-validation"
+    assert row["accuracy"] >= 0.8 and row["auroc"] >= 0.8

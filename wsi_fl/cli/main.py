@@ -43,7 +43,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the study.")] = Path("wsi-fl-demo"),
     as_json: Json = False,
 ) -> None:
-    """Paint four hospitals' slides, tile, train ProxyFL on four MPI ranks, evaluate, report."""
+    """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
     from wsi_fl.demo.run import demo, print_demo
 
     show(demo(out), as_json, print_demo)

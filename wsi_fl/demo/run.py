@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.demo.encoder import write_untrained
 from wsi_fl.demo.phantom import paint_archive
+from wsi_fl.stages.answers.compare import compare, print_compare
 from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tables import print_tile
 from wsi_fl.stages.prepare.tile import tile
@@ -19,38 +23,83 @@ from wsi_fl.types import UsageError
 
 _PIPELINE = "demo"
 _N_SITES = 4
-_PATIENTS_PER_SITE = 5
+_PATIENTS_PER_SITE = 20
+_SLIDE_PX = 1536
+_ILL = (1.0, 0.5, 0.15, 0.0)
+"""Share of each hospital's patients who have metastases: one hospital sees few, one none."""
+_WEIGHTS = "weights/untrained.safetensors"
 
 
 def demo(folder: Path) -> dict[str, Any]:
-    """Paints, tiles, trains ProxyFL and its baseline, evaluates and reports into `folder`.
+    """Paint, tile, encode, train each hospital alone and all together, compare and report, into `folder`.
 
     A demo that was interrupted goes on where it can: painted slides and finished shards are kept.
+
+    Returns:
+        The `--json` document, of which `report` is the page that says what joining brings each hospital.
     """
     study = _study(folder)
     with Bars("tile") as bars:
         print_tile(tile(study, site=None, pipeline_name=_PIPELINE, watcher=bars))
-    runs = {}
-    for name, method, overrides in (
-        ("alone", "regular", ["privacy.enabled=false"]),
-        ("together", "proxyfl", []),
-    ):
-        say(_STEPS[name], style="bold")
-        with Bars("train") as bars:
-            summary = train(study, method=method, pipeline_name=_PIPELINE, overrides=overrides, watcher=bars)
-        print_summary(summary)
-        with Bars("evaluate") as bars:
-            evaluation = evaluate(study, summary["run"], watcher=bars)
-        print_evaluation(evaluation)
-        runs[name] = {"run": summary["run"], "merged": evaluation["merged"]}
+    weights = study.root / _WEIGHTS
+    if not weights.exists():
+        write_untrained(weights)
+    with Bars("features") as bars:
+        features(study, site=None, pipeline_name=_PIPELINE, watcher=bars)
+    runs = {name: _trained(study, step) for name, step in _STEPS.items()}
+    say("What joining brings each hospital", style="bold")
+    with Bars("compare") as bars:
+        compared = compare(study, [runs["together"]["run"], runs["pooled"]["run"]], watcher=bars)
+    print_compare(compared)
     page = report(study, runs["together"]["run"])
-    return {"study": str(study.root), "runs": runs, "report": str(page)}
+    return {
+        "study": str(study.root),
+        "runs": runs,
+        "worth": compared["worth"],
+        "report": str(study.root / compared["page"]),
+        "run_report": str(page),
+    }
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One training of the demo."""
+
+    says: str
+    method: str
+    backend: str
+    overrides: tuple[str, ...] = ()
+
+
+_ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
-    "alone": "What each hospital reaches alone, without privacy noise",
-    "together": "ProxyFL: four hospitals, one MPI rank each; only differentially private proxies travel",
+    "alone": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
+    "pooled": _Step("What all data in one place would reach, which nobody may do", "joint", "local", _ALONE),
+    "together": _Step(
+        "One-shot: four hospitals, one MPI rank each; each releases noisy sums of its features, once",
+        "oneshot",
+        "mpi",
+    ),
 }
+
+
+def _trained(study: Study, step: _Step) -> dict[str, Any]:
+    """Train and evaluate one step; return its part of the document."""
+    say(step.says, style="bold")
+    with Bars("train") as bars:
+        summary = train(
+            study,
+            method=step.method,
+            pipeline_name=_PIPELINE,
+            overrides=step.overrides,
+            backend=step.backend,
+            watcher=bars,
+        )
+    print_summary(summary)
+    with Bars("evaluate") as bars:
+        evaluation = evaluate(study, summary["run"], watcher=bars)
+    print_evaluation(evaluation)
+    return {"run": summary["run"], "merged": evaluation["merged"]}
 
 
 _UNFINISHED = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}
@@ -78,7 +127,12 @@ def _study(folder: Path) -> Study:
                 bars.update("slides", len(painted), total, slide)
 
             paint_archive(
-                unfinished, n_sites=_N_SITES, patients_per_site=_PATIENTS_PER_SITE, progress=progress
+                unfinished,
+                n_sites=_N_SITES,
+                patients_per_site=_PATIENTS_PER_SITE,
+                size_px=_SLIDE_PX,
+                ill=_ILL,
+                progress=progress,
             )
         unfinished.rename(archive)
     init(root, archive=archive, pipeline=_PIPELINE)

@@ -12,7 +12,7 @@ from torch import Tensor
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.learning.metrics import Probabilities, macro_accuracy, scores
+from wsi_fl.learning.metrics import Probabilities, macro_accuracy, operating_point, scores, slide_level
 from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
 from wsi_fl.models.shared_head import SharedHead
@@ -51,10 +51,15 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     """
     examples = site.validation
     if "proxy" not in site.learners:
-        return None
+        if site.held_out is None:
+            return None
+        point = _slide_threshold(site.held_out, site.train)
+        return {"with": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
     if schedule.answer == STACK:
-        stack, n = _stack(site, alive)
-        return {"with": STACK, "by": STACK, "n": n, "stack": asdict(stack)}
+        stack, rows, said_of_rows = _stack(site, alive)
+        point = None if rows is None or said_of_rows is None else _slide_threshold(said_of_rows, rows)
+        n = 0 if rows is None else len(rows)
+        return {"with": STACK, "by": STACK, "n": n, "stack": asdict(stack), "slide_threshold": point}
     if examples is None:
         return None
     said = {role: _predict(site, role, examples, alive) for role in ("private", "proxy")}
@@ -67,24 +72,32 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     }
 
 
-def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, int]:
-    """Return how a site mixes its models, and from how many rows that was found.
+def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | None, Probabilities | None]:
+    """Return how a site mixes its models, from which rows that was found, and what the mixture says of these.
 
     They are rows of which the private model says what models say that have not seen the patient. A proxy under noise
     has not learned them by heart, and a head made of sums answers without the site's own.
     """
-    shared, n_classes = site.learners["proxy"].model, site.n_classes
+    shared, alone = site.learners["proxy"].model, shared_alone(site.n_classes)
     if site.held_out is not None:
         rows, own = site.train, site.held_out
     elif site.validation is not None:
         rows, own = site.validation, _predict(site, "private", site.validation, alive)
     else:
-        return shared_alone(n_classes), 0
+        return alone, None, None
     if len(set(rows.label.tolist())) < 2:
-        return shared_alone(n_classes), 0
+        return alone, None, None
     asked = partial(shared, own=False) if isinstance(shared, SharedHead) else site.learners["proxy"].logits
     theirs = probabilities(_without_gradients(asked), rows, site.device, alive=alive)
-    return fitted_stack(own, undecided_where_broken(theirs, rows.allowed), rows.label), len(rows)
+    theirs = undecided_where_broken(theirs, rows.allowed)
+    stack = fitted_stack(own, theirs, rows.label)
+    return stack, rows, stack(own, theirs)
+
+
+def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
+    """Return the score from which on the site's own slides are best called positive; None where that is not known."""
+    slides = slide_level(said, rows.label, rows.slide)
+    return None if slides is None else operating_point(slides[0][:, 1], slides[1])
 
 
 def _without_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

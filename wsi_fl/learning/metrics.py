@@ -121,14 +121,18 @@ def bootstrap_intervals(
 
 
 def slide_level(
-    probabilities: Probabilities, labels: Labels, slide: NDArray[np.str_], top: float = 0.1
+    probabilities: Probabilities,
+    labels: Labels,
+    slide: NDArray[np.str_],
+    top: float = 0.1,
+    threshold: float | None = None,
 ) -> tuple[Probabilities, Labels, NDArray[np.int64]] | None:
     """Return (probabilities, labels, a row of each) of the slides in a two-class task.
 
     None for more classes, or when no slide has two patches.
 
     A slide is positive when any of its patches is; its probability is the mean of its most probable patches
-    (a share of `top`, at least one).
+    (a share of `top`, at least one), moved so that `threshold` lies at one half.
     """
     names, row = np.unique(slide, return_index=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
@@ -140,7 +144,42 @@ def slide_level(
         truth[k] = labels[mine].max()
         best = np.sort(positive[mine])[::-1]
         score[k] = best[: max(1, round(top * len(best)))].mean()
+    if threshold is not None:
+        score = moved_to_half(score, threshold)
     return np.stack([1 - score, score], axis=1), truth, row
+
+
+def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
+    """Return the score from which on a slide is best called positive, by balanced accuracy; None for one class alone.
+
+    Of thresholds that are equally good the middle one is taken.
+
+    Args:
+        score: float64[n] in [0, 1].
+        truth: int64[n], 0 or 1.
+
+    Example:
+        >>> operating_point(np.array([0.6, 0.7, 0.9, 0.95]), np.array([0, 0, 1, 1]))
+        0.8
+    """
+    if len(np.unique(truth)) < 2:
+        return None
+    ordered = np.unique(score)
+    between = (ordered[1:] + ordered[:-1]) / 2
+    reached = [mean_over_classes((score >= t) == (truth == 1), truth) or 0.0 for t in between]
+    if not reached:
+        return None
+    best = np.flatnonzero(np.isclose(reached, max(reached)))
+    return round(float(between[best[len(best) // 2]]), 6)
+
+
+def moved_to_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+    """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half."""
+    above = score >= threshold
+    low = 0.5 * score / threshold
+    high = 0.5 + 0.5 * (score - threshold) / max(1 - threshold, 1e-12)
+    found: NDArray[np.float64] = np.where(above, high, np.minimum(low, 0.5 - 1e-9))
+    return found
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:

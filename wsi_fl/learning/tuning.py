@@ -110,7 +110,7 @@ def _logistic(
     """Weights [classes, d] and bias [classes] of scikit-learn's balanced logistic regression; absent classes get −∞."""
     from sklearn.linear_model import LogisticRegression
 
-    found = LogisticRegression(C=strength, class_weight="balanced", max_iter=1000).fit(rows, labels)
+    found = LogisticRegression(C=strength, class_weight="balanced", solver="newton-cg").fit(rows, labels)
     weight, bias = np.zeros((n_classes, rows.shape[1])), np.full(n_classes, _NEVER)
     if len(found.classes_) == 2:  # one row for both
         for sign, one in zip((-0.5, 0.5), found.classes_, strict=True):

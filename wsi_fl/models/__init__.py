@@ -20,7 +20,7 @@ from wsi_fl.models.deepset import deepset, deepset_attention, deepset_max
 from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mlp import mlp
-from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.models.shared_head import N_DIRECTIONS, SharedHead
 from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
@@ -99,8 +99,11 @@ def build(name: str, *, n_classes: int, shape: Shape, seed: int) -> nn.Module:
 
 def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     kind = "bags" if isinstance(shape, Bags) else "vectors"
-    if name == "shared_head":  # of `oneshot` alone
-        return SharedHead(n_classes, shape.n_features, bags=kind == "bags")
+    made, _, directions = name.partition(":")
+    if made == "shared_head":  # of `oneshot` alone
+        return SharedHead(
+            n_classes, shape.n_features, bags=kind == "bags", n_directions=int(directions or N_DIRECTIONS)
+        )
     sees, _, builders = _SEEN[kind]
     if name not in builders:
         sees = kind if kind == "bags" else sees

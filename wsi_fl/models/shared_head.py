@@ -37,6 +37,7 @@ class SharedHead(nn.Module):
     Args:
         n_classes, n_features: of the task and of the encoder.
         bags: whether rows are bags of features, float32[b, m, d + 1], of which the mean counts.
+        n_directions: of the projection, at most n_features.
 
     Example:
         >>> SharedHead(2, 1280)(torch.zeros(3, 1280)).shape
@@ -56,10 +57,12 @@ class SharedHead(nn.Module):
     projection: Tensor
     codes: Tensor
 
-    def __init__(self, n_classes: int, n_features: int, *, bags: bool = False) -> None:
+    def __init__(
+        self, n_classes: int, n_features: int, *, bags: bool = False, n_directions: int = N_DIRECTIONS
+    ) -> None:
         super().__init__()
         self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
-        directions = min(N_DIRECTIONS, n_features)
+        directions = min(n_directions, n_features)
         self.width = directions + 1
         drawn = torch.randn(
             n_features, directions, dtype=torch.float64, generator=torch.Generator().manual_seed(_PUBLIC_SEED)
@@ -128,40 +131,47 @@ class SharedHead(nn.Module):
         """Return weights float64[width, classes] and bias float64[classes] of the ridge regression.
 
         Noise makes small eigenvalues of A wrong by up to 2 s √d, where s is its standard deviation; they are taken for
-        at least 0, and half of that is added to all. The classes count alike, however rare one is: their scores are
-        equal midway between the means of all classes, and grow with the distance in units of the spread within classes,
-        as in linear discriminant analysis.
+        at least 0, and half of that is added to all. The classes count alike, however rare one is: their logits are
+        equal midway between the means of all classes. How certain the answers are is not known from noisy sums, so
+        logits are given a usual spread; a stack finds the right one.
         """
         sums = self.total(own=own)
         a, b = self.unpacked(sums)
         n_classes = len(self.codes)
-        counts, means = self._means(a, b)
+        counts, means, learned = self._means(a, b)
         spread = sqrt(max(0.0, float(sums[-1])) / 2) / _SCALE_A
         values, vectors = torch.linalg.eigh(a)
-        ridge = max(spread * sqrt(self.width), _LEAST_RIDGE * float(values.clamp(min=0).sum()) / self.width)
+        values = values.clamp(min=0)
+        a = vectors * values @ vectors.mT
+        ridge = max(spread * sqrt(self.width), _LEAST_RIDGE * float(values.sum()) / self.width)
         if ridge == 0:  # nobody has released anything
             return b.new_zeros(self.width, n_classes), b.new_zeros(n_classes)
-        solved = vectors @ ((vectors.mT @ b) / (values.clamp(min=0) + ridge)[:, None])
+        solved = vectors @ ((vectors.mT @ b) / (values + ridge)[:, None])
         weights = solved @ self.codes.mT
-        at_means = means @ weights
-        middle = at_means.mean(0)
-        total = counts.sum()
-        within = (weights.mT @ a @ weights).diagonal() / total - (counts @ at_means**2) / total
-        apart = at_means.diagonal() - (at_means.sum(0) - at_means.diagonal()) / (n_classes - 1)
-        scale = (apart.clamp(min=0).mean() / within.clamp(min=_LEAST_RIDGE).mean()).clamp(_LEAST, _MOST)
+        # weights follow the noise in B a little, and so a mean that has the same noise seems further away than it is
+        noise_in_b = max(0.0, float(sums[-1])) / _SCALE_B**2
+        by_heart = noise_in_b * float((1 / (values + ridge)).sum()) * learned @ self.codes.mT
+        middle = (means @ weights - by_heart / counts[:, None]).mean(0)
+        every = counts.sum()
+        squares = (weights.mT @ a @ weights).diagonal() / every
+        centred = squares - ((counts @ means) @ weights / every) ** 2
+        scale = _USUAL / torch.maximum(centred, _LEAST_SPREAD * squares).clamp(min=_TINY).mean().sqrt()
         return weights * scale, -middle * scale
 
-    def _means(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how many rows each class has, float64[classes], at least 1, and their means [classes, width].
+    def _means(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return how many rows each class has, their means, and how much of each column of B is in each class's sum.
+
+        The shapes are [classes], at least 1, [classes, width] and [classes, classes − 1].
 
         B and the column of the constant in A are all sums over classes, from which each class's own follow.
         """
         n_classes = len(self.codes)
         every = torch.cat([b, a[:, -1:] / CONSTANT], dim=1)  # Σ_c S_c [v_c, 1]
         known = torch.cat([self.codes, self.codes.new_ones(n_classes, 1)], dim=1)
-        of_class = torch.linalg.solve(known.mT, every.mT)
+        parts = torch.linalg.inv(known.mT)
+        of_class = parts @ every.mT
         counts = (of_class[:, -1] / CONSTANT).clamp(min=1)
-        return counts, of_class / counts[:, None]
+        return counts, of_class / counts[:, None], parts[:, :-1]
 
     def forward(self, x: Tensor, own: bool = True) -> Tensor:
         """Return logits float32[b, classes]."""
@@ -170,7 +180,9 @@ class SharedHead(nn.Module):
         return logits
 
 
-_LEAST_RIDGE, _LEAST, _MOST = 1e-6, 1e-3, 1e3
+_LEAST_RIDGE, _TINY = 1e-6, 1e-30
+_USUAL, _LEAST_SPREAD = 2.0, 0.05
+"""Standard deviation of logits over all rows, and the least part of their square that is not their mean."""
 
 
 def codes(n_classes: int) -> Tensor:

@@ -22,7 +22,11 @@ WHERE = {"merged": "on the merged test set", "own": "on each site's own test par
 
 
 def findings(
-    rows: Sequence[Json], tests: Sequence[Json], baseline: str, examples: str = "patches"
+    rows: Sequence[Json],
+    tests: Sequence[Json],
+    baseline: str,
+    examples: str = "patches",
+    metric: str = "accuracy",
 ) -> list[Finding]:
     """What the numbers say about federation: the baseline first, then a sentence per method.
 
@@ -30,9 +34,10 @@ def findings(
         rows: one per method, as in the document.
         tests: paired differences, of which those against the row ``baseline`` are looked at.
         examples: what the models are asked about, patches or slides.
+        metric: what is compared: "accuracy", or "macro_accuracy" where tests are skewed.
     """
     alone = next(row for row in rows if row["label"] == baseline)
-    if not known(alone["accuracy"]["mean"]):
+    if not known(alone[metric]["mean"]):
         return [
             Finding(
                 "unclear",
@@ -41,12 +46,12 @@ def findings(
         ]
     n, seeds = alone["n_sites"], len(alone["seeds"])
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'})"
-    reached = f"{_capital(ALONE)} reaches {number(alone['accuracy']['mean'], 2)} {measured}."
+    reached = f"{_capital(ALONE)} reaches {number(alone[metric]['mean'], 2)} {measured}."
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     return [Finding("unclear", reached)] + [
         _against(row, test, against.get((row["label"], "own_accuracy")))
         for row in rows
-        if (test := against.get((row["label"], "accuracy")))
+        if (test := against.get((row["label"], metric)))
     ]
 
 
@@ -56,7 +61,7 @@ def _against(row: Json, test: Json, own: Json | None) -> Finding:
     A difference counts when its corrected p is below SIGNIFICANT and it is not negligible (SMALLEST_DIFFERENCE).
     """
     d, p = test["difference"], test["p_holm"]
-    reached = f"{_spoken(row)} reaches {number(row['accuracy']['mean'], 2)}{_price(row)}"
+    reached = f"{_spoken(row)} reaches {number(row[test['metric']]['mean'], 2)}{_price(row)}"
     text = f"{reached}, {_side(d)} {ALONE} ({_evidence(test)})"
     if not words.is_federated(row["method"]):
         return Finding("unclear", f"{text}{_meaning(row)}.")
@@ -156,6 +161,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "document": document,
         "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
+        "measure": (document.get("worth") or {}).get("measure", "accuracy"),
         "rows": [_shown(row) for row in document["rows"]],
         "legend": [_legend(k, series) for k in range(len(series))],
         "more_than_colors": sum(not one.baseline for one in series) > N_COLORS,

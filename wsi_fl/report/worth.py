@@ -41,8 +41,16 @@ def chart(document: Json) -> Chart:
         for name, row in rows
     )
     with figures.new_figure(height_in=0.6 + _ROW_IN * len(rows), left_in=_LEFT_IN) as (figure, axes):
-        _draw(axes, rows, TOKENS)
-        return Chart(figures.to_svg(figure, "What joining brings"), f"Accuracy by site. {said}.")
+        _draw(axes, rows, TOKENS, measure_words(document))
+        return Chart(
+            figures.to_svg(figure, "What joining brings"),
+            f"{measure_words(document).capitalize()} by site. {said}.",
+        )
+
+
+def measure_words(document: Json) -> str:
+    """What is measured: accuracy, or balanced accuracy where tests are skewed."""
+    return str(document.get("measure", "accuracy"))
 
 
 def png(document: Json) -> bytes:
@@ -53,7 +61,7 @@ def png(document: Json) -> bytes:
         figure = Figure(figsize=(_WIDTH_IN, height))
         left, right = _LEFT_IN / _WIDTH_IN, _RIGHT_IN / _WIDTH_IN
         axes = figure.add_axes((left, 0.42 / height, 1 - left - right, 1 - 1.04 / height))
-        _draw(axes, rows, palette())
+        _draw(axes, rows, palette(), measure_words(document))
         _tell(axes, rows, palette())
         for k, (kind, (color, marker, _)) in enumerate(_KINDS.items()):
             if any(row.get(kind) for _, row in rows):
@@ -68,7 +76,7 @@ def _fill(kind: str, colors: Mapping[str, str]) -> str:
     return colors[_KINDS[kind][0]] if kind == "joined" else colors["paper"]
 
 
-def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str]) -> None:
+def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str], measure: str) -> None:
     """A row per site: three marks with their intervals."""
     axes.set_ylim(len(rows) - 0.45, -0.55)
     for y, (_, row) in enumerate(rows):
@@ -84,7 +92,7 @@ def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
     if len(rows) > 1:
         axes.axhline(len(rows) - 1.5, color=colors["muted"], lw=0.7)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.set_xlabel("accuracy", loc="right", labelpad=1)
+    axes.set_xlabel(measure, loc="right", labelpad=1)
     axes.margins(x=0.06)
 
 
@@ -120,18 +128,23 @@ def gain_words(row: Json) -> str:
 _MEANS = {
     "join": "this hospital should join",
     "stay": "this hospital does better alone",
-    "nothing to gain": "there is nothing to gain: data pooled in one place would not help it either",
+    "nothing to gain": "there is nothing to gain: data pooled in one place would not help either",
     "not shown": "these runs do not show whether it should join",
+}
+_MEANS_OF_ALL = _MEANS | {
+    "join": "on average joining pays",
+    "stay": "on average joining does not pay",
+    "not shown": "these runs do not show whether joining pays on average",
 }
 
 
-def verdict_words(row: Json) -> str:
-    """What follows for a hospital, and which part of what pooling would bring it gets.
+def verdict_words(row: Json, name: str = "") -> str:
+    """What follows for a hospital, or for "all sites", and which part of what pooling would bring is reached.
 
     >>> verdict_words({"verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
     """
-    said = _MEANS.get(row.get("verdict", ""), "")
+    said = (_MEANS_OF_ALL if name == "all sites" else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")
     if not room:
         return said

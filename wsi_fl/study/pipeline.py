@@ -73,6 +73,10 @@ class Model(Section):
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 
+    directions: int = Field(128, ge=2)
+    """Number of random directions that `oneshot` projects features on. Fewer suit few patients: there is less to add
+    noise to, and less is left of the features."""
+
 
 class Topology(Section):
     """Who sends to whom."""

@@ -6,7 +6,7 @@ import csv
 import io
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +39,11 @@ class PhantomSlide:
     patient: int
     """Number over all sites: 20 · site + number within the site."""
     node: int
-    """0 is healthy, 1 holds metastases."""
+    """0 is healthy; 1 holds metastases where the patient has any."""
     size_px: int
     seed: int
+    ill: bool = True
+    """Whether the patient has metastases."""
 
     @property
     def name(self) -> str:
@@ -51,7 +53,7 @@ class PhantomSlide:
     @property
     def positive(self) -> bool:
         """Whether it holds tumour."""
-        return self.node == 1
+        return self.node == 1 and self.ill
 
     def rng(self, purpose: int) -> Generator:
         """Random numbers of this slide alone: 0 for its anatomy, 1 for its paint."""
@@ -62,8 +64,13 @@ class PhantomSlide:
         return lay_out(self.rng(0), self.size_px, self.positive)
 
 
-def plan_slides(n_sites: int, patients_per_site: int, size_px: int, seed: int) -> list[PhantomSlide]:
+def plan_slides(
+    n_sites: int, patients_per_site: int, size_px: int, seed: int, ill: Sequence[float] = ()
+) -> list[PhantomSlide]:
     """Every slide of an archive, two per patient.
+
+    Args:
+        ill: share of each site's patients that have metastases, the first ones; all where it is left out.
 
     Raises:
         UsageError: a number out of range.
@@ -79,7 +86,14 @@ def plan_slides(n_sites: int, patients_per_site: int, size_px: int, seed: int) -
     if size_px < _MIN_PX or size_px % COARSE_PX:
         raise UsageError(f"size_px is {size_px}: choose a multiple of {COARSE_PX}, at least {_MIN_PX}")
     return [
-        PhantomSlide(site, PATIENTS_PER_CENTRE * site + p, node, size_px, seed)
+        PhantomSlide(
+            site,
+            PATIENTS_PER_CENTRE * site + p,
+            node,
+            size_px,
+            seed,
+            not ill or p < round(ill[site] * patients_per_site),
+        )
         for site in range(n_sites)
         for p in range(patients_per_site)
         for node in (0, 1)
@@ -146,7 +160,7 @@ def stages_csv(slides: list[PhantomSlide]) -> str:
     rows.writerow(("patient", "stage"))
     for slide in slides:
         if slide.node == 0:
-            rows.writerow((f"patient_{slide.patient:03d}.zip", "pN1"))
+            rows.writerow((f"patient_{slide.patient:03d}.zip", "pN1" if slide.ill else "pN0"))
         rows.writerow((f"{slide.name}.tif", "macro" if slide.positive else "negative"))
     return text.getvalue()
 
@@ -158,6 +172,7 @@ def paint_archive(
     patients_per_site: int = 5,
     size_px: int = 4096,
     seed: int = 0,
+    ill: Sequence[float] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
@@ -167,12 +182,13 @@ def paint_archive(
 
     Args:
         size_px: side of a slide in level-0 pixels of 0.5 µm.
+        ill: share of each site's patients that have metastases; all where it is left out.
         progress: called with one line per finished slide, always from the calling thread.
 
     Raises:
         UsageError: a number out of range.
     """
-    slides = plan_slides(n_sites, patients_per_site, size_px, seed)
+    slides = plan_slides(n_sites, patients_per_site, size_px, seed, ill)
     (out / "annotations").mkdir(parents=True, exist_ok=True)
     for site in range(n_sites):
         (out / "training" / f"center_{site}").mkdir(parents=True, exist_ok=True)

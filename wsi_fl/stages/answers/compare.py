@@ -60,8 +60,10 @@ def compare(
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
     rows = grouped(everything, evaluations, on, given[0])
-    document = _document(rows, given[0], on, notes)
-    document["worth"] = worth(rows, given[0], on)
+    gains = worth(rows, given[0], on)
+    skewed = gains is not None and gains["measure"] != "accuracy"
+    document = _document(rows, given[0], on, notes, "macro_accuracy" if skewed else "accuracy")
+    document["worth"] = gains
     document["runs"] = [study.relative(run.folder.path) for run in everything]
     folder = study.root / "comparisons" / _slug(given)
     for kind, name in (("page", "index.html"), ("figure", "figure.png"), ("table", "table.csv")):
@@ -78,11 +80,11 @@ def compare(
     return document
 
 
-def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[str, Any]:
-    """What is known of all rows, which it puts in order: best accuracy first, rows without a number last."""
+def _document(rows: list[Row], first: Run, on: str, notes: list[str], metric: str) -> dict[str, Any]:
+    """What is known of all rows, which it puts in order: best first by the metric, rows without a number last."""
     reference = next(row.label for row in rows if first in row.runs)
     alone = next(row.label for row in rows if is_alone(row, first))
-    rows.sort(key=lambda row: -(spread_of(row, "accuracy")["mean"] or 0.0) if row.runs else 1.0)
+    rows.sort(key=lambda row: -(spread_of(row, metric)["mean"] or 0.0) if row.runs else 1.0)
     table = [described(row) for row in rows]
     tests = comparisons(rows, reference, alone, MEASURED if on == "merged" else SCORES)
     word = kind_of(first.pipeline).word
@@ -95,7 +97,7 @@ def _document(rows: list[Row], first: Run, on: str, notes: list[str]) -> dict[st
         "paired": tests,
         "baseline": alone,
         "reference": reference,
-        "findings": [asdict(found) for found in comparison.findings(table, tests, alone, word)],
+        "findings": [asdict(found) for found in comparison.findings(table, tests, alone, word, metric)],
         "notes": [*notes, *comparison.cautions(table, tests)],
     }
 
@@ -169,7 +171,9 @@ def print_compare(document: dict[str, Any]) -> None:
     stderr.print(table)
     if document["worth"]:
         for name, row in worth_figure.rows_of(document["worth"]):
-            say(f"  {name}: {worth_figure.gain_words(row)} by joining; {worth_figure.verdict_words(row)}")
+            say(
+                f"  {name}: {worth_figure.gain_words(row)} by joining; {worth_figure.verdict_words(row, name)}"
+            )
     for finding in document["findings"]:
         say(finding["text"])
     for note in document["notes"]:

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.significance import clustered_interval, clustered_ratio
+from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import Row, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.predictions import Right, read_right
+from wsi_fl.stages.answers.predictions import Right, measure_of, read_right
 
 
 def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
@@ -41,6 +41,7 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
         **{kind: row.label for kind, row in chosen.items()},
         "pooled": chosen["pooled"].label if "pooled" in chosen else None,
         "on": on,
+        "measure": measure_of(chosen["joined"].runs[0].folder.site(names[0]), on),
         "sites": sites,
         "all": _compared({kind: _over_sites(found.values()) for kind, found in answers.items()}),
     }
@@ -128,16 +129,32 @@ def _share(gains: Mapping[int, Right], rooms: Mapping[int, Right]) -> dict[str, 
     if not shared:
         return None
     keys = sorted(shared)
-    part, whole = (np.array([[runs[seed][key] for key in keys] for seed in seeds]) for runs in (gains, rooms))
-    if whole.mean() < words.SMALLEST_DIFFERENCE:
+    part, whole = (_weighted(runs, seeds, keys) for runs in (gains, rooms))
+    if whole[0].sum() < words.SMALLEST_DIFFERENCE * whole[1].sum():
         return None
-    interval = clustered_ratio(part, whole, np.array(["\n".join(key[:2]) for key in keys]))
+    interval = clustered_ratio(part[0], whole[0], _patients(keys))
     low, high = interval if interval is not None else (None, None)
-    return {"mean": float(part.mean() / whole.mean()), "low": low, "high": high}
+    return {"mean": float(part[0].sum() / whole[0].sum()), "low": low, "high": high}
+
+
+Key = tuple[str, ...]
+
+
+def _weighted(
+    runs: Mapping[int, Right], seeds: Sequence[int], keys: Sequence[Key]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Weighted values and weights, float64[seeds, examples] each."""
+    pairs = np.array([[runs[seed][key] for key in keys] for seed in seeds])
+    return pairs[..., 0] * pairs[..., 1], pairs[..., 1]
+
+
+def _patients(keys: Sequence[Key]) -> NDArray[np.str_]:
+    """Whose each example is."""
+    return np.array(["\n".join(key[:2]) for key in keys])
 
 
 def _difference(a: Right, b: Right) -> Right:
-    return {key: a[key] - b[key] for key in a if key in b}
+    return {key: (a[key][0] - b[key][0], a[key][1]) for key in a if key in b}
 
 
 def _value(runs: Mapping[int, Right], seeds: Sequence[int]) -> dict[str, float | None] | None:
@@ -146,11 +163,10 @@ def _value(runs: Mapping[int, Right], seeds: Sequence[int]) -> dict[str, float |
     if not shared:
         return None
     keys = sorted(shared)
-    values: NDArray[np.float64] = np.array([[runs[seed][key] for key in keys] for seed in seeds])
-    patients = np.array(["\n".join(key[:2]) for key in keys])
-    interval = clustered_interval(values, patients)
+    values, weights = _weighted(runs, seeds, keys)
+    interval = clustered_ratio(values, weights, _patients(keys))
     low, high = interval if interval is not None else (None, None)
-    return {"mean": float(values.mean()), "low": low, "high": high}
+    return {"mean": float(values.sum() / weights.sum()), "low": low, "high": high}
 
 
 def _spent(row: Row, name: str) -> dict[str, Any]:

@@ -150,13 +150,16 @@ def _evaluate_site(
     write_predictions(folder, predicted, tables, meta.classes)
     repeats = pipeline.evaluate.bootstrap
     slides = meta.spec.mpp > 0  # images of a partitioned data set are no slides
+    point = folder.slide_threshold() if slides else None
     own = (
-        _metrics(predicted[site.name], tables[site.name], repeats, slides=slides)
+        _metrics(predicted[site.name], tables[site.name], repeats, slides=slides, point=point)
         if site.name in predicted
         else _NOTHING
     )
     everything = (
-        _metrics(np.concatenate(list(predicted.values())), _pooled(tables), repeats, slides=slides)
+        _metrics(
+            np.concatenate(list(predicted.values())), _pooled(tables), repeats, slides=slides, point=point
+        )
         if len(seen) > 1
         else own
     )
@@ -247,12 +250,22 @@ def _tumor_types(predicted: Probabilities, table: Table) -> dict[str, Any]:
     return found
 
 
-def _metrics(predicted: Probabilities, table: Table, repeats: int, *, slides: bool) -> dict[str, Any]:
-    """Everything said about one model on one set; of patches, at slide level too."""
-    by_slide = slide_level(predicted, table.label, table.slide) if slides else None
+def _metrics(
+    predicted: Probabilities, table: Table, repeats: int, *, slides: bool, point: float | None
+) -> dict[str, Any]:
+    """Everything said about one model on one set; of patches, at slide level too.
+
+    Args:
+        point: score from which on a slide is called positive, as the run found on the site's own slides.
+    """
+    by_slide = slide_level(predicted, table.label, table.slide, threshold=point) if slides else None
     return {
         **_level(predicted, table.label, table.patient, repeats),
-        "slides": _level(by_slide[0], by_slide[1], table.patient[by_slide[2]], repeats) if by_slide else None,
+        "slides": (
+            _level(by_slide[0], by_slide[1], table.patient[by_slide[2]], repeats) | {"threshold": point}
+            if by_slide
+            else None
+        ),
         "tumor_types": _tumor_types(predicted, table),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from wsi_fl.stages.site.data import Table
 from wsi_fl.system.files import write_text
 from wsi_fl.types import BagTable
 
-Right = dict[tuple[str, ...], float]
-"""Test example (site, patient, and what else names it) → whether the model was right."""
+Right = dict[tuple[str, ...], tuple[float, float]]
+"""Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
+class."""
+_SKEWED = 0.5
+"""Part of an equal share below which the rarest class makes accuracy say little."""
 
 
 def write_predictions(
@@ -44,6 +48,9 @@ def write_predictions(
 def read_right(folder: SiteFolder, on: str) -> Right | None:
     """Return on which examples a site's answer was right; None where the site has no predictions.
 
+    Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
+    mean is balanced accuracy; see `is_skewed`.
+
     Args:
         on: "merged", or "own" for the site's own part alone.
     """
@@ -57,13 +64,36 @@ def read_right(folder: SiteFolder, on: str) -> Right | None:
             next(k for k, name in enumerate(header) if name.startswith("p_")),
         )
         classes = [name.removeprefix("p_") for name in header[first:]]
-        found: Right = {}
+        right: dict[tuple[str, ...], float] = {}
+        labels = []
         for line in table:
             if on == "merged" or line[0] == folder.path.name:
                 best = int(np.argmax([float(p) for p in line[first:]]))
-                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
-                found[key] = float(classes[best] == line[label])
-    return found
+                key = (line[0], line[header.index("patient")], *line[1:label], str(len(right)))
+                right[key] = float(classes[best] == line[label])
+                labels.append(line[label])
+    counts = Counter(labels)
+    skewed = is_skewed(counts)
+    weights = (len(labels) / len(counts) / counts[one] if skewed else 1.0 for one in labels)
+    return {key: (value, weight) for (key, value), weight in zip(right.items(), weights, strict=True)}
+
+
+def is_skewed(counts: Mapping[str, int]) -> bool:
+    """Return whether the rarest of several classes has less than half of an equal share.
+
+    Example:
+        >>> is_skewed({"healthy": 90, "tumor": 30}), is_skewed({"healthy": 90, "tumor": 20})
+        (False, True)
+    """
+    if len(counts) < 2:
+        return False
+    return min(counts.values()) < _SKEWED * sum(counts.values()) / len(counts)
+
+
+def measure_of(folder: SiteFolder, on: str) -> str:
+    """Return what the weighted mean of `read_right` is: "accuracy" or "balanced accuracy"."""
+    weights = {weight for _, weight in (read_right(folder, on) or {}).values()}
+    return "balanced accuracy" if len(weights) > 1 else "accuracy"
 
 
 def _path(folder: SiteFolder) -> Path:

@@ -44,7 +44,7 @@ def _of_one_release(pipeline: Pipeline) -> Pipeline:
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
-    model = {"private": heads[pipeline.train.data], "proxy": SHARED}
+    model = {"private": heads[pipeline.train.data], "proxy": f"{SHARED}:{pipeline.model.directions}"}
     answer = "stack" if pipeline.predict.with_ == "auto" else pipeline.predict.with_
     return pipeline.model_copy(
         update={

@@ -84,7 +84,7 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
 def _check_heads(party: Party) -> None:
     """One method makes its own heads, and no other can make them."""
     model, name = party.pipeline.model, party.name
-    if not party.method.once and SHARED in (model.private, model.proxy):
+    if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
         raise UsageError(f"model {SHARED!r} is made by `train --method oneshot` alone")
     if party.method.once and (own := [site.name for site in party.sites if site.private_model]):
         raise UsageError(
