@@ -210,13 +210,14 @@ def measured(study: Study, variant: Variant, seed: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
     run = RunFolder(study.run(summary["run"]))
-    right = [read_right(run.site(site["site"]), "merged") or {} for site in document["sites"]]
+    answers = [read_right(run.site(site["site"]), "merged") or {} for site in document["sites"]]
+    right = [[value for value, _ in one.values()] for one in answers]
     shared = document["models"].get("proxy")
     found = {
         **{score: document["merged"][score]["mean"] for score in SCORES},
         "sites": [site["accuracy"] for site in document["sites"]],
         "shared": shared["merged"]["accuracy"]["mean"] if shared else None,
-        "right": [sum(one) for one in zip(*(site.values() for site in right), strict=True)],
+        "right": [sum(one) for one in zip(*right, strict=True)],
         "epsilon": max((site["epsilon"] for site in summary["sites"] if site["epsilon"]), default=None),
         "seconds": seconds,
         "messages": summary["communication"]["messages"],
