@@ -12,7 +12,7 @@ env: .venv/.ready  ## the environment alone, in .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mpi,dev]'
 	@touch $@
 
-demo: env        ## four hospitals' slides → tile → ProxyFL on four MPI ranks → evaluate → report
+demo: env        ## four hospitals' slides → patches → each alone, all together on MPI ranks → who should join
 	$(BIN)/wsi-fl demo --out demo
 
 test: env        ## the whole default test suite: offline, two cores, real MPI ranks included

@@ -25,6 +25,7 @@ from wsi_fl.federation import message, topology
 from wsi_fl.federation.buffers import BufferShape, packed, problem_of
 from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.federation.exchange import _problem as problem_of_model
+from wsi_fl.federation.exchange import _too_far as too_far
 from wsi_fl.federation.graph import parse_graph
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Answer, Standing, first_round, roster_of
@@ -37,6 +38,7 @@ LONGEST = 500
 MODULES = (
     "federation.preflight",
     "federation.roster",
+    "federation.shared",
     "federation.courier",
     "stages.training.ranks",
     "stages.training.train",
@@ -294,7 +296,9 @@ def fuzz_messages(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -
         problem = problem_of(np.asarray(arrived.vector, np.uint8), SHAPE)
     else:
         with np.errstate(all="ignore"):
-            problem = problem_of_model(arrived, np.ones(size, np.float32), SCHEMA, (), N_SITES)
+            problem = problem_of_model(arrived, SCHEMA, N_SITES) or too_far(
+                arrived, np.ones(size, np.float32), ()
+            )
     if problem:
         raise WsiFlError(problem)
     if not images:

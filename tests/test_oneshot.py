@@ -14,6 +14,7 @@ from wsi_fl.models.shared_head import CONSTANT, LONGEST, SharedHead, codes
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.sums import NoisySums
+from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -377,3 +378,13 @@ def test_who_rests_on_others_says_so_by_name(study):
         lambda: train(study, method="proxyfl", overrides=[*HEADS, *SHARED], backend="local"),
         "--method oneshot",
     )
+
+
+def test_it_is_compared_with_hospitals_alone_at_their_best(study):
+    run = oneshot(study, "privacy.target_epsilon=8")["run"]
+    document = compare(study, [run])  # trains the hospitals alone
+    sites = {row["site"]: row for row in document["worth"]["sites"]}
+    assert sites["S0"]["verdict"] == sites["S1"]["verdict"] == "join"  # they see one class
+    assert sites["S0"]["gain"]["low"] > 0.1 and sites["S0"]["headroom"] is None  # nobody pooled
+    alone = next(row for row in document["rows"] if row["label"] == document["baseline"])
+    assert alone["method"] == "regular" and not alone["dp"]

@@ -13,7 +13,7 @@ import pytest
 from conftest import refused
 
 from wsi_fl.federation.documents import MOST_BYTES, NotAgreed, check_length, decoded
-from wsi_fl.federation.exchange import _problem
+from wsi_fl.federation.exchange import _problem, _too_far
 from wsi_fl.federation.message import Message
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Standing
@@ -192,7 +192,8 @@ def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told():
 @pytest.mark.filterwarnings("ignore:invalid value")
 def test_a_model_without_weight_or_values_is_no_model():
     nothing = Message(1, 0, 1, "aa", np.zeros(4, np.float32), 1e-60)
-    assert "lies nan away" in _problem(nothing, np.ones(4, np.float32), "aa", (), 4)
+    assert _problem(nothing, "aa", 4) == ""
+    assert "lies nan away" in _too_far(nothing, np.ones(4, np.float32), ())
 
 
 MEMORY = """

@@ -205,19 +205,20 @@ class SiteFolder:
         """The facts that `remember_store` noted."""
         return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
 
-    def remember_stains(self, digests: Mapping[str, str]) -> None:
-        """Notes in whose stains the site's examples are shown: {site: digest of its released stain}.
+    def remember_released(self, what: Literal["stain", "release"], digests: Mapping[str, str]) -> None:
+        """Note which stains the site's examples are shown in, or whose sums it begins with: {site: digest}.
 
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        began = _optional(self.path / "stains.json")
+        path = self.path / f"{what}s.json"
+        began = _optional(path)
         if began is None:
-            write_json(self.path / "stains.json", dict(digests))
+            write_json(path, dict(digests))
         elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
-                f"site {self.path.name}: the stain of {changed[0]} was released anew since this run began; start a new "
-                "run, or put the earlier file back into stains/"
+                f"site {self.path.name}: the {what} of {changed[0]} was released anew since this run began; start a "
+                f"new run, or put the earlier file back into {what}s/"
             )
 
     def choice(self) -> str | None:

@@ -74,7 +74,15 @@ def config(
 
 for command in (
     *(demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features, prepare.stain),
-    *(prepare.export, prepare.pack, prepare.partition, training.train, answers.evaluate, answers.predict),
+    *(
+        prepare.export,
+        prepare.pack,
+        prepare.partition,
+        training.release,
+        training.train,
+        answers.evaluate,
+        answers.predict,
+    ),
     *(answers.compare, answers.audit, answers.report, training.privacy, config),
 ):
     app.command()(command)  # in the order of --help

@@ -7,15 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, Set, find_study, show
+from wsi_fl.cli.options import Json, Pipeline, Set, find_study, one_or_all, show
 from wsi_fl.types import UsageError
+
+
+def release(
+    site: Annotated[str | None, typer.Option(help="The site whose sums to release.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Take and release them once more, at the same cost again.")
+    ] = False,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Release the sums of a site's features, for heads that sites make together, once."""
+    one_or_all("release", site, every)
+    study = find_study()
+    from wsi_fl.stages.training.release import print_releases, release
+
+    document = release(study, site=site, pipeline_name=pipeline, overrides=overrides or [], again=again)
+    show(document, as_json, print_releases)
 
 
 def train(
     method: Annotated[
         str,
         typer.Option(
-            help="proxyfl, fml, fedavg, avgpush, cwt, replay, mpcpa; joint: all data pooled; regular: alone; "
+            help="proxyfl, fml, fedavg, avgpush, cwt, oneshot, replay, mpcpa; joint: all data pooled; regular: alone; "
             "generated: all sites' generated images."
         ),
     ] = "proxyfl",

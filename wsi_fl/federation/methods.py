@@ -11,6 +11,7 @@ from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.lessons import (
     Lesson,
     Material,
+    nothing,
     real_alone,
     real_and_received,
     synthetic_and_received,
@@ -84,6 +85,16 @@ class Method:
         return self.step is _mutual
 
     @property
+    def has_proxy(self) -> bool:
+        """Whether a site has a proxy beside its private model."""
+        return self.prepare is _private_and_dp_proxy
+
+    @property
+    def starts(self) -> bool:
+        """Whether what travels is a model that is trained, and so starts from somewhere."""
+        return self.travels is not None and not self.once
+
+    @property
     def leaves(self) -> tuple[str, ...]:
         """The kinds of content that leave a site, as its file's `allow` names them where they have no privacy."""
         model = ("model",) if self.travels is not None else ()
@@ -101,6 +112,10 @@ class Method:
             found += ("topology.", "train.optimizer_after_exchange")
         if self.once:
             found += _OF_ROUNDS
+        else:
+            found += ("train.releases",)
+        if not self.starts:
+            found += ("train.start",)
         return found if self.learns_from_private else found + _OF_PROXIES
 
     @property
@@ -207,6 +222,26 @@ def replay(variant: str = "replay", seed: int = 0) -> Method:
     }[variant]
 
 
+def oneshot(*, released: bool = False) -> Method:
+    """Return the method of heads that are made of sums of features, which each site releases once.
+
+    Args:
+        released: whether the sums lie in files by now. Then none are taken, and nothing travels.
+    """
+    standard = Method(
+        "One-shot",
+        "sums of features, released once",
+        _private_and_dp_proxy,
+        _take_sums,
+        topology.star,
+        "proxy",
+        once=True,
+    )
+    if not released:
+        return standard
+    return replace(standard, exchange=topology.none, travels=None, learns=nothing)
+
+
 METHODS: dict[str, Method] = {
     "regular": Method("Regular", "each site alone", _private_with_dp, _supervised, federated=False),
     "joint": Method("Joint", "all data pooled", _private_with_dp, _supervised, federated=False, pooled=True),
@@ -226,15 +261,7 @@ METHODS: dict[str, Method] = {
     "proxyfl": Method(
         "ProxyFL", "proxies travel, no centre", _private_and_dp_proxy, _mutual, topology.exponential, "proxy"
     ),
-    "oneshot": Method(
-        "One-shot",
-        "sums of features, released once",
-        _private_and_dp_proxy,
-        _take_sums,
-        topology.star,
-        "proxy",
-        once=True,
-    ),
+    "oneshot": oneshot(),
     "generated": Method(
         "Generated", "all sites' generated data alone", _private, _supervised, generated="all"
     ),

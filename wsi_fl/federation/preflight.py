@@ -44,6 +44,7 @@ class Brought(Inputs):
         buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
         noise: σ of the noise that all sites add together; None where each adds its own.
         stains: site → beginning of its stain's digest, where stains are exchanged.
+        releases: site → beginning of the digest of its released sums, where these are used.
         affordable: rounds that the site's budget is enough for.
     """
 
@@ -60,6 +61,7 @@ class Brought(Inputs):
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
     noise: Amount | None
     stains: Annotated[dict[Name, Words], Field(max_length=10_000)]
+    releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
     affordable: Count
 
@@ -80,6 +82,7 @@ MUST_AGREE = {
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
     "stains": "the stains in use (stains/*.json)",
+    "releases": "the released sums in use (releases/*.safetensors)",
     "versions": "the package versions",
     "run": "the run's identity",
 }

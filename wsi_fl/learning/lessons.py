@@ -93,6 +93,11 @@ def replayed_rows(sizes: Sequence[int], n: int, sampler: torch.Generator) -> lis
     return np.split(drawn, np.cumsum(sizes)[:-1])
 
 
+def nothing(material: Material) -> None:
+    """Return no lesson: the round is over before a batch is drawn."""
+    del material
+
+
 def real_alone(material: Material) -> Lesson | None:
     """The site's own rows."""
     return Lesson(material.real, material.units)

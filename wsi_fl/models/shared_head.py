@@ -62,16 +62,11 @@ class SharedHead(nn.Module):
     ) -> None:
         super().__init__()
         self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
-        directions = min(n_directions, n_features)
-        self.width = directions + 1
-        drawn = torch.randn(
-            n_features, directions, dtype=torch.float64, generator=torch.Generator().manual_seed(_PUBLIC_SEED)
-        )
-        # |LayerNorm(x)|² is n_features, so that a projected row is about 1 long
-        projection = (drawn / sqrt(directions * n_features)).float()
+        projection = projection_of(n_features, n_directions)
+        self.width = projection.shape[1] + 1
         self.register_buffer("projection", projection, persistent=False)
         self.register_buffer("codes", codes(n_classes), persistent=False)
-        size = self.width * (self.width + 1) // 2 + self.width * (n_classes - 1) + 1
+        size = n_sums(n_classes, n_features, n_directions)
         self.sums = nn.Parameter(torch.zeros(size))
         for name, value in (("released", torch.zeros(size)), ("exact", torch.zeros(size))):
             self.register_buffer(name, value.double())
@@ -158,6 +153,16 @@ class SharedHead(nn.Module):
         scale = _USUAL / torch.maximum(centred, _LEAST_SPREAD * squares).clamp(min=_TINY).mean().sqrt()
         return weights * scale, -middle * scale
 
+    @torch.no_grad()
+    def linear(self) -> tuple[Tensor, Tensor]:
+        """Return weight float32[classes, n_features] and bias float32[classes] of a linear layer after LayerNorm.
+
+        It answers as this head does, but for rows that are longer than 1 when projected, which it leaves as they are.
+        """
+        weights, bias = self.head()
+        weight = (self.projection.double() @ weights[:-1]).mT
+        return weight.float(), (bias + CONSTANT * weights[-1]).float()
+
     def _means(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return how many rows each class has, their means, and how much of each column of B is in each class's sum.
 
@@ -183,6 +188,28 @@ class SharedHead(nn.Module):
 _LEAST_RIDGE, _TINY = 1e-6, 1e-30
 _USUAL, _LEAST_SPREAD = 2.0, 0.05
 """Standard deviation of logits over all rows, and the least part of their square that is not their mean."""
+
+
+def projection_of(n_features: int, n_directions: int = N_DIRECTIONS) -> Tensor:
+    """Return float32[n_features, directions], the projection that all sites know.
+
+    |LayerNorm(x)|² is n_features, so that a projected row is about 1 long.
+    """
+    directions = min(n_directions, n_features)
+    public = torch.Generator().manual_seed(_PUBLIC_SEED)
+    drawn = torch.randn(n_features, directions, dtype=torch.float64, generator=public)
+    return (drawn / sqrt(directions * n_features)).float()
+
+
+def n_sums(n_classes: int, n_features: int, n_directions: int = N_DIRECTIONS) -> int:
+    """Return how many numbers `SharedHead.sums` has: packed A and B, and the variance of their noise.
+
+    Example:
+        >>> n_sums(2, 1280), SharedHead(2, 1280).sums.numel()
+        (8515, 8515)
+    """
+    width = min(n_directions, n_features) + 1
+    return width * (width + 1) // 2 + width * (n_classes - 1) + 1
 
 
 def codes(n_classes: int) -> Tensor:

@@ -59,6 +59,12 @@ class Train(Section):
     """Seed of everything in training that is not secret. Noise and private batches never follow it."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
+    releases: bool = False
+    """Whether `oneshot` makes its heads of the sums that lie in `releases/` already, as `wsi-fl release` writes them,
+    instead of releasing and exchanging sums itself. Sites without a store here take part by their file alone."""
+    start: Literal["fresh", "oneshot"] = "fresh"
+    """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
+    in `releases/` make, which must be there for every site. It must be a linear head on features."""
     after_budget: Literal["train", "stop"] = "train"
     """Whether a site's private model goes on learning once the site's budget is spent and it has left the graph."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write one safetensors file, whole or not at all, with a JSON document in its header."""
+    """Write a safetensors file with a JSON document in its header, whole or not at all, for its owner alone to read."""
     from safetensors.torch import save_file
 
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic(path) as temporary:
+        temporary.touch(mode=0o600)
         save_file(contiguous, temporary, metadata={"document": json.dumps(document)})
 
 
@@ -31,11 +33,27 @@ def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, An
     Raises:
         WsiFlError: when the file is damaged; the error says what it was.
     """
+    with _opened(path, "pt", what) as (file, document):
+        return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
+
+
+def load_document(path: Path, what: str) -> dict[str, Any]:
+    """Return the document that `save_tensors` wrote, without PyTorch and without the tensors.
+
+    Raises:
+        WsiFlError: as `load_tensors`.
+    """
+    with _opened(path, "np", what) as (_, document):
+        return document
+
+
+@contextmanager
+def _opened(path: Path, framework: str, what: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Open a file of `save_tensors` and read its document."""
     try:
-        with safe_open(path, "pt") as file:
-            document = json.loads((file.metadata() or {})["document"])
-            return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
-    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        with safe_open(path, framework) as file:
+            yield file, dict(json.loads((file.metadata() or {})["document"]))
+    except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
         raise WsiFlError(f"{path}: damaged {what} ({error})") from None
     except RecursionError:
         raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply)") from None

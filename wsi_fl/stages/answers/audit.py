@@ -118,7 +118,7 @@ def _models_of(method: Method) -> list[tuple[str, str]]:
 
 
 def _with_dp(party: Party, role: str) -> bool:
-    return party.pipeline.privacy.enabled and (role == "proxy" or party.method.travels != "proxy")
+    return party.pipeline.privacy.enabled and (role == "proxy" or not party.method.has_proxy)
 
 
 @dataclass(frozen=True)

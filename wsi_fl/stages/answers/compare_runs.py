@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.federation.methods import SHARED
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.report import inputs_of
 from wsi_fl.stages.site.data import kind_of
@@ -254,7 +255,11 @@ def _alone(pipeline: Pipeline, **train_keys: Any) -> Pipeline:
     """
     off = pipeline.privacy.model_copy(update={"enabled": False})
     own = pipeline.stain.model_copy(update={"exchange": False})
+    model = pipeline.model
+    if model.proxy.startswith(SHARED):  # which nobody alone can make, and needs
+        model = model.model_copy(update={"proxy": model.private})
     changed = {
+        "model": model,
         "privacy": off,
         "stain": own,
         "audit": Audit(),

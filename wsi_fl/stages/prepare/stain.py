@@ -1,15 +1,13 @@
 """`stain`: the colour of a site's training tissue, measured, given noise and released once.
 
-The order: ledger line, a copy of the released numbers beside the store, a second line that they may leave, then
-`stains/<site>.json`. After a crash before the copy nothing has left, and the next release takes the place of the
-lost one; after it the same numbers are written again. So no crash makes a site release two noisy versions. Nor do two
-studies on one ledger: numbers whose place was taken by another study's do not leave.
+`stains/<site>.json` is what may leave; `stages/site/once.py` says in which order it comes about.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,8 @@ from wsi_fl.slides.stains.methods import STAIN_METHODS
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.account import require_budget
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.site.stains import check_own, read_stain, stain_ledger
+from wsi_fl.stages.site.once import Once, once_ledger, release_once
+from wsi_fl.stages.site.stains import RUN, read_stain
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.patches import PatchStore
@@ -40,7 +39,6 @@ from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
 _READ = 32
-_SCHEMA = "stain"
 _CANDIDATES, _SHOWN = 60, 5
 _MUCH_NOISE = 0.05
 """Standard deviation of the noise in each scaled moment beyond which colours are visibly off."""
@@ -97,40 +95,39 @@ class _Site:
 def _release_of(one: _Site, again: bool, watcher: Watcher) -> dict[str, Any]:
     """Release a site's stain, unless it has released one; return its part of the document."""
     study, name = one.study, one.site.name
-    path = study.stain(name)
-    copy = study.store(name).parent / "stain.json"
+    home = study.store(name).parent
+    once = Once[dict[str, Any]](
+        study,
+        copy=home / "stain.json",
+        file=study.stain(name),
+        schema="stain",
+        read=lambda path: _document(study, path),
+        write=write_json,
+        vector=lambda document: np.array(document["moments"], np.float32),
+    )
+
+    def agrees(document: dict[str, Any]) -> None:
+        if document["method"] != one.pipeline.stain.method:
+            raise UsageError(
+                f"site {name} has released its stain by {document['method']}; --again releases one by "
+                f"{one.pipeline.stain.method} too, which costs as much once more"
+            )
+
     require_budget(one.site)
-    with locked(copy.parent, name):
+    with locked(home, name):
         with one.open() as store:
             worth: Guarantee = "none" if store.meta.generator is not None else "guaranteed"
-        ledger = stain_ledger(study, one.site, one.pipeline, worth)
-        kept = None if again else _kept(ledger, copy, path)
-        if kept is None:
-            release, document = _measured(one, ledger, watcher)
-            write_json(copy, document)
-            ledger.sending(release.round, release.digest)
-        else:
-            document = read_json(kept)
-            released = read_stain(document, study.relative(kept))
-            round_ = check_own(ledger, released, study.relative(kept))
-            if document["method"] != one.pipeline.stain.method:
-                raise UsageError(
-                    f"site {name} has released its stain by {document['method']}; --again releases one by "
-                    f"{one.pipeline.stain.method} too, which costs as much once more"
-                )
-            if not round_.final:
-                ledger.reissue(round_.number, released.moments, schema=_SCHEMA)
-        if not path.exists() or read_json(path) != document:
-            write_json(path, document)
-    return document | {"spent": kept is None, "file": study.relative(path)}
+        ledger = once_ledger(study, one.site, one.pipeline, RUN, worth)
+        make = partial(_measured, one, ledger, watcher)
+        document, spent = release_once(once, ledger, make, agrees, again=again)
+    return document | {"spent": spent, "file": study.relative(once.file)}
 
 
-def _kept(ledger: PrivacyLedger, *files: Path) -> Path | None:
-    """Return the file whose numbers the ledger knows, else the first that is there, to be refused; None for none."""
-    there = [file for file in files if file.exists()]
-    released = {digest for round_ in ledger.rounds() for digest in round_.releases.values()}
-    known = [file for file in there if read_json(file).get("digest") in released]
-    return next(iter([*known, *there]), None)
+def _document(study: Study, path: Path) -> dict[str, Any]:
+    """Return the content of a stain's file, whole."""
+    document: dict[str, Any] = read_json(path)
+    read_stain(document, study.relative(path))
+    return document
 
 
 def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> tuple[Release, dict[str, Any]]:
@@ -164,7 +161,7 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> tuple[Rele
         delta=ledger.terms.delta,
         unit=unit,
     )
-    release = ledger.release(None, vector, schema=_SCHEMA, mechanism=once, content="stain")
+    release = ledger.release(None, vector, schema="stain", mechanism=once, content="stain")
     return release, {
         "site": one.site.name,
         "method": settings.method,

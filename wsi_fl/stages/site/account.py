@@ -219,9 +219,8 @@ def remember_plan(site: Site) -> None:
 
 def planned(site: Site, rounds: int) -> list[Mechanism]:
     """What all rounds cost a site together, and before them what counts for the run; nothing without privacy."""
-    if site.plan is None:
-        return []
-    return [*site.ledger.mechanisms(), replace(site.plan, steps=site.plan.steps * rounds)]
+    rest = [replace(site.plan, steps=site.plan.steps * rounds)] if site.plan else []
+    return [*site.ledger.mechanisms(), *rest]
 
 
 def affordable_rounds(site: Site, rounds: int) -> int:

@@ -14,6 +14,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
+from wsi_fl.system.tensors import load_document
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -35,7 +36,7 @@ def open_ledger(
         promise: SHA-256 of the site file that the run keeps.
 
     Raises:
-        UsageError: when the ledger is missing or lacks rounds of a run, or a stain, that lie in the study.
+        UsageError: when the ledger is missing or lacks rounds of a run, or a release, that lie in the study.
         WsiFlError: when the file is damaged, changed or older than what its heads remember.
     """
     path = study.ledger(site.name)
@@ -48,8 +49,8 @@ def open_ledger(
             )
         return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, promise=promise)
     rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
-    stains = _stains_here(study, site.name)
-    if not path.exists() and (rounds or stains):
+    released = _released_here(study, site.name)
+    if not path.exists() and (rounds or released):
         raise UsageError(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
             "site's budget"
@@ -66,7 +67,7 @@ def open_ledger(
                 "hospital's)"
             )
     known = {entry.released.split()[-1] for entry in ledger.entries if entry.released}
-    for file, digest in stains:
+    for file, digest in released:
         if digest not in known:
             raise UsageError(
                 f"{study.relative(path)}: lacks the release of {file}; restore both from the same backup: the ledger "
@@ -99,7 +100,14 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
     return found
 
 
-def _stains_here(study: Study, site: str) -> list[tuple[str, str]]:
-    """(file, digest) of every stain that the site has released in this study."""
-    files = (study.store(site).parent / "stain.json", study.stain(site))
-    return [(study.relative(file), str(read_json(file).get("digest"))) for file in files if file.exists()]
+def _released_here(study: Study, site: str) -> list[tuple[str, str]]:
+    """(file, digest) of every stain, and of all sums, that the site has released in this study."""
+    stains = (study.store(site).parent / "stain.json", study.stain(site))
+    files = (*stains, study.release_at_home(site), study.release(site))
+    return [(study.relative(file), claimed(file)) for file in files if file.exists()]
+
+
+def claimed(file: Path) -> str:
+    """Return the digest that a released file names; whether it is that of its numbers is another question."""
+    document = load_document(file, "release") if file.suffix == ".safetensors" else read_json(file)
+    return str(document.get("digest"))

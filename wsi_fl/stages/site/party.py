@@ -7,25 +7,32 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from wsi_fl.federation.methods import METHODS, SHARED, Method, replay
+from wsi_fl.federation.methods import METHODS, SHARED, Method, oneshot, replay
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Data, kind_of, open_data
 from wsi_fl.stages.site.stains import Released, stains_of
+from wsi_fl.stages.site.sums import RUN, Sums, releases_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError
 
+LINEAR = {"features": "linear_head", "mosaics": "mean_head"}
+"""The linear head on what `train.data` says."""
+
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
-    """Return a row of METHODS as a pipeline has it: `replay` comes in variants, and orders sites by the seed.
+    """Return a row of METHODS as a pipeline has it: `replay` comes in variants and orders sites by the seed, and
+    `oneshot` takes sums or has them in files.
 
     Raises:
         UsageError: for an unknown method.
     """
     if name == "replay":
         return replay(pipeline.replay.variant, pipeline.train.seed)
+    if name == RUN:
+        return oneshot(released=pipeline.train.releases)
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     return METHODS[name]
@@ -37,14 +44,13 @@ def _of_one_release(pipeline: Pipeline) -> Pipeline:
     Raises:
         UsageError: where sites train on pixels.
     """
-    heads = {"features": "linear_head", "mosaics": "mean_head"}
-    if pipeline.train.data not in heads:
+    if pipeline.train.data not in LINEAR:
         raise UsageError(
             "oneshot shares sums of features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
-    model = {"private": heads[pipeline.train.data], "proxy": f"{SHARED}:{pipeline.model.directions}"}
+    model = {"private": LINEAR[pipeline.train.data], "proxy": f"{SHARED}:{pipeline.model.directions}"}
     answer = "stack" if pipeline.predict.with_ == "auto" else pipeline.predict.with_
     return pipeline.model_copy(
         update={
@@ -114,9 +120,25 @@ class Party:
         return stains_of(self.study, self.pipeline) if self.pipeline.stain.exchange else {}
 
     @property
+    def by_files(self) -> bool:
+        """Whether sites take part by what they have released, over no network."""
+        return self.method.once and self.pipeline.train.releases
+
+    @cached_property
+    def releases(self) -> dict[str, Sums]:
+        """The released sums of the sites that have a file here; empty where none are used."""
+        starting = self.method.starts and self.pipeline.train.start == RUN
+        return releases_of(self.study, self.pipeline) if starting or self.by_files else {}
+
+    @property
+    def here(self) -> list[str]:
+        """The sites whose models are made: all, or those with a store here where the others take part by files."""
+        return [name for name in self.names if not self.by_files or self.has_store(name)]
+
+    @property
     def may_merge(self) -> bool:
         """Whether one place may read what all sites hold for testing."""
-        return all(site.allows("patches") for site in self.sites)
+        return all(site.allows("patches") for site in self.sites) and self.here == self.names
 
     @property
     def lost(self) -> set[str]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.book import Guarantee
-from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
-from wsi_fl.privacy.rounds import Round
-from wsi_fl.privacy.terms import Terms
-from wsi_fl.stages.site.account import terms_of
-from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -90,34 +83,3 @@ def stains_of(study: Study, pipeline: Pipeline, *more: str) -> dict[str, Release
                 f"set it, or release another one (wsi-fl stain --site {name} --again)"
             )
     return found
-
-
-def stain_terms(site: SiteFile, pipeline: Pipeline, guarantee: Guarantee) -> Terms:
-    """The noise of a stain never comes from a fixed seed."""
-    plain = pipeline.privacy.model_copy(update={"insecure_seed": None})
-    terms = terms_of(site, pipeline.model_copy(update={"privacy": plain}), guarantee)
-    return terms if site.real else replace(terms, allow=(*terms.allow, RUN))
-
-
-def stain_ledger(
-    study: Study, site: SiteFile, pipeline: Pipeline, guarantee: Guarantee = "guaranteed"
-) -> PrivacyLedger:
-    """The site's account of its stains, the next of which is worth `guarantee`."""
-    terms = stain_terms(site, pipeline, guarantee)
-    return open_ledger(study, site, RUN, terms)
-
-
-def check_own(ledger: PrivacyLedger, released: Released, label: str) -> Round:
-    """Return the round of the ledger in which this site released a stain: strict mode rests on its noise.
-
-    Raises:
-        WsiFlError: when it released none such, or has put another measurement in the place of this one before it left.
-    """
-    for round_ in ledger.rounds():
-        if released.digest in round_.releases.values():
-            return round_
-    # a real hospital's account has refused before, whatever is asked
-    raise WsiFlError(
-        f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}, or others have taken their "
-        "place there; restore both from the same backup, or measure anew with --again, which costs as much as a release"
-    )

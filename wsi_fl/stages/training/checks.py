@@ -12,11 +12,12 @@ from wsi_fl.federation.methods import SHARED
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.data import open_data
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import LINEAR, Party
 from wsi_fl.stages.site.stains import stains_of
+from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import Allowed, SiteFile
-from wsi_fl.types import NoCommonPlan, UsageError
+from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 
 def graph_of(party: Party) -> Topology | None:
@@ -36,6 +37,11 @@ def running_sites(party: Party) -> tuple[int, ...]:
     """Return the indices of the sites that were not lost."""
     lost = party.lost
     return tuple(k for k, name in enumerate(party.names) if name not in lost)
+
+
+def sites_here(party: Party) -> tuple[int, ...]:
+    """Return the indices of the sites whose models are made on this machine, and which were not lost."""
+    return tuple(k for k in running_sites(party) if party.names[k] in party.here)
 
 
 def versions() -> dict[str, str]:
@@ -64,7 +70,7 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
         raise UsageError(
             f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
         )
-    if stores and spends(pipeline):  # a rank of a hospital looks at its own file alone
+    if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in sites:
             require_budget(site)
     if row.travels is not None and not spends(pipeline):
@@ -72,13 +78,36 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     if row.generated:
         _check_generated(party)
     _check_stores_stay_apart(party, backend)
+    _check_releases(party)
     if pipeline.stain.exchange:
         if party.kind.word == "slides":
             raise UsageError("stain.exchange is for patches and their features; mosaics keep their stain")
         stains_of(party.study, pipeline)
-    for site in sites:
-        if stores and (site.allows("patches") or not party.has_store(site.name)):
+    for site in sites if stores else ():
+        if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             open_data(party.study, site.name, pipeline).store.close()
+
+
+def _check_releases(party: Party) -> None:
+    """Refuse a run that rests on released sums where they are missing, or nothing can be made of them."""
+    pipeline, row = party.pipeline, party.method
+    if party.by_files:
+        if pipeline.audit.canaries:
+            raise UsageError(
+                "audit.canaries are planted in training, and train.releases takes sums of before"
+            )
+        if not party.releases:
+            raise WsiFlError(missing_release(party.study, party.names[0]))
+        if not party.here:
+            raise WsiFlError(f"no site of this run has its store here; {party.names[0]} could be the first")
+    if pipeline.train.start == RUN and row.starts:
+        role = "proxy" if row.travels == "proxy" else "private"
+        linear = LINEAR.get(pipeline.train.data)
+        if linear is None or getattr(pipeline.model, role) != linear:
+            wanted = " or ".join(f"{name!r} (train.data = {data!r})" for data, name in LINEAR.items())
+            raise UsageError(f"train.start = 'oneshot' is for linear heads: set model.{role} = {wanted}")
+        if missing := [name for name in party.names if name not in party.releases]:
+            raise WsiFlError(missing_release(party.study, missing[0]))
 
 
 def _check_heads(party: Party) -> None:
@@ -119,7 +148,7 @@ def _check_stores_stay_apart(party: Party, backend: str) -> None:
         raise UsageError(
             f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; allow = ["patches"] would let them'
         )
-    if shut and backend == "local" and len(party.sites) > 1:
+    if shut and backend == "local" and len(party.here) > 1:
         raise UsageError(
             f"sites/{shut[0]}.toml is a real hospital, whose store no other site's process may open; use --backend mpi"
         )
@@ -178,16 +207,22 @@ def _check_bare(party: Party) -> None:
         )
 
 
+def tell_who_is_left_out(party: Party) -> None:
+    """Say which sites have released no sums, where heads are made of those that are there."""
+    if party.by_files and (left := [name for name in party.names if name not in party.releases]):
+        say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
+
+
 def warn_of_other_patches(party: Party) -> None:
     """Say when stores belong to no site, or were made otherwise than the pipeline would."""
-    study, first = party.study, party.names[0]
+    study, first = party.study, party.here[0]
     file = party.kind.path(study, first).name
     left = sorted(
         p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in party.names
     )
     if left and party.pipeline.sites is None:
         say(f"  stores/{left[0]} has no site file, so this site takes no part", style="yellow")
-    if not party.sites[0].allows("patches"):
+    if not party.site(first).allows("patches"):
         return
     with open_data(study, first, party.pipeline) as data:
         spec = data.store.meta.spec

@@ -78,7 +78,7 @@ def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Exa
             drawn and noise is added, and for rows that are missing where they are asked for.
     """
     pipeline = party.pipeline
-    if party.method.travels != "proxy":
+    if not party.method.has_proxy:
         return train, None
     validation = data.examples("val")
     if not len(validation) and pipeline.train.val_fraction:

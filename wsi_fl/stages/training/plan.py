@@ -17,7 +17,13 @@ from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.stages.site.account import planned, spent_words
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training.checks import check, check_budgets, warn_of_other_patches
+from wsi_fl.stages.training.checks import (
+    check,
+    check_budgets,
+    sites_here,
+    tell_who_is_left_out,
+    warn_of_other_patches,
+)
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
@@ -38,7 +44,8 @@ def dry_run(
     with Party.of(study, study.pipeline(name, overrides), method) as party:
         check(party, backend)
         warn_of_other_patches(party)
-        assembled = [assemble(party, index) for index in range(len(party.sites))]
+        tell_who_is_left_out(party)
+        assembled = [assemble(party, index) for index in sites_here(party)]
         documents = [brought(site, party) for site in assembled]
         preflight.compare(documents)
         limits, rounds = {site.name: site.max_epsilon for site in party.sites}, party.pipeline.train.rounds

@@ -26,7 +26,7 @@ from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
-from wsi_fl.stages.training.checks import check_budgets, running_sites
+from wsi_fl.stages.training.checks import check_budgets, sites_here
 from wsi_fl.stages.training.material import remember_canaries
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
@@ -55,9 +55,11 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
 def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     """Preflight and the loop; returns the rows of all sites."""
     folders = [party.run.site(party.names[index]) for index in comm.sites]
-    if party.stains:
-        for folder in folders:
-            folder.remember_stains({name: released.digest for name, released in party.stains.items()})
+    for folder in folders:
+        if party.stains:
+            folder.remember_released("stain", {name: one.digest for name, one in party.stains.items()})
+        if party.releases:
+            folder.remember_released("release", {name: one.digest for name, one in party.releases.items()})
     sites = [assemble(party, index) for index in comm.sites]
     for site in sites:
         data = party.data(site.name)
@@ -108,7 +110,7 @@ def rank_main(run_path: Path) -> None:
 
     comm = MpiComm(
         pipeline.comm.timeout_s,
-        running_sites(party),
+        sites_here(party),
         len(names),
         tuple(names),
         waiting=speak_up,

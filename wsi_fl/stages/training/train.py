@@ -23,7 +23,14 @@ from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.checks import check, running_sites, versions, warn_of_other_patches
+from wsi_fl.stages.training.checks import (
+    check,
+    running_sites,
+    sites_here,
+    tell_who_is_left_out,
+    versions,
+    warn_of_other_patches,
+)
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
@@ -88,6 +95,7 @@ def begin(
     party = Party.of(study, pipeline, method)
     check(party, backend)
     warn_of_other_patches(party)
+    tell_who_is_left_out(party)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
@@ -124,7 +132,7 @@ def resume(
     if not set(names) - set(without):
         raise UsageError("--without leaves no site to train")
     finished: dict[str, Any] | None = run.summary()
-    wanted = set(names) - set(without)
+    wanted = set(party.here) - set(without)
     if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
         say(f"{finished['run']} has finished already; nothing is sent again")
         return finished
@@ -184,11 +192,11 @@ def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
     if backend == "local":
         from wsi_fl.stages.training.ranks import work_as_rank
 
-        comm = LocalComm(len(names), running=running_sites(party))
+        comm = LocalComm(len(names), running=sites_here(party))
         return work_as_rank(study, run, comm, watcher)
     again = f"wsi-fl train --resume {study.relative(run.path)}"
     while True:
-        running = [names[k] for k in running_sites(party)]
+        running = [names[k] for k in sites_here(party)]
         try:
             launch.run_ranks(
                 running,

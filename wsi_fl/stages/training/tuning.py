@@ -40,17 +40,22 @@ class Tuned:
         """Put the fitted layer into a learner."""
         if self.head is None:
             return
-        linear = _layers(learner.model)[-1]
-        assert isinstance(linear, nn.Linear)
-        with torch.no_grad():
-            linear.weight.copy_(torch.from_numpy(self.head.weight))
-            linear.bias.copy_(torch.from_numpy(self.head.bias))
+        set_layer(learner.model, torch.from_numpy(self.head.weight), torch.from_numpy(self.head.bias))
         learner.fitted = True
 
 
 def _layers(model: nn.Module) -> nn.Sequential:
     assert isinstance(model, nn.Sequential)
     return model
+
+
+@torch.no_grad()
+def set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Overwrite the last layer of a linear head, with weight [classes, d] and bias [classes]."""
+    linear = _layers(model)[-1]
+    assert isinstance(linear, nn.Linear)
+    linear.weight.copy_(weight)
+    linear.bias.copy_(bias)
 
 
 def is_linear(name: str) -> bool:

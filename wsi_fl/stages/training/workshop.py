@@ -31,11 +31,14 @@ from wsi_fl.stages.site.account import (
 )
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.once import check_own, once_ledger
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.stains import RUN, check_own, stain_ledger
+from wsi_fl.stages.site.stains import RUN as STAIN
+from wsi_fl.stages.site.sums import RUN as SUMS
 from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
+from wsi_fl.stages.training.released import bring_released
 from wsi_fl.stages.training.tuning import Tuned, learner_of, tuned_for
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
@@ -159,12 +162,19 @@ def assemble(party: Party, index: int) -> Site:
     units = units_of(pipeline, train, site.name)
     if canaries is not None:
         units = units.with_canaries(canaries.included)
-    planned = agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
+    planned = (
+        None
+        if party.by_files  # released before
+        else agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
+    )
     make, tuned = make_learners(party, index, device, planned, train)
+    learners = party.method.prepare(make)
+    if party.releases:
+        bring_released(party, site.name, learners)
     made = Site(
         index=index,
         name=site.name,
-        learners=party.method.prepare(make),
+        learners=learners,
         train=train,
         tests={name: examples for name, examples in tests.items() if len(examples)},
         ledger=ledger,
@@ -184,13 +194,19 @@ def assemble(party: Party, index: int) -> Site:
 
 
 def _included(party: Party, site: SiteFile) -> tuple[str, ...]:
-    """What else the site's ε of a run counts: with `stain.exchange` the release of its stain."""
-    if not party.stains:
-        return ()
-    study = party.study
-    path = study.relative(study.stain(site.name))
-    check_own(stain_ledger(study, site, party.pipeline), party.stains[site.name], path)
-    return (RUN,) if party.pipeline.privacy.enabled else ()
+    """Return what else the site's ε of a run counts: the releases of its stain and of its sums, where they are used."""
+    study, name = party.study, site.name
+    used = {
+        run: (found[name].digest, path)
+        for run, found, path in (
+            (STAIN, party.stains, study.stain(name)),
+            (SUMS, party.releases, study.release(name)),
+        )
+        if name in found
+    }
+    for run, (known, path) in used.items():
+        check_own(once_ledger(study, site, party.pipeline, run), known, study.relative(path))
+    return tuple(used) if party.pipeline.privacy.enabled else ()
 
 
 def _identity(run: RunFolder) -> str:
@@ -217,6 +233,7 @@ def brought(site: Site, party: Party) -> Brought:
         "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "stains": {name: released.digest[:8] for name, released in party.stains.items()},
+        "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
     }

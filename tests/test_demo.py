@@ -1,0 +1,72 @@
+"""The demo says what came out, whichever way: its parts at a small size, and its page where joining did not pay."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused, write_features
+
+from wsi_fl.demo.encoder import INPUT_PX, public_patches
+from wsi_fl.demo.phantom import plan_slides
+from wsi_fl.demo.run import _STEPS, demo
+from wsi_fl.models.untrained import untrained_weights
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.training.train import train
+
+
+def test_hospitals_see_as_many_ill_patients_as_is_said():
+    slides = plan_slides(4, 20, 512, 0, ill=(1.0, 0.5, 0.15, 0.0))
+    ill = [sum(slide.positive for slide in slides if slide.site == site) for site in range(4)]
+    assert ill == [20, 10, 3, 0] and len(slides) == 160
+    assert sum(slide.positive for slide in plan_slides(2, 3, 512, 0)) == 6
+
+
+def test_the_untrained_encoder_is_always_the_same_and_tells_patches_apart():
+    images = public_patches()
+    assert images.shape[1:] == (INPUT_PX, INPUT_PX, 3) and len(images) > 30
+    np.testing.assert_array_equal(images, public_patches())
+    a, b = (untrained_weights("test_efficientnet", images[:40]) for _ in range(2))
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    other = untrained_weights("test_efficientnet", 255 - images[:40])
+    means = [key for key in a if key.endswith("running_mean")]
+    assert means and any(not torch.equal(a[key], other[key]) for key in means)
+
+
+@pytest.mark.parametrize("helps", [True, False])
+def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
+    """Two hospitals of one class each gain by joining; two that know all there is do not."""
+    study = make_study(tmp_path / "study", n_sites=3)
+    rng = np.random.default_rng(0)
+    for k in range(3):
+        labels = np.full(60, k % 2) if helps and k < 2 else np.arange(60) % 2
+        labels = np.concatenate([labels, np.arange(60) % 2])
+        x = rng.normal(size=(120, 24)) + 3 * np.outer(2 * labels - 1, np.arange(24) < 3)
+        patients = [f"p{i // 3}" for i in range(60)] + [f"t{i}" for i in range(60)]
+        write_features(study, f"S{k}", x, labels, patients, ["train"] * 60 + ["test"] * 60)
+    plan = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
+    runs = {}
+    for name, step in _STEPS.items():
+        overrides = [*plan, *step.overrides]
+        if name == "together":
+            overrides += ["privacy.unit=patient", "privacy.target_epsilon=8", "model.directions=16"]
+        runs[name] = train(study, method=step.method, overrides=overrides, backend="local")["run"]
+    document = compare(study, [runs["together"], runs["pooled"]])
+    page = (study.root / document["page"]).read_text(encoding="utf-8")
+    verdicts = [row["verdict"] for row in document["worth"]["sites"]]
+    assert page.index('class="worth"') < page.index(
+        "<figure", page.index('class="worth"')
+    )  # the first figure
+    assert ("this hospital should join" in page) is helps
+    if helps:
+        assert verdicts[:2] == ["join", "join"]
+    else:
+        assert "join" not in verdicts
+        assert "there is nothing to gain" in page or "these runs do not show" in page
+    assert json.dumps(document)
+
+
+def test_a_folder_of_something_else_is_no_demo(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    refused(lambda: demo(tmp_path), "choose another --out")
+    assert (tmp_path / "precious.txt").read_text() == "mine"

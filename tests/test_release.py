@@ -1,0 +1,598 @@
+"""Sums that a site releases as a file: once, through the ledger, whatever crashes; and what is made of the files."""
+
+import json
+import os
+import shutil
+import stat
+
+import numpy as np
+import pytest
+import torch
+from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_bags import make_bag_study
+
+from wsi_fl.federation import loop
+from wsi_fl.federation.preflight import compare
+from wsi_fl.models import build
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site.sums import read_sums
+from wsi_fl.stages.training import release as stage
+from wsi_fl.stages.training import workshop
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.release import release
+from wsi_fl.stages.training.train import resume, train
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_lines
+from wsi_fl.types import UsageError, Vectors, WsiFlError
+
+D, SIGMA = 24, 2.0
+ONCE = Mechanism(SIGMA, 1.0, 1.0, 1)
+HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
+NOISE = [*HEADS, f"privacy.sigma={SIGMA}"]
+FILES = [*NOISE, "train.releases=true"]
+START = [*HEADS, "train.start=oneshot", "train.rounds=1"]
+
+
+def rows_of(n, seed, share=0.5):
+    """Features whose label is seen in a few of them, and labels of which a share is 1."""
+    rng = np.random.default_rng(seed)
+    labels = (np.arange(n) < round(n * share)).astype(int)
+    x = rng.normal(size=(n, D)) + 1.5 * np.outer(2 * labels - 1, np.arange(D) < 3)
+    return x.astype(np.float32), labels
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Three hospitals of 60 training rows, of which the first two see one class alone."""
+    made = make_study(tmp_path / "study", n_sites=3)
+    for k, share in enumerate((0.0, 1.0, 0.5)):
+        x, labels = rows_of(60, k, share)
+        more, theirs = rows_of(40, 10 + k)
+        patients = [f"p{i // 3}" for i in range(60)] + [f"t{i}" for i in range(40)]
+        splits = ["train"] * 60 + ["test"] * 40
+        write_features(
+            made, f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
+        )
+    return made
+
+
+def released(study, site="S0", *more, **options):
+    return release(study, site=site, overrides=[*NOISE, *more], **options)["sites"][0]
+
+
+def joined(study, *overrides, **more):
+    options = {"method": "oneshot", "backend": "local"} | more
+    return train(study, overrides=[*FILES, *overrides], **options)
+
+
+def lines_of(study, site="S0"):
+    return read_lines(study.ledger(site))
+
+
+def sums_at(path):
+    return read_sums(path, path.name)
+
+
+def make_real(study):
+    for k in range(3):
+        file = study.root / "sites" / f"S{k}.toml"
+        file.write_text(file.read_text().replace("real = false", REAL))
+
+
+def rewritten(path, tensors=None, **document):
+    """Puts other tensors, or another document, into a file."""
+    with safe_open(path, "pt") as file:
+        known = json.loads(file.metadata()["document"])
+    save_file(load_file(path) | (tensors or {}), path, metadata={"document": json.dumps(known | document)})
+
+
+# ---- one release
+
+
+def test_sums_are_released_once_and_cost_what_their_ledger_says(study):
+    row = released(study)
+    assert row["spent"] and row["n"] == 60 and row["unit"] == "row" and row["guarantee"] == "guaranteed"
+    assert row["file"] == "releases/S0.safetensors" and row["sigma"] == SIGMA
+    assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
+    line, sent = lines_of(study)
+    assert line["run"] == "oneshot" and line["released"] == f"model {row['digest']}" and sent["sending"]
+    assert line["mechanism"] == {"sigma": SIGMA, "clip": 1.0, "sample_rate": 1.0, "steps": 1}
+    again = released(study, "S0", "privacy.sigma=9.0")
+    assert not again["spent"] and len(lines_of(study)) == 2 and again["digest"] == row["digest"]
+    more = released(study, again=True)
+    assert more["spent"] and more["digest"] != row["digest"]
+    assert more["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
+
+
+def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_home_the_exact_ones(study):
+    row = released(study)
+    with safe_open(study.release("S0"), "np") as file:
+        assert list(file.keys()) == ["sums"]
+        document = json.loads(file.metadata()["document"])
+    facts = {"site": "S0", "encoder": "tiny sha256:0", "n_features": D, "directions": D, "data": "features"}
+    assert facts.items() <= document.items() and document["classes"] == ["healthy", "tumor"]
+    assert document.keys() == row.keys() - {"spent", "file"}
+    home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
+    assert np.array_equal(home.vector, file.vector) and file.exact is None
+    noise = home.vector[:-1] - home.exact
+    assert 0.8 < noise.std() / SIGMA < 1.2 and home.vector[-1] == SIGMA**2
+    x, labels = rows_of(60, 0, 0.0)
+    head = SharedHead(2, D)
+    exact = head.packed(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels))
+    np.testing.assert_allclose(home.exact, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_nobody_else_can_read_what_stays_at_home(study):
+    before = os.umask(0o022)
+    try:
+        released(study)
+    finally:
+        os.umask(before)
+    mode = study.release_at_home("S0").stat().st_mode
+    assert not mode & (stat.S_IRWXG | stat.S_IRWXO)
+
+
+def test_a_target_is_met_exactly_and_anew_by_every_release(study):
+    target = "privacy.target_epsilon=2"
+    assert released(study, "S0", target)["epsilon"] == pytest.approx(2, abs=1e-3)
+    first = read_lines(study.ledger("S0"))[0]["mechanism"]["sigma"]
+    assert released(study, "S0", target, again=True)["sigma"] == first
+
+
+def test_the_noise_never_has_a_fixed_seed(study):
+    seeded = "privacy.insecure_seed=1"
+    one, other = (released(study, "S0", seeded, again=True) for _ in range(2))
+    assert one["digest"] != other["digest"] and other["guarantee"] == "guaranteed"
+
+
+def test_patients_are_units_where_that_is_asked(study):
+    row = released(study, "S0", "privacy.unit=patient")
+    assert (row["n"], row["unit"]) == (20, "patient")
+    summary = joined(study, "privacy.unit=patient")
+    assert summary["sites"][0]["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
+    for action in (lambda: released(study), lambda: joined(study)):
+        refused(action, "per patient", "per row", error=WsiFlError)
+
+
+def test_without_privacy_sums_are_exact_and_a_real_hospital_must_allow_that(study):
+    assert released(study, "S0", "privacy.enabled=false")["epsilon"] is None
+    home = sums_at(study.release_at_home("S0"))
+    np.testing.assert_allclose(home.vector[:-1], home.exact, rtol=1e-6, atol=1e-5)
+    make_real(study)
+    refused(lambda: released(study, "S1", "privacy.enabled=false"), 'allow = ["model"]', error=WsiFlError)
+    assert not study.release("S1").exists()
+
+
+def test_pixels_have_no_sums(study):
+    refused(lambda: release(study, site="S0", overrides=["train.data=patches"]), "wsi-fl features")
+
+
+# ---- crashes
+
+
+def crash(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("place", ["ledger", "copy", "sending", "file"])
+@pytest.mark.parametrize("again", [False, True])
+def test_no_crash_makes_a_site_release_two_noisy_versions(study, monkeypatch, place, again):
+    before = released(study)["digest"] if again else None
+    real, writes = stage.write_sums, []
+
+    def write(path, sums):
+        writes.append(path)
+        if len(writes) == {"copy": 1, "file": 2}[place]:
+            crash()
+        real(path, sums)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if place in ("copy", "file"):
+            patch.setattr(stage, "write_sums", write)
+        else:
+            patch.setattr(PrivacyLedger, {"ledger": "record", "sending": "sending"}[place], crash)
+        released(study, again=again)
+    left = sums_at(study.release("S0")).digest if study.release("S0").exists() else None
+    assert left == before  # whatever was on its way has not left
+    lost = place in ("ledger", "copy")
+    row = released(study, again=again and lost)
+    assert row["spent"] == lost  # then the new release takes the place of the lost one
+    assert row["epsilon"] == pytest.approx(epsilon([ONCE] * (1 + again), 1e-5))
+    digests = [line["released"] for line in lines_of(study) if line.get("released")]
+    assert digests[-1] == f"model {row['digest']}" == f"model {sums_at(study.release('S0')).digest}"
+    assert lines_of(study)[-1]["sending"]
+    n = len(lines_of(study))
+    assert released(study)["digest"] == row["digest"] and len(lines_of(study)) == n
+
+
+def test_what_an_interrupted_second_release_costs_is_said(study, monkeypatch):
+    first = released(study)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stage, "write_sums", crash)
+        released(study, again=True)
+    row = released(study)
+    assert row["digest"] == first["digest"] and not row["spent"]
+    assert row["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))  # as the ledger counts it
+
+
+def test_a_target_leaves_out_the_release_that_was_lost(study, monkeypatch):
+    make_real(study)
+    file = study.root / "sites" / "S0.toml"
+    file.write_text(file.read_text().replace("50.0", "1.0"))
+    target = "privacy.target_epsilon=5"  # the budget is less
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(stage, "write_sums", crash)
+        released(study, "S0", target)
+    assert released(study, "S0", target)["epsilon"] == pytest.approx(1, abs=1e-3)
+    row = released(study, "S0", target, again=True)
+    assert row["epsilon"] <= 1 and row["sigma"] > 50  # there is hardly anything left
+
+
+def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, tmp_path, monkeypatch):
+    file = study.root / "sites" / "S0.toml"
+    file.write_text(f'{file.read_text()}ledger = "{tmp_path / "one.jsonl"}"\n')
+    other = Study(shutil.copytree(study.root, tmp_path / "other"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(PrivacyLedger, "sending", crash)
+        released(study)
+    assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
+    refused(lambda: released(study), "or others have taken their place there", error=WsiFlError)
+    assert not study.release("S0").exists()
+
+
+# ---- files that are lost, damaged, edited or another's
+
+
+def test_a_lost_file_comes_back_and_so_do_exact_sums(study):
+    digest = released(study)["digest"]
+    exact, content = sums_at(study.release_at_home("S0")).exact, study.release("S0").read_bytes()
+    study.release("S0").unlink()
+    assert released(study)["digest"] == digest and study.release("S0").read_bytes() == content
+    study.release_at_home("S0").unlink()
+    refused(lambda: joined(study), "release.safetensors is missing", "spends nothing", error=WsiFlError)
+    assert not released(study)["spent"]
+    np.testing.assert_allclose(sums_at(study.release_at_home("S0")).exact, exact, rtol=1e-9)
+    study.release("S0").unlink()
+    study.release_at_home("S0").unlink()
+    assert released(study)["epsilon"] == pytest.approx(epsilon([ONCE, ONCE], 1e-5))
+
+
+def test_numbers_that_are_not_on_the_ledger_are_refused(study):
+    released(study)
+    study.ledger("S0").unlink()
+    refused(lambda: released(study), "not in ledgers/S0.jsonl", error=WsiFlError)
+    refused(lambda: joined(study), "not in ledgers/S0.jsonl", error=WsiFlError)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tensors": {"sums": torch.zeros(350)}},
+        {"tensors": {"sums": torch.zeros(7)}},
+        {"digest": "0" * 64},
+        {"sigma": 1.0},
+        {"sigma": "2"},
+        {"classes": ["a", "b", "c"]},
+        {"n": -1},
+        {"n_features": 8},
+        {"classes": "ab"},
+        {"guarantee": "sure"},
+    ],
+)
+def test_an_edited_file_is_refused_in_one_line(study, change):
+    for name in ("S0", "S1"):
+        released(study, name)
+    rewritten(study.release("S1"), **change)
+    refused(lambda: joined(study), "releases/S1.safetensors", "edited", error=WsiFlError)
+    released(study, "S1") if "digest" not in change else study.release("S1").unlink()
+    released(study, "S1")  # home knows better
+    assert joined(study)["sites"]
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", b"\x08\0\0\0\0\0\0\0{}      ", b"\xff" * 64])
+def test_a_damaged_file_is_refused_in_one_line(study, content):
+    released(study)
+    study.release("S0").write_bytes(content)
+    for action in (lambda: joined(study), lambda: released(study)):
+        refused(action, "releases/S0.safetensors", "damaged release", error=WsiFlError)
+
+
+def test_exact_sums_that_were_edited_are_refused(study):
+    released(study)
+    home = study.release_at_home("S0")
+    rewritten(home, {"exact": torch.zeros(349, dtype=torch.float64)})
+    refused(lambda: joined(study), "stores/S0/release.safetensors", "edited", error=WsiFlError)
+
+
+def test_a_header_that_was_edited_is_not_what_home_holds(study):
+    released(study)
+    rewritten(study.release("S0"), epsilon=0.1)
+    refused(lambda: joined(study), "is not what stores/S0/release.safetensors holds", error=WsiFlError)
+    released(study)
+    assert joined(study)["sites"]
+
+
+def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(study):
+    for name in ("S0", "S1"):
+        released(study, name)
+    other = sums_at(study.release("S1"))
+    for key, value in (
+        ("encoder", "large sha256:1"),
+        ("projection", "0" * 64),
+        ("unit", "patient"),
+        ("data", "mosaics"),
+        ("classes", ["benign", "tumor"]),
+    ):
+        facts = other.facts.model_copy(update={key: value})
+        stage.write_sums(study.release("S1"), stage.Sums(facts, other.vector))
+        refused(lambda: joined(study), "releases/S1.safetensors", f"{key} = ", error=UsageError)
+    released(study, "S1", "model.directions=12", again=True)
+    refused(lambda: joined(study), "releases/S1.safetensors", "directions = 12", error=UsageError)
+    shutil.copy(study.release("S0"), study.release("S1"))
+    refused(lambda: joined(study), "these are the sums of site S0", error=WsiFlError)
+
+
+def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
+    released(study)
+    x, labels = rows_of(60, 0)
+    write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
+    refused(lambda: released(study), "S0 has released", "n_features = 24, here it is 12", "--again")
+
+
+# ---- real hospitals
+
+
+def test_a_real_hospital_needs_a_budget_and_keeps_it(study):
+    file = study.root / "sites" / "S0.toml"
+    file.write_text(file.read_text().replace("real = false", "real = true"))
+    refused(lambda: released(study), "write max_epsilon and delta there")
+    make_real(study)
+    file.write_text(file.read_text().replace("real = true", "real = true\nmax_epsilon = 2.5\ndelta = 1e-5"))
+    row = released(study)
+    assert row["epsilon"] == pytest.approx(gaussian_epsilon(1 / SIGMA, 1e-5)) and row["epsilon"] < 2.5
+    refused(lambda: released(study, again=True), "above its 2.5", error=WsiFlError)
+    assert not released(study)["spent"]
+
+
+def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
+    make_real(study)
+    released(study)
+    kept = study.ledger("S0").read_text()
+    study.ledger("S0").unlink()
+    refused(lambda: released(study), "ledgers/S0.jsonl is missing")
+    study.ledger("S0").write_text(kept)
+    rewritten(study.release("S0"), digest="0" * 64)
+    refused(lambda: released(study), "lacks the release of releases/S0.safetensors")
+
+
+def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study, tmp_path, monkeypatch):
+    make_real(study)
+    for name in ("S0", "S1", "S2"):
+        released(study, name)
+    alone = Study(shutil.copytree(study.root, tmp_path / "alone"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("S1", "S2"):
+        shutil.rmtree(alone.store(name).parent)
+        alone.ledger(name).unlink()
+    for head in alone.root.rglob("ledger.head.json"):
+        head.write_text(head.read_text().replace(str(study.root), str(alone.root)))
+    summary = joined(alone)
+    (row,) = summary["sites"]
+    assert row["site"] == "S0" and row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))
+    assert row["lifetime_epsilon"] == row["epsilon"] and row["rounds"] == 1
+    assert int(model(alone.root / summary["run"], "S0", "proxy")["n_sites"]) == 3
+    assert [one["site"] for one in evaluate(alone, summary["run"])["sites"]] == ["S0"]
+    assert report(alone, summary["run"]).exists()
+    assert resume(alone, summary["run"], backend="local") == summary
+    refused(lambda: joined(study), "whose store no other site's process may open")
+
+
+# ---- heads of files
+
+
+def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
+    def fixed(device="cpu", insecure_seed=None):
+        del insecure_seed
+        return torch.Generator(device).manual_seed(5)
+
+    monkeypatch.setattr(loop, "entropy_generator", fixed)
+    monkeypatch.setattr(stage, "entropy_generator", fixed)
+    over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
+    ledgers = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
+    release(study, site=None, overrides=NOISE)
+    by_files = joined(study)
+    for name in ledgers:
+        one, other = (model(study.root / run["run"], name, "proxy") for run in (over_network, by_files))
+        assert torch.equal(one["released"], other["released"])
+        assert torch.equal(one["exact"], other["exact"]) and int(other["n_sites"]) == 3
+        torch.testing.assert_close(one["sums"], other["sums"], rtol=1e-6, atol=1e-5)
+        private = [model(study.root / run["run"], name) for run in (over_network, by_files)]
+        assert same(*private)
+        heads = []
+        for tensors in (one, other):
+            head = SharedHead(2, D)
+            head.load_state_dict(tensors)
+            heads.append(head(torch.from_numpy(rows_of(20, 9)[0])))
+        torch.testing.assert_close(*heads, rtol=1e-3, atol=1e-3)
+    for row in by_files["sites"]:
+        assert row["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5)) and row["guarantee"] == "guaranteed"
+        assert row["sigma"] is None
+    assert by_files["communication"]["messages"] == 0
+    told = [evaluate(study, run["run"])["merged"]["accuracy"]["mean"] for run in (over_network, by_files)]
+    assert told[0] == pytest.approx(told[1], abs=0.02)
+
+
+def test_heads_of_files_spend_nothing_and_leave_no_line(study):
+    release(study, site=None, overrides=NOISE)
+    before = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
+    costs = dry_run(study, method="oneshot", overrides=FILES, backend="local")["sites"]
+    assert [row["epsilon"] for row in costs] == pytest.approx([epsilon([ONCE], 1e-5)] * 3)
+    with interrupted_after(2):
+        joined(study)
+    run = next(study.runs.glob("*-oneshot-*"))
+    summary = resume(study, run.name, backend="local")
+    assert [row["rounds"] for row in summary["sites"]] == [1, 1, 1]
+    assert {name: study.ledger(name).read_text() for name in before} == before
+    assert (study.root / summary["run"] / "sites/S0/releases.json").exists()
+
+
+def test_hospitals_that_see_one_class_alone_learn_the_other_from_files(study):
+    release(study, site=None, overrides=[*HEADS, "privacy.target_epsilon=8"])
+    document = evaluate(study, joined(study)["run"])
+    assert {row["with"] for row in document["sites"]} == {"stack"}
+    private, stack = (document["models"][name]["merged"]["accuracy"]["mean"] for name in ("private", "stack"))
+    assert stack > 0.8 > private
+
+
+def test_a_site_without_a_file_is_not_in_the_sum_and_one_without_a_store_takes_part_by_its_file(study, capfd):
+    released(study, "S0")
+    released(study, "S1")
+    shutil.rmtree(study.store("S1").parent)
+    summary = joined(study)
+    assert "not in the sum, for there is no file in releases/: S2" in capfd.readouterr().err
+    assert [row["site"] for row in summary["sites"]] == ["S0", "S2"]
+    heads = [model(study.root / summary["run"], name, "proxy") for name in ("S0", "S2")]
+    assert [int(head["n_sites"]) for head in heads] == [2, 2]
+    both = [sums_at(study.release(name)).vector.astype(np.float64) for name in ("S0", "S1")]
+    np.testing.assert_allclose(heads[1]["sums"], np.mean(both, 0), rtol=1e-6)
+    assert not heads[1]["exact"].any() and not heads[1]["released"].any()
+    assert summary["sites"][1]["epsilon"] is None  # it has released nothing
+    assert [row["site"] for row in evaluate(study, summary["run"])["sites"]] == ["S0", "S2"]
+
+
+def test_a_run_of_files_says_what_it_lacks(study):
+    refused(lambda: joined(study), "no sums of site S0 yet", "wsi-fl release --site S0", error=WsiFlError)
+    released(study)
+    refused(lambda: joined(study, "audit.canaries=4"), "audit.canaries")
+    for name in ("S0", "S1", "S2"):
+        shutil.rmtree(study.store(name).parent)
+    refused(lambda: joined(study), "no site of this run has its store here", error=WsiFlError)
+
+
+def test_slides_of_four_diagnoses_are_released_like_rows(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    rows = release(study, site=None, overrides=["privacy.sigma=0.5"])["sites"]
+    assert {(row["data"], row["n"], len(row["classes"])) for row in rows} == {("mosaics", 8, 4)}
+    summary = train(study, method="oneshot", overrides=["train.releases=true"], backend="local")
+    assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] is not None
+    start = ["train.start=oneshot", "model.proxy=mean_head"]
+    assert train(study, method="proxyfl", overrides=start, backend="local")["sites"]
+
+
+# ---- where a travelling model starts
+
+
+def start_of(study):
+    """The linear layer that the files make, by the definition of the head."""
+    head = SharedHead(2, D)
+    vectors = [sums_at(study.release(f"S{k}")).vector for k in range(3)]
+    with torch.no_grad():
+        head.sums.copy_(torch.from_numpy(np.mean(vectors, 0)))
+    head.n_sites.fill_(3)
+    return head
+
+
+@pytest.mark.parametrize(("method", "role"), [("proxyfl", "proxy"), ("fedavg", "private")])
+def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, method, role):
+    release(study, site=None, overrides=NOISE)
+    for k in range(3):
+        shutil.copy(study.release_at_home(f"S{k}"), study.root / f"kept{k}")
+        study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
+    real, starts = workshop.bring_released, []
+
+    def brought(party, name, learners):
+        real(party, name, learners)
+        starts.append({key: value.clone() for key, value in learners[role].model.state_dict().items()})
+
+    monkeypatch.setattr(workshop, "bring_released", brought)
+    summary = train(study, method=method, overrides=START, backend="local")
+    assert len(starts) == 3 and same(starts[0], starts[1]) and same(starts[0], starts[2])
+    linear = build("linear_head", n_classes=2, shape=Vectors(D), seed=0)
+    linear.load_state_dict(starts[0])
+    head, (x, _) = start_of(study), rows_of(50, 7)
+    weights, bias = head.head()
+    rows = torch.nn.functional.layer_norm(torch.from_numpy(x), (D,)) @ head.projection
+    z = torch.cat([rows.double(), torch.full((50, 1), 0.5, dtype=torch.float64)], 1)  # never shortened
+    torch.testing.assert_close(linear(torch.from_numpy(x)).double(), z @ weights + bias, rtol=1e-4, atol=1e-4)
+    assert all(row["guarantee"] == "guaranteed" for row in summary["sites"])
+
+
+def test_both_releases_are_on_the_account_and_within_the_target(study):
+    release(study, site=None, overrides=NOISE)
+    summary = train(study, method="proxyfl", overrides=START, backend="local")
+    without = train(study, method="proxyfl", overrides=[*HEADS, "train.rounds=1"], backend="local")
+    for both, alone in zip(summary["sites"], without["sites"], strict=True):
+        assert both["epsilon"] > max(alone["epsilon"], epsilon([ONCE], 1e-5))
+    target = [*START, "privacy.target_epsilon=4.0"]
+    reached = train(study, method="proxyfl", overrides=target, backend="local")
+    assert all(3.5 < row["epsilon"] <= 4 for row in reached["sites"])
+    low = [*START, "privacy.target_epsilon=1.0"]
+    refused(
+        lambda: train(study, method="proxyfl", overrides=low, backend="local"), "on top of", "target_epsilon"
+    )
+
+
+def test_a_start_is_resumed_and_not_changed_half_way(study):
+    release(study, site=None, overrides=NOISE)
+    with interrupted_after(2):
+        train(study, method="proxyfl", overrides=START, backend="local")
+    run = next(study.runs.glob("*-proxyfl-*")).name
+    released(study, "S1", again=True)
+    refused(lambda: resume(study, run, backend="local"), "release of S1", "releases/")
+
+
+def test_other_architectures_and_missing_files_are_refused_in_one_line(study):
+    released(study, "S0")
+
+    def started(*more, method="proxyfl"):
+        return train(study, method=method, overrides=[*START, *more], backend="local")
+
+    refused(started, "releases/S1.safetensors", "wsi-fl release --site S1", error=WsiFlError)
+    refused(lambda: started("model.proxy=mlp_head"), "model.proxy = 'linear_head'")
+    refused(lambda: started("model.private=mlp_head", method="fedavg"), "model.private = 'linear_head'")
+    refused(lambda: started("train.data=patches", "model.proxy=mlp"), "train.data = 'features'")
+    assert started(method="regular")["sites"]  # nothing travels, so nothing starts
+
+
+def test_sites_with_other_files_do_not_begin():
+    here = {"site": "S0", "releases": {"S0": "a"}}
+    refused(
+        lambda: compare([here, here | {"site": "S1"}, {"site": "S2", "releases": {"S0": "b"}}]),
+        "S2 brings",
+        "as the released sums in use",
+    )
+
+
+# ---- the command
+
+
+def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
+    for name in ("S0", "S1", "S2"):
+        released(study, name)
+    shutil.rmtree(study.store("S1").parent)
+    settings = [word for override in FILES for word in ("--set", override)]
+    done = wsi_fl("train", "--method", "oneshot", "--json", *settings, cwd=study.root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    by_ranks, by_one = json.loads(done.stdout), joined(study)
+    assert [row["site"] for row in by_ranks["sites"]] == ["S0", "S2"]
+    for name in ("S0", "S2"):
+        assert same(*(model(study.root / run["run"], name, "proxy") for run in (by_ranks, by_one)))
+
+
+def test_ranks_share_the_sites_and_the_command_says_what_was_spent(study, wsi_fl, as_ranks):
+    document, nothing = as_ranks(2, lambda: release(study, site=None, overrides=NOISE))
+    assert not nothing  # said once
+    assert [row["site"] for row in document["sites"]] == ["S0", "S1", "S2"]
+    assert all(row["spent"] for row in document["sites"])
+    settings = [word for override in NOISE for word in ("--set", override)]
+    told = wsi_fl("release", "--all", *settings, cwd=study.root)
+    assert told.returncode == 0 and told.stderr.count("nothing spent") == 3
+    told = wsi_fl("release", "--site", "S1", "--again", "--json", *settings, cwd=study.root)
+    assert json.loads(told.stdout)["sites"][0]["spent"]
+    assert wsi_fl("release", cwd=study.root).returncode == 2

@@ -1,0 +1,188 @@
+"""The sums that sites have released once, `releases/<site>.safetensors`, and what a site keeps of its own at home."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wsi_fl.privacy.book import Guarantee
+from wsi_fl.privacy.release import digest
+from wsi_fl.stages.site.data import Data
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.tensors import load_tensors, save_tensors
+from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError
+
+RUN = "oneshot"
+"""What ledgers call the release."""
+
+
+class Facts(BaseModel):
+    """What the header of a released file says of its numbers, as JSON text.
+
+    Attributes:
+        site: whose sums they are.
+        data: what a row is, as `train.data` says it.
+        encoder, n_features: of the features.
+        classes: of the labels.
+        directions, projection: how many directions features are projected to, and the SHA-256 of the projection.
+        unit, n: what ε protects, and how many of them there are.
+        sigma: noise multiplier; 0 without privacy.
+        epsilon: of everything that the site has released like this, with `delta` and what it is worth.
+        digest: SHA-256 of the vector, as in the site's ledger.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+    site: str
+    data: Literal["features", "mosaics"]
+    encoder: str
+    n_features: int = Field(ge=1)
+    classes: list[str] = Field(min_length=2)
+    directions: int = Field(ge=1)
+    projection: str
+    unit: Literal["row", "patient"]
+    n: int = Field(ge=1)
+    sigma: float = Field(ge=0)
+    epsilon: float | None = Field(ge=0)
+    delta: float = Field(gt=0, lt=1)
+    guarantee: Guarantee
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Sums as their site released them.
+
+    Attributes:
+        vector: float32[k + 1], what left: see `SharedHead.sums`.
+        exact: float64[k], the same without noise, which the site alone may know; None elsewhere.
+    """
+
+    facts: Facts
+    vector: NDArray[np.float32]
+    exact: NDArray[np.float64] | None = None
+
+    @property
+    def digest(self) -> str:
+        """Return the SHA-256 of what left."""
+        return self.facts.digest
+
+
+def write_sums(path: Path, sums: Sums) -> None:
+    """Write a released file or, with the exact sums, what the site keeps at home."""
+    import torch
+
+    tensors, document = {"sums": torch.from_numpy(sums.vector)}, sums.facts.model_dump()
+    if sums.exact is not None:
+        tensors["exact"] = torch.from_numpy(sums.exact)
+        document["exact"] = _digest_of_exact(sums.exact)
+    save_tensors(path, tensors, document)
+
+
+def read_sums(path: Path, label: str) -> Sums:
+    """Return what `write_sums` wrote.
+
+    Raises:
+        WsiFlError: when it is damaged or was edited, so that numbers and header do not belong together.
+    """
+    from wsi_fl.models.shared_head import n_sums  # and with it PyTorch
+
+    tensors, document = load_tensors(path, "release")
+    try:
+        facts = Facts.model_validate(document)
+        vector = tensors["sums"].numpy()
+        exact = tensors["exact"].numpy() if "exact" in tensors else None
+        size = n_sums(len(facts.classes), facts.n_features, facts.directions)
+        whole = (
+            vector.dtype == np.float32
+            and vector.shape == (size,)
+            and digest(vector) == facts.digest
+            and bool(np.isfinite(vector).all())
+            and vector[-1] == np.float32(facts.sigma**2)
+        )
+        if exact is not None:
+            whole &= exact.dtype == np.float64 and exact.shape == (size - 1,)
+            whole &= _digest_of_exact(exact) == document.get("exact")
+    except (ValidationError, KeyError, TypeError, OverflowError):
+        whole = False
+    if not whole:
+        raise WsiFlError(
+            f"{label}: not the sums that a site released, or edited since; copy the file from its site again, or put "
+            "its backup back"
+        )
+    return Sums(facts, vector, exact)
+
+
+def _digest_of_exact(exact: NDArray[np.float64]) -> str:
+    return hashlib.sha256(np.ascontiguousarray(exact, "<f8").tobytes()).hexdigest()
+
+
+def releases_of(study: Study, pipeline: Pipeline) -> dict[str, Sums]:
+    """Return the released sums of those sites of a pipeline that have a file here.
+
+    Raises:
+        WsiFlError: when a file is damaged, edited, or of another site.
+    """
+    found = {}
+    for site in study.sites(pipeline):
+        path = study.release(site.name)
+        if path.exists():
+            found[site.name] = read_sums(path, study.relative(path))
+            if (theirs := found[site.name].facts.site) != site.name:
+                raise WsiFlError(
+                    f"{study.relative(path)}: these are the sums of site {theirs}; call the file "
+                    f"{theirs}.safetensors"
+                )
+    return found
+
+
+def missing_release(study: Study, site: str) -> str:
+    """Return in words that a site has no file here, and what to do about it."""
+    return (
+        f"{study.relative(study.release(site))}: no sums of site {site} yet; run `wsi-fl release --site {site}` where "
+        "its store is, and copy the file here"
+    )
+
+
+def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
+    """Return what the header of a file must say that a pipeline can use beside a site's own store."""
+    from wsi_fl.models.shared_head import projection_of
+
+    assert isinstance(data.shape, Bags | Vectors)
+    projection = projection_of(data.shape.n_features, pipeline.model.directions)
+    return {
+        "data": pipeline.train.data,
+        "encoder": data.inputs()["encoder"],
+        "n_features": data.shape.n_features,
+        "classes": list(data.store.meta.classes),
+        "directions": projection.shape[1],
+        "projection": digest(projection.numpy()),
+        "unit": pipeline.privacy.unit,
+    }
+
+
+def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
+    """Refuse sums that cannot be added to those of this plan.
+
+    Raises:
+        UsageError: naming the first thing that differs, in one line.
+    """
+    for key, value in wanted.items():
+        if (theirs := getattr(facts, key)) != value:
+            raise UsageError(
+                f"{label}: sums with {key} = {_short(theirs)}, here it is {_short(value)}; put the settings back, or "
+                f"release others (wsi-fl release --site {facts.site} --again), which costs as much once more"
+            )
+
+
+def _short(value: object) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"

@@ -1,0 +1,204 @@
+"""`release`: a site's sums of features, taken, given noise and released once, without any network.
+
+`releases/<site>.safetensors` is what may leave; `stages/site/once.py` says in which order it comes about. The exact
+sums stay beside the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.examples import Examples, batches
+from wsi_fl.learning.local import DPSettings, Learner, sum_up
+from wsi_fl.learning.units import Units
+from wsi_fl.models import schema
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.accounting import Mechanism
+from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
+from wsi_fl.privacy.release import Release
+from wsi_fl.privacy.rounds import rounds_of
+from wsi_fl.stages.prepare.sources import asked_for
+from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget
+from wsi_fl.stages.site.once import Once, once_ledger, release_once
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.sums import RUN, Facts, Sums, read_sums, refuse_others, wanted_of, write_sums
+from wsi_fl.stages.training.material import learned_from, units_of
+from wsi_fl.stages.training.workshop import build_model
+from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stages.work.job import Job
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
+from wsi_fl.system.locks import locked
+from wsi_fl.types import WsiFlError
+
+
+def release(
+    study: Study,
+    *,
+    site: str | None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    again: bool = False,
+) -> dict[str, Any]:
+    """Release the sums of one site, or with `site` None of every site of the pipeline; return the `--json` document.
+
+    A site that has released some keeps them and spends nothing more. Started under mpiexec or srun, the ranks share
+    the sites, and all but the first return {}.
+
+    Args:
+        again: take and release them once more, which costs as much as the first time.
+    """
+    job = Job()
+
+    def prepare() -> tuple[Pipeline, list[SiteFile]]:
+        pipeline, sites = asked_for(study, site, pipeline_name, overrides)
+        for one in job.mine(sites):
+            with _party(study, pipeline, one) as party:
+                party.data(one.name)
+        return pipeline, sites
+
+    pipeline, sites = job.each(prepare)
+    rows = job.share(sites, lambda mine: (_release_of(_party(study, pipeline, one), again) for one in mine))
+    return {"sites": rows} if job.first else {}
+
+
+def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> Party:
+    """Return one site alone as `oneshot` sees it, its rows in their own stain; its noise has no fixed seed."""
+    changed: dict[str, dict[str, Any]] = {
+        "train": {"releases": False},
+        "stain": {"exchange": False},
+        "privacy": {"insecure_seed": None},
+    }
+    sections = {name: getattr(pipeline, name).model_copy(update=keys) for name, keys in changed.items()}
+    return Party.of(study, pipeline.model_copy(update={"sites": [site.name], **sections}), RUN)
+
+
+def _release_of(party: Party, again: bool) -> dict[str, Any]:
+    """Release a site's sums, unless it has released some; return its part of the document."""
+    study, (site,) = party.study, party.sites
+    home = study.release_at_home(site.name)
+    once = Once[Sums](
+        study,
+        copy=home,
+        file=study.release(site.name),
+        schema="sums",
+        read=lambda path: read_sums(path, study.relative(path)),
+        write=lambda path, sums: write_sums(path, sums if path == home else replace(sums, exact=None)),
+        vector=lambda sums: sums.vector,
+    )
+    require_budget(site)
+    with locked(home.parent, site.name), party:
+        data = party.data(site.name)
+        worth = "none" if data.is_synthetic() else guarantee_of(party.method, party.pipeline)
+        ledger = once_ledger(study, site, party.pipeline, RUN, worth)
+
+        def agrees(sums: Sums) -> None:
+            refuse_others(sums.facts, wanted_of(data, party.pipeline), f"site {site.name} has released")
+
+        sums, spent = release_once(once, ledger, partial(_taken, party, ledger), agrees, again=again)
+        if sums.exact is None:  # lost at home, where they are taken anew at no cost
+            write_sums(home, replace(sums, exact=_exact(party, sums.facts)))
+    cost = {"epsilon": ledger.epsilon(), "spent": spent, "file": study.relative(once.file)}
+    return sums.facts.model_dump() | cost
+
+
+def _taken(party: Party, ledger: PrivacyLedger) -> tuple[Release, Sums]:
+    """Return the sums of a new release, which is on the ledger by now; one that was never sent is taken back by it."""
+    (site,) = party.sites
+    data = party.data(site.name)
+    data.require_current()
+    train, units = _rows_of(party)
+    plan = planned_round(site, party.pipeline, units.n, past=_past(ledger), once=True)
+    head = _summed(party, train, units, plan, ledger.terms.delta)
+    vector = head.sums.detach().cpu().numpy()
+    made = ledger.release(None, vector, schema=schema(head), mechanism=plan, content="model")
+    facts = Facts(
+        site=site.name,
+        n=units.n,
+        sigma=plan.sigma if plan else 0.0,
+        epsilon=ledger.epsilon(),
+        delta=ledger.terms.delta,
+        guarantee=ledger.guarantee(),
+        digest=made.digest,
+        **wanted_of(data, party.pipeline),
+    )
+    return made, Sums(facts, vector, head.exact[:-1].cpu().numpy())
+
+
+def _past(ledger: PrivacyLedger) -> list[Mechanism]:
+    """Return all that is on the account but a release that never left, whose place the next one takes."""
+    rounds = rounds_of(ledger.entries)
+    mine = (ledger.site, RUN)
+    return [one.mechanism for one in rounds if one.mechanism and (one.final or (one.site, one.run) != mine)]
+
+
+def _exact(party: Party, facts: Facts) -> NDArray[np.float64]:
+    """Return the exact sums float64[k] of the site's rows as they are now, under the plan of a release."""
+    train, units = _rows_of(party)
+    plan = plan_of_round(
+        n=units.n,
+        batch_size=units.n,
+        epochs=1,
+        sigma=facts.sigma,
+        clip=party.pipeline.privacy.clip,
+        delta=facts.delta,
+        unit=facts.unit,
+    )
+    exact: NDArray[np.float64] = _summed(party, train, units, plan, facts.delta).exact[:-1].cpu().numpy()
+    return exact
+
+
+def _rows_of(party: Party) -> tuple[Examples, Units]:
+    """Return a site's training rows and the units that privacy counts among them.
+
+    Raises:
+        WsiFlError: when there are none.
+    """
+    name = party.names[0]
+    train, _ = learned_from(party, name)
+    if not len(train):
+        raise WsiFlError(f"site {name}: its store has no training {party.data(name).word}")
+    return train, units_of(party.pipeline, train, name)
+
+
+def _summed(
+    party: Party, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
+) -> SharedHead:
+    """Return the head that holds the sums of all units, with the noise of the plan."""
+    site, pipeline, device = party.sites[0], party.pipeline, device_of_rank()
+    model = build_model(site, pipeline, party.data(site.name), "proxy", 0)
+    assert isinstance(model, SharedHead)
+    noise = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit) if plan else None
+    keys = pipeline.train
+    learner = Learner(model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise)
+    if plan is not None and learner.trainer is not None:
+        require_planned(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
+    rows = [units.rows(np.arange(units.n), entropy_generator())]
+    drawn = batches(train, iter(rows), augment=None, device=device)
+    for batch in units.labelled(drawn, rows, device):
+        sum_up(learner, batch, entropy_generator(device))
+    return model
+
+
+def print_releases(document: dict[str, Any]) -> None:
+    """Print a line per site."""
+    for row in document["sites"]:
+        cost = "released" if row["spent"] else "released before, nothing spent"
+        worth = "no differential privacy"
+        if row["epsilon"] is not None:
+            worth = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
+        say(f"  {row['site']}: sums over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
+    say(
+        "releases may be copied to the other sites' releases/; next: "
+        "wsi-fl train --method oneshot --set train.releases=true"
+    )
