@@ -1,19 +1,18 @@
-"""Does joining pay, and from what? A grid of smaller or more special hospitals drawn from one study with features.
+"""Does joining pay, for whom, and how much? Hospitals drawn from one pool of features, and all measured alike.
 
-    wsi-fl init study --from ARCHIVE --pipeline worth_joining && cd study
-    wsi-fl tile --all && wsi-fl stain --all && wsi-fl features --all
-    python ../benchmarks/worth.py . --seeds 5 --out worth.json
-    python ../benchmarks/worth.py . --show worth.json
+    wsi-fl init pool && cd pool
+    wsi-fl partition IMAGES.npz --sites 1
+    wsi-fl features --all --set features.encoder=tf_efficientnet_lite0 --set features.input_px=128
+    python ../benchmarks/worth.py . --seeds 5 --out worth.jsonl
+    python ../benchmarks/worth.py --show worth.jsonl
 
-Every seed draws other patches of each hospital and is the seed of training too. All variants of a seed learn from the
-same patches and answer for the same merged test set, so differences are paired; their intervals draw seeds and test
-patients anew. docs/WORTH.md holds the tables.
+Every seed draws other rows, for the hospitals and for a test set that none of them has. All variants of a seed learn
+from the same rows and answer for the same test set. docs/WORTH.md holds the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import shutil
@@ -29,39 +28,34 @@ from numpy.typing import NDArray
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wsi_fl.learning.significance import clustered_interval
+from wsi_fl.learning.metrics import SCORES
+from wsi_fl.learning.significance import clustered_ratio
+from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predictions import read_right
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
 from wsi_fl.study.folder import Study
+from wsi_fl.types import PatchTable
 
-OFF, SHARED, OWN = "privacy.enabled=false", "stain.exchange=true", "stain.exchange=false"
-TUNED = "train.weight_decay=0.03"
-"""Of those tried (0.01 to 0.1, and lower learning rates) what serves a hospital alone best: what joining must beat."""
+Rows = NDArray[np.int64]
+Row = Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to come by a model."""
-
-    label: str
-    method: str
-    overrides: tuple[str, ...]
-
-
-VARIANTS = (
-    Variant("alone", "regular", (OFF, OWN)),
-    Variant("alone, tuned", "regular", (OFF, OWN, TUNED)),
-    Variant("alone + exchange", "regular", (OFF, SHARED)),
-    Variant("alone + exchange, tuned", "regular", (OFF, SHARED, TUNED)),
-    Variant("ProxyFL", "proxyfl", (OWN,)),
-    Variant("ProxyFL + exchange", "proxyfl", (SHARED,)),
-    Variant("FedAvg + exchange", "fedavg", (SHARED,)),
-    Variant("pooled", "joint", (OFF, OWN)),
-    Variant("pooled + exchange", "joint", (OFF, SHARED)),
-)
-ABLATIONS = (Variant("paper mode", "proxyfl", (SHARED, "privacy.mode=paper")),)
-ANSWERS = ("private", "proxy", "mean")
+TEST_ROWS = 500
+"""Of each class, where the hospitals leave so many."""
+ROWS_OF_A_PATIENT = 5
+PIPELINE = """
+[model]
+private = "linear_head"
+proxy = "linear_head"
+[train]
+data = "features"
+rounds = 40
+eval_every = 40
+lr = 0.002
+[evaluate]
+bootstrap = 0
+"""
 
 
 @dataclass(frozen=True)
@@ -69,243 +63,318 @@ class Setting:
     """What the hospitals are like.
 
     Attributes:
-        patches: training patches of each site, in order; a site that has fewer gives all it has.
-        share: of the class that a site specialises in; sites take turns in which that is. None for all alike.
-        missing: a class that the first site has never seen.
-        overrides: of every variant.
+        rows: of each site, for training.
+        shares: of class 1, by site; sites take turns.
     """
 
     name: str
-    patches: tuple[int, ...]
-    share: float | None = None
-    missing: int | None = None
-    overrides: tuple[str, ...] = ()
+    sites: int
+    rows: int
+    shares: tuple[float, ...] = (0.5,)
 
 
-FULL = 100_000
-SETTINGS = [
-    Setting("all patches", (FULL,) * 4),
-    Setting("all patches, ε = 1", (FULL,) * 4, overrides=("privacy.target_epsilon=1",)),
-    Setting("all patches, ε = 8", (FULL,) * 4, overrides=("privacy.target_epsilon=8",)),
-    Setting("300 patches", (300,) * 4),
-    Setting("150 patches", (150,) * 4),
-    Setting("50 patches", (50,) * 4),
-    Setting("one of 500, three of 100", (500, 100, 100, 100)),
-    Setting("250 patches, 90 % one class", (250,) * 4, share=0.9),
-    Setting("250 patches, 90 % one class, ε = 1", (250,) * 4, 0.9, overrides=("privacy.target_epsilon=1",)),
-    Setting("250 patches, 90 % one class, ε = 8", (250,) * 4, 0.9, overrides=("privacy.target_epsilon=8",)),
-    Setting("300 patches, 90 % one class", (300,) * 4, share=0.9),
-    Setting("150 patches, 95 % one class", (150,) * 4, share=0.95),
-    Setting("250 patches, a class missing at one site", (250,) * 4, missing=1),
-]
+SETTINGS = (
+    Setting("8 × 200, each one class", 8, 200, (0.0, 1.0)),
+    Setting("4 × 150, 95 %", 4, 150, (0.05, 0.95)),
+    Setting("4 × 250, 90 %", 4, 250, (0.1, 0.9)),
+    Setting("16 × 50, 90 %", 16, 50, (0.1, 0.9)),
+    Setting("16 × 150, 90 %", 16, 150, (0.1, 0.9)),
+    Setting("4 × 250, one lacks a class", 4, 250, (0.0, 0.5, 0.5, 0.5)),
+    Setting("4 × 300, class 1 is 5 %", 4, 300, (0.05,)),
+    Setting("50 × 50, alike", 50, 50),
+    Setting("16 × 50, alike", 16, 50),
+    Setting("4 × 500, alike", 4, 500),
+)
 
 
-def drawn_rows(setting: Setting, site: int, labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
-    """Which of a site's training patches it has in this setting."""
-    rng = np.random.default_rng([seed, site])
-    n = min(setting.patches[site], len(labels))
-    order = rng.permutation(len(labels))
-    if setting.missing is not None and site == 0:
-        return np.sort(order[labels[order] != setting.missing][:n])
-    if setting.share is None:
-        return np.sort(order[:n])
-    special = site % 2
-    n_special = round(n * setting.share)
-    mine, others = order[labels[order] == special], order[labels[order] != special]
-    return np.sort(np.concatenate([mine[:n_special], others[: n - n_special]]))
+@dataclass(frozen=True)
+class Variant:
+    """One way to come by a model.
+
+    Attributes:
+        unit: what counts as one: a row, or a patient of five rows.
+    """
+
+    name: str
+    method: str
+    overrides: tuple[str, ...]
+    unit: str = "row"
 
 
-def drawn_study(base: Study, setting: Setting, seed: int, folder: Path) -> Study:
-    """A study of the drawn hospitals. Their stains, and what these cost, are those of all their patches."""
-    for part in ("pipelines", "sites", "stains", "ledgers"):
-        if (base.root / part).is_dir():
-            shutil.copytree(base.root / part, folder / part)
+SHARED_NOISE = "privacy.noise=shared"
+
+
+def private(name: str, method: str, epsilon: float, *overrides: str, unit: str = "row") -> Variant:
+    """A variant under differential privacy."""
+    where = (", shared noise" if SHARED_NOISE in overrides else "") + (
+        ", per patient" if unit == "patient" else ""
+    )
+    terms = (f"privacy.target_epsilon={epsilon}", f"privacy.unit={unit}")
+    return Variant(f"{name}, ε = {epsilon:g}{where}", method, (*terms, *overrides), unit)
+
+
+ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
+STACKED = ("train.tune=true", "predict.with=stack")
+VARIANTS = (
+    Variant("lone", "regular", ALONE),
+    Variant("pooled", "joint", ALONE),
+    *(private("one-shot", "oneshot", epsilon) for epsilon in (0.5, 1, 3)),
+    *(private("one-shot", "oneshot", epsilon, SHARED_NOISE) for epsilon in (0.5, 1, 3)),
+    *(private("one-shot", "oneshot", epsilon, unit="patient") for epsilon in (1, 3)),
+    *(private("one-shot", "oneshot", epsilon, SHARED_NOISE, unit="patient") for epsilon in (1, 3)),
+    *(private("ProxyFL", "proxyfl", epsilon, *STACKED) for epsilon in (1, 3)),
+    *(private("FedAvg", "fedavg", epsilon) for epsilon in (1, 3)),
+    Variant("lone, per patient", "regular", ALONE, "patient"),
+    private("one-shot", "oneshot", 0.01),
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """All rows that there are: features float32[n, d], labels, and what is known of the store they come from."""
+
+    x: NDArray[np.float32]
+    label: Rows
+    meta: FeaturesMeta
+
+
+def pool_of(study: Study) -> Pool:
+    """The rows of a study's only site, those for training and those for tests."""
+    (site,) = study.site_names()
+    with PatchFeatures(study.features(site)) as store:
+        meta = FeaturesMeta(store.meta, store.encoder, {})
+        return Pool(store.read(np.arange(len(store))), store.table.label, meta)
+
+
+def drawn(setting: Setting, label: Rows, seed: int) -> tuple[list[Rows], Rows]:
+    """(rows of each site, rows of the test set), no row twice; of the test set half are of each class."""
+    rng = np.random.default_rng(seed)
+    left = [rng.permutation(np.flatnonzero(label == one)) for one in (0, 1)]
+    parts = []
+    for site in range(setting.sites):
+        ones = round(setting.rows * setting.shares[site % len(setting.shares)])
+        taken = (setting.rows - ones, ones)
+        parts.append(np.concatenate([left[c][:n] for c, n in enumerate(taken)]))
+        left = [left[c][n:] for c, n in enumerate(taken)]
+        if len(parts[-1]) < setting.rows:
+            raise ValueError(f"{setting.name}: the pool has too few rows")
+    n_test = min(TEST_ROWS, *map(len, left))
+    return parts, np.concatenate([one[:n_test] for one in left])
+
+
+def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: str) -> Study:
+    """A study of a site for each part; the first site keeps the test set for all."""
+    for name in ("pipelines", "sites"):
+        (folder / name).mkdir(parents=True)
+    (folder / "pipelines" / "worth.toml").write_text(PIPELINE, encoding="utf-8")
     study = Study(folder)
-    for position, site in enumerate(base.site_names()):
-        with PatchFeatures(base.features(site)) as store:
-            train_rows = np.flatnonzero(store.table.split == "train")
-            chosen = drawn_rows(setting, position, store.table.label[train_rows], seed)
-            _write(study.features(site), store, train_rows, chosen)
+    for k, part in enumerate(parts):
+        site = f"S{k + 1:02}"
+        file = f'name = "{site}"\nreal = false\nlayout = "generic"\n'
+        (folder / "sites" / f"{site}.toml").write_text(file, encoding="utf-8")
+        rows = np.concatenate([part, test if k == 0 else test[:0]])
+        split = np.where(np.arange(len(rows)) < len(part), "train", "test")
+        table = PatchTable(
+            np.stack([rows, np.zeros_like(rows)], 1),
+            pool.label[rows],
+            pool.label[rows].astype(np.float32),
+            split,
+            np.concatenate([patients(pool.label[part], unit), [f"test {row}" for row in rows[len(part) :]]]),
+            split,
+        )
+        path = study.features(site)
+        shards = []
+        for name in dict.fromkeys(split.tolist()):
+            shards.append(path.parent / f"{name}.h5")
+            write_shard(shards[-1], "drawn", pool.x[rows[split == name]], {})
+        write_patch_features(path, pool.meta, table, shards)
     return study
 
 
-def _write(
-    path: Path, store: PatchFeatures, train_rows: NDArray[np.int64], chosen: NDArray[np.int64]
-) -> None:
-    """A store of these training patches and all test patches."""
-    place = np.full(len(store), -1)
-    place[train_rows] = np.arange(len(train_rows))
-    rows = np.sort(np.concatenate([train_rows[chosen], np.flatnonzero(store.table.split == "test")]))
-    shards = []
-    slides = store.table.slide[rows]
-    for slide in dict.fromkeys(slides.tolist()):
-        mine = rows[slides == slide]
-        learned = place[mine[0]] >= 0
-        variants = {one: store.variant(one, place[mine]) for one in store.others} if learned else {}
-        shards.append(path.parent / f"{slide}.h5")
-        write_shard(shards[-1], "drawn", store.read(mine), variants)
-    meta = FeaturesMeta(store.meta, store.encoder, store.stains)
-    write_patch_features(path, meta, store.table.take(rows), shards)
+def patients(label: Rows, unit: str) -> list[str]:
+    """A name for every row, or for every five rows of one class."""
+    size = ROWS_OF_A_PATIENT if unit == "patient" else 1
+    seen = [0, 0]
+    names = []
+    for one in label.tolist():
+        names.append(f"{one}-{seen[one] // size}")
+        seen[one] += 1
+    return names
 
 
-def measured(study: Study, pipeline: str, setting: Setting, variant: Variant, seed: int) -> dict[str, Any]:
-    """One run: accuracies on the merged test set by answer, what was spent, and what was right."""
+def measured(study: Study, variant: Variant, seed: int) -> dict[str, Any]:
+    """One run: scores on the test set, what it cost, and how many sites' models were right about each row."""
     began = time.perf_counter()
-    overrides = [*setting.overrides, *variant.overrides, f"train.seed={seed}", "evaluate.bootstrap=0"]
-    summary = train(
-        study, method=variant.method, pipeline_name=pipeline, overrides=overrides, backend="local"
-    )
-    document = evaluate(study, summary["run"])
+    overrides = [*variant.overrides, f"train.seed={seed}"]
+    summary = train(study, method=variant.method, pipeline_name="worth", overrides=overrides, backend="local")
     seconds = time.perf_counter() - began
-    spent = [site["epsilon"] for site in summary["sites"] if site["epsilon"] is not None]
-    found: dict[str, Any] = {
-        "setting": setting.name,
-        "variant": variant.label,
-        "seed": seed,
+    document = evaluate(study, summary["run"])
+    run = RunFolder(study.run(summary["run"]))
+    answers = [read_right(run.site(site["site"]), "merged") or {} for site in document["sites"]]
+    right = [[value for value, _ in one.values()] for one in answers]
+    shared = document["models"].get("proxy")
+    found = {
+        **{score: document["merged"][score]["mean"] for score in SCORES},
+        "sites": [site["accuracy"] for site in document["sites"]],
+        "shared": shared["merged"]["accuracy"]["mean"] if shared else None,
+        "right": [sum(one) for one in zip(*right, strict=True)],
+        "epsilon": max((site["epsilon"] for site in summary["sites"] if site["epsilon"]), default=None),
         "seconds": seconds,
-        "epsilon": max(spent, default=None),
-        "guarantee": sorted({site["guarantee"] for site in summary["sites"]}),
-        "merged": document["merged"]["accuracy"]["mean"],
-        "sites": {site["site"]: site["accuracy"] for site in document["sites"]},
-        "models": {name: one["merged"]["accuracy"]["mean"] for name, one in document["models"].items()},
-        "right": right_by_patient(study.run(summary["run"])),
+        "messages": summary["communication"]["messages"],
+        "bytes": summary["communication"]["bytes"],
     }
-    shutil.rmtree(study.run(summary["run"]))
+    shutil.rmtree(run.path)
     return found
 
 
-def right_by_patient(run: Path) -> dict[str, list[float]]:
-    """Test patient → [right answers of all sites' models, how many were asked for]."""
-    found: dict[str, list[float]] = {}
-    for path in sorted(run.glob("sites/*/predictions.csv")):
-        with path.open(newline="", encoding="utf-8") as file:
-            for line in csv.DictReader(file):
-                best = max((k for k in line if k.startswith("p_")), key=lambda k: float(line[k]))
-                entry = found.setdefault(f"{line['site']}/{line['patient']}", [0.0, 0.0])
-                entry[0] += best == f"p_{line['label']}"
-                entry[1] += 1
-    return found
+def run_grid(pool: Pool, args: argparse.Namespace, done: set[tuple[str, str, int]]) -> Iterator[Row]:
+    """A row for each setting, seed and variant that is asked for and not done yet."""
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        for setting in (s for s in SETTINGS if not args.settings or s.name in args.settings):
+            parts, test = drawn(setting, pool.label, seed)
+            for variant in (v for v in VARIANTS if not args.variants or v.name in args.variants):
+                if (setting.name, variant.name, seed) in done:
+                    continue
+                # every site would fit the same pooled model, so one does
+                rows = [np.concatenate(parts)] if variant.method == "joint" else parts
+                with tempfile.TemporaryDirectory() as folder:
+                    study = study_of(pool, rows, test, Path(folder), variant.unit)
+                    found = measured(study, variant, seed)
+                names = {"setting": setting.name, "variant": variant.name, "seed": seed}
+                yield {**names, **found, "asked": test.tolist()}
 
 
-def paired_interval(
-    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
-) -> tuple[float, float, float] | None:
-    """(difference a − b, low, high) over the seeds of both."""
-    ours, theirs = ({row["seed"]: row for row in rows} for rows in (a, b))
-    common = sorted(ours.keys() & theirs.keys())
+# ---- tables
+
+
+def of_seeds(rows: Sequence[Row], setting: str, variant: str) -> dict[int, Row]:
+    """Seed → the row of a setting and a variant."""
+    return {row["seed"]: row for row in rows if (row["setting"], row["variant"]) == (setting, variant)}
+
+
+def gain(
+    a: Mapping[int, Row], b: Mapping[int, Row]
+) -> tuple[list[int], NDArray[np.float64], NDArray[np.float64], NDArray[np.str_]]:
+    """(seeds of both, a − b float64[seeds, rows of the pool], whether a row was asked for, its name).
+
+    What is right is a share of the sites' models; rows that a seed did not ask for are 0.
+    """
+    seeds = sorted(a.keys() & b.keys())
+    n = 1 + max((max(a[seed]["asked"]) for seed in seeds), default=0)
+    differences, asked = np.zeros((len(seeds), n)), np.zeros((len(seeds), n))
+    for k, seed in enumerate(seeds):
+        if a[seed]["asked"] != b[seed]["asked"]:
+            raise ValueError(f"seed {seed}: other test rows, so there are no pairs")
+        mine, theirs = (np.array(one["right"]) / len(one["sites"]) for one in (a[seed], b[seed]))
+        differences[k, a[seed]["asked"]] = mine - theirs
+        asked[k, a[seed]["asked"]] = 1
+    return seeds, differences, asked, np.arange(n).astype(np.str_)
+
+
+def with_interval(part: NDArray[np.float64], whole: NDArray[np.float64], names: NDArray[np.str_]) -> Any:
+    """(Σ part / Σ whole, (low, high) over seeds and test patients or None)."""
+    return part.sum() / whole.sum(), clustered_ratio(part, whole, names)
+
+
+def gain_words(a: Mapping[int, Row], b: Mapping[int, Row]) -> str:
+    """What a has more than b, with its interval."""
+    seeds, difference, asked, names = gain(a, b)
+    if not seeds:
+        return ""
+    value, interval = with_interval(difference, asked, names)
+    return f"{value:+.3f}" + (f" ({interval[0]:+.3f} to {interval[1]:+.3f})" if interval else "")
+
+
+def headroom_words(joined: Mapping[int, Row], lone: Mapping[int, Row], pooled: Mapping[int, Row]) -> str:
+    """How much of what pooling would bring joining brings, in per cent, with its interval."""
+    common = joined.keys() & lone.keys() & pooled.keys()
     if not common:
+        return ""
+    joined = {seed: joined[seed] for seed in common}
+    _, part, _, names = gain(joined, lone)
+    _, whole, _, _ = gain({seed: pooled[seed] for seed in common}, lone)
+    value, interval = with_interval(part, whole, names)
+    return f"{value:.0%}" + (f" ({interval[0]:.0%} to {interval[1]:.0%})" if interval else " (room not sure)")
+
+
+def ends(joined: Mapping[int, Row], lone: Mapping[int, Row]) -> tuple[float, float] | None:
+    """(least, most) that a site gains, by its mean over the seeds."""
+    seeds = sorted(joined.keys() & lone.keys())
+    if not seeds:
         return None
-    patients = sorted(ours[common[0]]["right"])
-    asked = np.array([ours[common[0]]["right"][p][1] for p in patients], int)
-    names = np.repeat(patients, asked)
-    rows = []
-    for seed in common:
-        gained = [ours[seed]["right"][p][0] - theirs[seed]["right"][p][0] for p in patients]
-        rows.append(np.repeat(np.array(gained) / asked, asked))
-    values = np.array(rows)
-    low, high = clustered_interval(values, names) or (np.nan, np.nan)
-    return float(values.mean()), low, high
+    gained = np.mean([np.subtract(joined[s]["sites"], lone[s]["sites"]) for s in seeds], axis=0)
+    return float(gained.min()), float(gained.max())
 
 
-def run_grid(base: Study, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row per setting, seed and variant."""
-    settings = [s for s in SETTINGS if not args.settings or any(word == s.name for word in args.settings)]
-    everything: tuple[Variant, ...] = (*VARIANTS, *ABLATIONS) if args.ablations else VARIANTS
-    variants = tuple(v for v in everything if not args.variants or v.label in args.variants)
+def mean_of(rows: Mapping[int, Row], key: str, form: str = ".3f") -> str:
+    """The mean over seeds, where it is known."""
+    known = [row[key] for row in rows.values() if row[key] is not None]
+    return format(float(np.mean(known)), form) if known else ""
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: the headroom of every setting and variant, then all about each setting."""
+    settings = [s.name for s in SETTINGS if any(row["setting"] == s.name for row in rows)]
+    variants = [v.name for v in VARIANTS if any(row["variant"] == v.name for row in rows)]
+    joining = [name for name in variants if name not in ("lone", "pooled", "lone, per patient")]
+    lines = [line(["setting", "lone", "pooled", *joining]), "|---" * (len(joining) + 3) + "|"]
     for setting in settings:
-        for seed in range(args.seeds):
-            with tempfile.TemporaryDirectory() as folder:
-                study = drawn_study(base, setting, seed, Path(folder))
-                for variant in variants:
-                    yield measured(study, args.pipeline, setting, variant, seed)
-
-
-OVERVIEW = ("alone", "alone, tuned", "ProxyFL + exchange", "FedAvg + exchange", "pooled + exchange")
-
-
-def overview(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a line per setting; the gain is that of ProxyFL + exchange over a hospital alone at its best."""
-    lines = [
-        "| setting | "
-        + " | ".join(OVERVIEW)
-        + " | proxies alone | gain over *alone* | over *alone, tuned* | seeds |",
-        "|---|" + "---|" * (len(OVERVIEW) + 4),
-    ]
-    for name in dict.fromkeys(row["setting"] for row in rows):
-        by_variant: dict[str, list[Mapping[str, Any]]] = {}
-        for row in rows:
-            if row["setting"] == name:
-                by_variant.setdefault(row["variant"], []).append(row)
-        joined = by_variant.get("ProxyFL + exchange", [])
-        cells = [_mean([row["merged"] for row in by_variant.get(variant, [])]) for variant in OVERVIEW]
-        cells.append(_mean([row["models"].get("proxy") for row in joined]))
-        cells += [_gain(joined, by_variant.get(alone, [])) for alone in OVERVIEW[:2]]
-        lines.append(f"| {name} | {' | '.join(cells)} | {len(joined)} |")
+        lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
+        cells = [headroom_words(of_seeds(rows, setting, one), lone, pooled) for one in joining]
+        lines.append(line([setting, mean_of(lone, "accuracy"), mean_of(pooled, "accuracy"), *cells]))
+    titles = ["", "accuracy", "balanced", "AUROC", "shared head", "gain over lone", "headroom"]
+    titles += ["worst site", "best site", "ε", "s", "messages", "kB", "seeds"]
+    for setting in settings:
+        lone, pooled = (of_seeds(rows, setting, one) for one in ("lone", "pooled"))
+        lines += ["", f"### {setting}", "", line(titles), "|---" * len(titles) + "|"]
+        for variant in variants:
+            mine = of_seeds(rows, setting, variant)
+            if not mine:
+                continue
+            cells = [variant, *(mean_of(mine, score) for score in (*SCORES, "shared"))]
+            cells.append("" if variant == "lone" else gain_words(mine, lone))
+            cells.append(headroom_words(mine, lone, pooled) if variant in joining else "")
+            both = ends(mine, lone) if variant not in ("lone", "pooled") else None
+            cells += [f"{end:+.3f}" for end in both] if both else ["", ""]
+            cells += [mean_of(mine, "epsilon", ".2f"), mean_of(mine, "seconds", ".1f")]
+            cells += [mean_of(mine, "messages", ".0f")]
+            cells += [f"{np.mean([row['bytes'] for row in mine.values()]) / 1000:.0f}", str(len(mine))]
+            lines.append(line(cells))
     return "\n".join(lines) + "\n"
 
 
-def _gain(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> str:
-    gain = paired_interval(a, b)
-    return "" if gain is None else f"{gain[0]:+.3f} ({gain[1]:+.3f} to {gain[2]:+.3f})"
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
-def tables(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown: a line per setting and variant; paired differences to alone as it is and at its best."""
-    lines = [overview(rows)]
-    for name in dict.fromkeys(row["setting"] for row in rows):
-        mine = [row for row in rows if row["setting"] == name]
-        by_variant = {
-            v: [r for r in mine if r["variant"] == v] for v in dict.fromkeys(r["variant"] for r in mine)
-        }
-        lines += [
-            f"### {name}\n",
-            "| | accuracy | private | proxy | mean | over *alone* | over *alone, tuned* | ε |",
-            "|---|---|---|---|---|---|---|---|",
-        ]
-        for variant, some in by_variant.items():
-            cells = [
-                f"{np.mean([r['merged'] for r in some]):.3f} ± {np.std([r['merged'] for r in some]):.3f}"
-            ]
-            cells += [_mean([r["models"].get(answer) for r in some]) for answer in ANSWERS]
-            for reference in ("alone", "alone, tuned"):
-                cells.append("" if reference == variant else _gain(some, by_variant.get(reference, [])))
-            spent = [r["epsilon"] for r in some if r["epsilon"] is not None]
-            cells.append(f"{max(spent):.2f} {'/'.join(some[0]['guarantee'])}" if spent else "–")
-            lines.append(f"| {variant} | " + " | ".join(cells) + " |")
-        seeds = len({r["seed"] for r in mine})
-        lines.append(f"\n{seeds} seeds; {sum(r['seconds'] for r in mine) / seeds:.0f} s a seed.\n")
-    return "\n".join(lines)
-
-
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{np.mean(known):.3f}" if known else ""
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file of JSON lines."""
+    return [json.loads(one) for one in path.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("study", type=Path)
-    parser.add_argument("--pipeline", default="worth_joining")
+    parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features")
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS], help="default: all")
+    parser.add_argument("--variants", nargs="+", choices=[v.name for v in VARIANTS], help="default: all")
     parser.add_argument("--seeds", type=int, default=5)
-    labels = [variant.label for variant in (*VARIANTS, *ABLATIONS)]
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(
-        "--variants",
-        nargs="+",
-        choices=labels,
-        help="default: all; where sites share a stain, those without exchange",
+        "--out", type=Path, help="rows as JSON lines; those that are there are not made again"
     )
-    parser.add_argument("--ablations", action="store_true")
-    parser.add_argument("--out", type=Path, help="rows as JSON lines, added to what is there")
     parser.add_argument("--show", type=Path, help="only print the tables of rows that are there")
     args = parser.parse_args()
     if args.show:
-        print(tables([json.loads(line) for line in args.show.read_text(encoding="utf-8").splitlines()]))
+        print(tables(read_rows(args.show)))
         return
-    rows = []
-    for row in run_grid(Study(args.study.resolve()), args):
+    if args.pool is None:
+        parser.error("which pool?")
+    rows = read_rows(args.out) if args.out and args.out.exists() else []
+    done = {(row["setting"], row["variant"], row["seed"]) for row in rows}
+    for row in run_grid(pool_of(Study(args.pool.resolve())), args, done):
         rows.append(row)
         if args.out:
             with args.out.open("a", encoding="utf-8") as file:

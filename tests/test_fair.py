@@ -45,9 +45,35 @@ def test_a_fitted_head_is_scikit_learns_balanced_logistic_regression():
     x, labels = rows_of(120, 0, 0.2, d=300)
     x = normalised(x)
     found = fitted_head(x, labels, np.array([f"p{i}" for i in range(120)]), 2)
-    theirs = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
+    theirs = LogisticRegression(C=found.strength, class_weight="balanced", tol=1e-9, max_iter=5000).fit(
+        x, labels
+    )
     ours = x @ found.weight.T + found.bias
-    np.testing.assert_allclose(ours[:, 1] - ours[:, 0], theirs.decision_function(x), rtol=0.02, atol=0.02)
+    apart = ours[:, 1] - ours[:, 0] - theirs.decision_function(x)
+    np.testing.assert_allclose(apart, apart.mean(), atol=0.1)  # but for its bias
+    assert apart.mean() > 0  # the rare class was learned by heart
+
+
+def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
+    x, labels = rows_of(200, 0, 0.06, d=300)
+    x = normalised(x)
+    found = fitted_head(x, labels, np.full(200, ""), 2)
+    logs = np.log(found.held_out)
+    apart = logs[:, 1] - logs[:, 0]
+    assert apart[labels == 0].mean() + apart[labels == 1].mean() == pytest.approx(0, abs=1e-6)
+    more, theirs = rows_of(1000, 1, d=300)
+    more = normalised(more)
+    plain = LogisticRegression(C=found.strength, class_weight="balanced", max_iter=2000).fit(x, labels)
+    right = ((more @ found.weight.T + found.bias).argmax(1) == theirs).mean()
+    assert right > (plain.predict(more) == theirs).mean() + 0.03
+    assert found.loss == balanced_loss(found.held_out, labels)
+
+
+def test_the_bias_of_a_class_that_was_never_seen_stays_where_it_is():
+    x, labels = rows_of(120, 0, 0.2)
+    found = fitted_head(x, labels * 2, np.full(120, ""), 4)
+    said = (x @ found.weight.T + found.bias).argmax(1)
+    assert set(said.tolist()) == {0, 2} and found.bias[1] == found.bias[3] == -30
 
 
 def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
@@ -62,7 +88,7 @@ def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
         theirs = LogisticRegression(C=strength, class_weight="balanced", max_iter=2000)
         theirs.fit(normalised(x), labels)
         right = np.concatenate([theirs.predict(normalised(t)) == y for t, y in tests])
-        assert rows[k]["accuracy"] == pytest.approx(right.mean(), abs=0.01)
+        assert rows[k]["accuracy"] > right.mean() - 0.01
     plain = train(
         skewed, method="regular", overrides=[*ALONE, "train.tune=false", "train.rounds=20"], backend="local"
     )

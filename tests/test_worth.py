@@ -1,4 +1,4 @@
-"""The study of where joining pays: which patches a drawn hospital has, and paired intervals over seeds and patients."""
+"""The study of where joining pays: which rows a drawn hospital has, and gains paired by seed and test row."""
 
 import importlib.util
 import sys
@@ -11,6 +11,9 @@ from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report.worth import _MEANS as words_of_verdicts
 from wsi_fl.report.worth import verdict_words
 from wsi_fl.stages.answers.compare_worth import verdict
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures
+from wsi_fl.types import GridSpec
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "worth.py"
 
@@ -24,32 +27,65 @@ def worth():
     return module
 
 
-def test_drawn_hospitals_are_as_the_setting_says(worth):
-    labels = np.repeat([0, 1], 300)
-    special = worth.Setting("s", (200,) * 4, share=0.9)
-    for site in range(4):
-        rows = worth.drawn_rows(special, site, labels, seed=1)
-        assert len(rows) == len(set(rows.tolist())) == 200 and (np.diff(rows) > 0).all()
-        assert (labels[rows] == site % 2).sum() == 180
-    lacking = worth.Setting("s", (200,) * 4, missing=1)
-    assert set(labels[worth.drawn_rows(lacking, 0, labels, 0)]) == {0}
-    assert set(labels[worth.drawn_rows(lacking, 1, labels, 0)]) == {0, 1}
-    uneven = worth.Setting("s", (500, 100, 100, 100))
-    assert [len(worth.drawn_rows(uneven, site, labels, 0)) for site in range(4)] == [500, 100, 100, 100]
-    drawn = [worth.drawn_rows(uneven, 1, labels, seed).tolist() for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
+def test_drawn_hospitals_are_as_the_setting_says_and_no_row_is_drawn_twice(worth):
+    label = np.repeat([0, 1], 1500)
+    for setting in worth.SETTINGS:
+        parts, test = worth.drawn(setting, label, seed=1)
+        every = np.concatenate([*parts, test])
+        assert len(set(every.tolist())) == len(every)
+        assert [len(part) for part in parts] == [setting.rows] * setting.sites
+        for k, part in enumerate(parts):
+            share = setting.shares[k % len(setting.shares)]
+            assert label[part].sum() == round(share * setting.rows)
+        assert len(test) >= 500 or "class 1 is 5 %" in setting.name
+        assert label[test].mean() == 0.5
+    parts, test = worth.drawn(setting, label, seed=1)
+    again, other = worth.drawn(setting, label, seed=1)[1], worth.drawn(setting, label, seed=2)[1]
+    assert test.tolist() == again.tolist() != other.tolist()
+    with pytest.raises(ValueError, match="too few"):
+        worth.drawn(worth.Setting("s", 4, 400, (0.05,)), label, 0)
 
 
-def test_gains_are_paired_by_seed_and_their_interval_clustered_by_patient(worth):
-    def row(seed, right):
-        return {"seed": seed, "right": {f"C1/p{k}": [value, 10] for k, value in enumerate(right)}}
+def test_patients_have_five_rows_of_one_class_or_one_row(worth):
+    label = np.repeat([0, 1], [12, 5])
+    names = np.array(worth.patients(label, "patient"))
+    assert [len(set(names[label == one])) for one in (0, 1)] == [3, 1]
+    assert not set(names[label == 0]) & set(names[label == 1])
+    assert len(set(worth.patients(label, "row"))) == 17
 
-    alone = [row(0, [5, 5, 5]), row(1, [6, 6, 6]), row(2, [1, 1, 1])]
-    joined = [row(0, [6, 7, 8]), row(1, [7, 8, 9])]
-    mean, low, high = worth.paired_interval(joined, alone)
-    assert mean == pytest.approx(0.2)
-    assert (low, high) == (pytest.approx(0.1, abs=0.035), pytest.approx(0.3, abs=0.035))
-    assert worth.paired_interval(joined, alone[2:]) is None
+
+def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
+    rng = np.random.default_rng(0)
+    label = np.tile([0, 1], 60)
+    x = rng.normal(size=(120, 12)) + 2 * np.outer(2 * label - 1, np.arange(12) < 2)
+    meta = FeaturesMeta(StoreMeta("S1", ("0", "1"), GridSpec(8, 0, 8)), "tiny sha256:0", {})
+    pool = worth.Pool(x.astype(np.float32), label, meta)
+    parts, test = worth.drawn(worth.Setting("s", 2, 20), label, 0)
+    study = worth.study_of(pool, parts, test, tmp_path / "drawn", "row")
+    with PatchFeatures(study.features("S01")) as store:
+        np.testing.assert_array_equal(store.read(np.arange(100)), pool.x[np.concatenate([parts[0], test])])
+    lone = next(variant for variant in worth.VARIANTS if variant.name == "lone")
+    found = worth.measured(study, lone, 0)
+    assert len(found["right"]) == len(test) == 80 and max(found["right"]) <= 2
+    assert sum(found["right"]) / 160 == pytest.approx(found["accuracy"]) and found["accuracy"] > 0.7
+
+
+def test_gains_are_paired_by_seed_and_test_row(worth):
+    def rows(*right):
+        return {
+            seed: {"right": one, "sites": [0.1, 0.2], "asked": [3 + seed, 5, 9, 20]}
+            for seed, one in enumerate(right)
+        }
+
+    lone, pooled = rows([1, 0, 0, 1], [1, 1, 0, 0]), rows([2, 2, 2, 2], [2, 2, 2, 2])
+    joined = rows([2, 1, 0, 1], [1, 1, 2, 1])
+    seeds, difference, asked, _ = worth.gain(joined, lone)
+    assert seeds == [0, 1] and asked.sum() == 8 and difference.sum() / 8 == pytest.approx(5 / 16)
+    assert worth.gain_words(joined, lone).startswith("+0.312 (")
+    assert worth.headroom_words(joined, lone, pooled).startswith("42% (")
+    assert worth.ends(joined, lone) == pytest.approx((0, 0))
+    with pytest.raises(ValueError, match="other test rows"):
+        worth.gain({0: lone[0]}, {0: lone[1]})
 
 
 # ---- what follows for a hospital
