@@ -64,7 +64,10 @@ def test_mistake_in_a_pipeline_is_one_line(study, text, words):
         ("slides = 5", ("slides = 5", "string")),
         ("slides = ['a', 5]", ("slides", "string")),
         ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16', 'tcga' or 'generic'")),
-        ("slides = 'x'\nallow = ['models']", ("allow.0", "'model', 'buffer', 'generator' or 'patches'")),
+        (
+            "slides = 'x'\nallow = ['models']",
+            ("allow.0", "'model', 'buffer', 'generator', 'patches' or 'shared'"),
+        ),
         ("slides = 'x'\nmpp_override = 0", ("mpp_override = 0", "greater than 0")),
         ("slides = 'x'\nreal = 'false'", ("real", "boolean")),
         ("slides = 'x'\nmax_epsilon = -1", ("max_epsilon = -1", "greater than 0")),
@@ -312,7 +315,7 @@ def test_run_is_found_by_path_name_and_number(study, monkeypatch):
 
 
 def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
-    everything = ("model", "buffer", "generator", "patches")
+    everything = ("model", "buffer", "generator", "patches", "shared")
     simulated, real = (
         SiteFile(name="a", slides="x", real=False),
         SiteFile(name="a", slides="x", allow=["model"]),

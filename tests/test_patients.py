@@ -296,16 +296,16 @@ def test_units_do_not_add_up(tmp_path):
 def test_a_group_of_one_costs_what_a_row_costs():
     for mechanism in (plan(600, 32, 20, 1.0, 1.0), Mechanism(2.0, 1.0, 1.0, 30)):
         own = epsilon([mechanism], 1e-5)
-        assert own <= by_mixture([mechanism], 1e-5, 1) <= 1.03 * own
+        assert own <= by_mixture([mechanism], 1e-5, 1) <= 1.1 * own  # by Rényi divergences, never less
         assert group_epsilon([mechanism], 1e-5, 1) == own
         assert by_textbook([mechanism], 1e-5, 1) == pytest.approx(own)
 
 
 def test_of_full_batches_a_group_is_a_longer_vector():
     """Without sampling k rows move the sum by k·C: the Gaussian mechanism with σ / k."""
-    assert by_mixture([Mechanism(8.0, 1.0, 1.0, 5)], 1e-5, 4) == pytest.approx(
-        epsilon([Mechanism(2.0, 1.0, 1.0, 5)], 1e-5), rel=0.03
-    )
+    group, longer = [Mechanism(8.0, 1.0, 1.0, 5)], [Mechanism(2.0, 1.0, 1.0, 5)]
+    assert group_epsilon(group, 1e-5, 4) == epsilon(longer, 1e-5)
+    assert epsilon(longer, 1e-5) <= by_mixture(group, 1e-5, 4) <= 1.1 * epsilon(longer, 1e-5)
 
 
 @settings(max_examples=15, deadline=None)

@@ -17,6 +17,7 @@ gradients may be 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import exp, expm1, inf, isfinite, log, log1p
 
@@ -56,6 +57,8 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
     applied = [one for one in mechanisms if one.steps]
     if k == 1 or any(one.sigma <= 0 for one in applied):
         value = epsilon(applied, delta)
+    elif all(one.sample_rate == 1 for one in applied):  # the group is a row that is k times as long
+        value = epsilon([replace(one, sigma=one.sigma / k) for one in applied], delta)
     else:
         size = min(k, _LARGE)
         value = by_mixture(applied, delta, size)
