@@ -320,8 +320,8 @@ def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
         SiteFile(name="a", slides="x", real=False),
         SiteFile(name="a", slides="x", allow=["model"]),
     )
-    assert [simulated.allows(what) for what in everything] == [True] * 4
-    assert [real.allows(what) for what in everything] == [True, False, False, False]
+    assert [simulated.allows(what) for what in everything] == [True] * 5
+    assert [real.allows(what) for what in everything] == [True, False, False, False, False]
     assert simulated.allowed == everything and real.allowed == ("model",)
     assert SiteFile(name="a", slides="x").real, "a site is real unless its file says otherwise"
     assert SiteFile(name="a", slides="x").allowed == ()

@@ -1,7 +1,5 @@
 """The demo says what came out, whichever way: its parts at a small size, and its page where joining did not pay."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -55,3 +53,15 @@ def test_the_page_says_so_where_joining_does_not_pay(tmp_path, helps):
     page = (study.root / document["page"]).read_text(encoding="utf-8")
     verdicts = [row["verdict"] for row in document["worth"]["sites"]]
     assert page.index("<figure") == page.index('<figure class="worth"')
+    assert ("this hospital should join" in page) is helps
+    if helps:
+        assert verdicts[:2] == ["join", "join"]
+    else:
+        assert "join" not in verdicts
+        assert "there is nothing to gain" in page or "these runs do not show" in page
+
+
+def test_a_folder_of_something_else_is_no_demo(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    refused(lambda: demo(tmp_path), "choose another --out")
+    assert (tmp_path / "precious.txt").read_text() == "mine"
