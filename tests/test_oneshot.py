@@ -1,6 +1,7 @@
 """Sums of features, released once: what they protect, what is solved from them, and the run around it."""
 
 import json
+import random
 from math import sqrt
 
 import numpy as np
@@ -9,16 +10,18 @@ import torch
 from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
 from scipy.stats import chisquare, kstest
 
+from wsi_fl.federation import shared
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.models.shared_head import CONSTANT, LONGEST, SharedHead, codes
+from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
-from wsi_fl.privacy.dpsgd import entropy_generator
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.types import WsiFlError
 
 D = 24
 HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
@@ -106,9 +109,23 @@ def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_ha
 
 def test_the_noise_has_the_variance_that_the_account_is_told():
     dp = NoisySums(3.0, 0.5, 10)
-    drawn = dp.noisy(torch.zeros(20_000, dtype=torch.float64), entropy_generator()).numpy()
+    drawn = dp.noisy(torch.zeros(20_000, dtype=torch.float64)).numpy()
     assert kstest(drawn / 1.5, "norm").pvalue > 1e-4
-    assert not np.array_equal(drawn, dp.noisy(torch.zeros(20_000, dtype=torch.float64), entropy_generator()))
+    assert not np.array_equal(drawn, dp.noisy(torch.zeros(20_000, dtype=torch.float64)))
+
+
+def test_no_generator_whose_state_could_be_solved_for_makes_the_noise(monkeypatch):
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: pytest.fail("a generator's numbers"))
+    exact, found = torch.linspace(-3, 3, 1000, dtype=torch.float64), []
+    with torch.random.fork_rng():
+        for _ in range(2):
+            torch.manual_seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            random.seed(0)
+            found.append(NoisySums(2.0, 1.0, 10).noisy(exact))
+    assert not torch.equal(*found)
+    steps = found[0] * discrete.SCALE
+    assert torch.equal(steps, steps.round())
 
 
 # ---- the account
@@ -212,6 +229,9 @@ def test_without_privacy_the_sums_are_exact(study):
     kept = model(study.root / summary["run"], "S0", "proxy")
     torch.testing.assert_close(kept["released"], kept["exact"], rtol=1e-6, atol=1e-5)
     assert summary["sites"][0]["epsilon"] is None
+    head = SharedHead(2, D)
+    a, _ = head.unpacked(kept["exact"])
+    assert float(a[-1, -1]) / CONSTANT**2 == pytest.approx(60)  # every row, whatever the size of batches
 
 
 def test_a_killed_run_sends_the_same_sums_once_more(study):
@@ -388,3 +408,52 @@ def test_it_is_compared_with_hospitals_alone_at_their_best(study):
     assert sites["S0"]["gain"]["low"] > 0.1 and sites["S0"]["headroom"] is None  # nobody pooled
     alone = next(row for row in document["rows"] if row["label"] == document["baseline"])
     assert alone["method"] == "regular" and not alone["dp"]
+
+
+def test_three_void_sums_do_not_end_a_run_and_nobody_pays_for_who_cannot(study, monkeypatch):
+    real = LocalComm.exchange
+
+    def lost(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalComm, "exchange", lost)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(study, *SHARED)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            resume(study, "1", backend="local")
+    monkeypatch.setattr(LocalComm, "exchange", real)
+    summary = resume(study, "1", backend="local")
+    assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [4, 4, 4]
+    assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
+
+
+def test_a_second_attempt_asks_all_budgets_first(study, monkeypatch):
+    file = study.root / "sites" / "S2.toml"
+    file.write_text(file.read_text() + "max_epsilon = 1.5\n")
+    real = LocalComm.exchange
+
+    def lost(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalComm, "exchange", lost)
+    with pytest.raises(KeyboardInterrupt):
+        oneshot(study, *SHARED)
+    monkeypatch.setattr(LocalComm, "exchange", real)
+    refused(lambda: resume(study, "1", backend="local"), "does not allow another attempt")
+    assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [1, 1, 1]
+
+
+def test_a_sum_with_a_spoilt_message_is_void(study, monkeypatch):
+    real = shared.masked
+
+    def spoilt(values, own, *args):
+        found = real(values, own, *args)
+        return found ^ np.uint64(0x5A5A5A5A5A5A5A5A) if own == 1 else found
+
+    monkeypatch.setattr(shared, "masked", spoilt)
+    refused(lambda: oneshot(study, *SHARED), "the sum is void", error=WsiFlError)
+
+
+def test_fewer_than_one_colluding_site_is_refused(study):
+    refused(lambda: oneshot(study, *SHARED, "privacy.colluding=0"), "privacy.colluding")

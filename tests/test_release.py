@@ -13,11 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_bags import make_bag_study
 
-from wsi_fl.federation import loop
 from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy import sums
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from wsi_fl.privacy.discrete import InsecureBits
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
@@ -397,12 +398,10 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
 
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
-    def fixed(device="cpu", insecure_seed=None):
-        del insecure_seed
-        return torch.Generator(device).manual_seed(5)
-
-    monkeypatch.setattr(loop, "entropy_generator", fixed)
-    monkeypatch.setattr(stage, "entropy_generator", fixed)
+    real = sums.discrete_gaussian
+    monkeypatch.setattr(
+        sums, "discrete_gaussian", lambda sigma, n, *_: real(sigma, n, InsecureBits(insecure_seed=5))
+    )
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
     ledgers = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
     release(study, site=None, overrides=NOISE)

@@ -100,6 +100,7 @@ def test_a_verdict_is_only_what_the_intervals_show():
     assert verdict(around(-0.1, 0.05), around(0.2, 0.1)) == "stay"
     assert verdict(around(0.02, 0.03), around(0.1, 0.1)) == "not shown"
     assert verdict(around(0.001, 0.03), around(0.005, 0.01)) == "nothing to gain"
+    assert verdict(around(0.03, 0.08), around(0.002, 0.15)) == "not shown"  # nobody knows what there is
     assert verdict(around(0.004, 0.001), around(0.1, 0.1)) == "not shown"  # sure, and next to nothing
     assert verdict({"mean": 0.3, "low": None, "high": None}, None) == "not shown"  # a single patient
     assert verdict(None, None) == "not shown"

@@ -20,6 +20,8 @@ from wsi_fl.privacy.release import Release
 _FAR = 10.0
 """How many times further than usual a model may lie from the own one."""
 _REMEMBERED, _ENOUGH = 20, 5
+_MOST_ROWS = 1 << 30
+"""More than any sum is of."""
 
 
 def exchange(
@@ -74,7 +76,9 @@ def _mix_in(
     for message in messages:
         stranger = site.index in back or message.sender in back
         heard = () if stranger else site.heard
-        problem = _problem(message, agreed, n_sites) or ("" if method.once else _too_far(message, own, heard))
+        problem = _problem(message, agreed, n_sites) or (
+            _no_sums(message) if method.once else _too_far(message, own, heard)
+        )
         if problem:
             share += float(matrix[site.index, message.sender])
             site.rejected.append(f"site {message.sender}: {problem}")
@@ -99,6 +103,12 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
     if not 0 < message.weight <= n_sites * (1 + 1e-9):
         return f"its weight is {message.weight:g}"
     return ""
+
+
+def _no_sums(message: Message) -> str:
+    """Return why numbers cannot be sums of rows that are at most 1 long; empty when they can."""
+    largest = float(np.abs(message.vector).max(initial=0))
+    return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""
 
 
 def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:

@@ -183,8 +183,8 @@ def _take_sums(
     """Take the sums of all rows; the private model was fitted to them before."""
     from wsi_fl.learning.local import sum_up
 
-    del weights
-    sum_up(learners["proxy"], batch, noise)
+    del weights, noise
+    sum_up(learners["proxy"], batch)
     return {}
 
 

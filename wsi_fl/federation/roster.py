@@ -127,7 +127,9 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         if not stands(kept, first) and (last > first or not site.returning):
             raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
         sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
-        ahead = site.ledger.last_round() > last + 1 and not site.returning  # it has missed rounds
+        # it has missed rounds; attempts at a sum of all sites are no rounds
+        missed = site.ledger.last_round() > last + 1 and schedule.colluding is None
+        ahead = missed and not site.returning
         if ahead or sent > last:
             raise WsiFlError(
                 f"{site.folder.path}: the ledger knows later rounds than its checkpoints; start a new run"

@@ -7,13 +7,15 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, macro_accuracy, operating_point, scores, slide_level
-from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
+from wsi_fl.learning.stacking import Stack, fitted_stack, own_alone, shared_alone
+from wsi_fl.learning.tuning import balanced_loss
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
 from wsi_fl.models.shared_head import SharedHead
 
@@ -78,20 +80,41 @@ def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | Non
     They are rows of which the private model says what models say that have not seen the patient. A proxy under noise
     has not learned them by heart, and a head made of sums answers without the site's own.
     """
-    shared, alone = site.learners["proxy"].model, shared_alone(site.n_classes)
+    alone = shared_alone(site.n_classes)
     if site.held_out is not None:
         rows, own = site.train, site.held_out
     elif site.validation is not None:
         rows, own = site.validation, _predict(site, "private", site.validation, alive)
     else:
-        return alone, None, None
+        return _unmixed(site, alive), None, None
     if len(set(rows.label.tolist())) < 2:
         return alone, None, None
-    asked = partial(shared, own=False) if isinstance(shared, SharedHead) else site.learners["proxy"].logits
-    theirs = probabilities(_without_gradients(asked), rows, site.device, alive=alive)
-    theirs = undecided_where_broken(theirs, rows.allowed)
+    theirs = _said_by_shared(site, rows, alive)
     stack = fitted_stack(own, theirs, rows.label)
     return stack, rows, stack(own, theirs)
+
+
+def _unmixed(site: Site, alive: Callable[[], None]) -> Stack:
+    """Return one of both models alone, where no rows can be held out to mix them.
+
+    A site of one class can only ask the shared one. Any other asks it if it tells the site's classes apart better than
+    a guess; it has not seen these rows, or not learned them by heart.
+    """
+    own_rows = site.train
+    if len(set(own_rows.label.tolist())) > 1:
+        shared = _said_by_shared(site, own_rows, alive)
+        guess = np.full(shared.shape, 1 / site.n_classes)
+        if balanced_loss(shared, own_rows.label) >= balanced_loss(guess, own_rows.label):
+            return own_alone(site.n_classes)
+    return shared_alone(site.n_classes)
+
+
+def _said_by_shared(site: Site, rows: Examples, alive: Callable[[], None]) -> Probabilities:
+    """Return float64[n, classes]: what the shared model says, a head made of sums without the site's own part."""
+    model = site.learners["proxy"].model
+    asked = partial(model, own=False) if isinstance(model, SharedHead) else site.learners["proxy"].logits
+    said = probabilities(_without_gradients(asked), rows, site.device, alive=alive)
+    return undecided_where_broken(said, rows.allowed)
 
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:

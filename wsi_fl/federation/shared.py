@@ -28,6 +28,8 @@ from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.discrete import (
+    A_LITTLE,
+    SCALE,
     InsecureBits,
     discrete_gaussian,
     noise_multiplier,
@@ -40,11 +42,9 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import Release
 from wsi_fl.types import UsageError, WsiFlError
 
-SCALE = float(1 << 24)
-"""Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
-_A_LITTLE = 1e-6
-"""By which the noise is larger than needed, for round-off of sums and the difference between discrete and continuous
-noise, which is below 10⁻¹² here."""
+_MOST = 1 << 30
+"""More rows than any sum is of: what comes to more is no sum."""
+_MOST_ATTEMPTS = 100
 
 
 class Offer(TypedDict):
@@ -54,11 +54,13 @@ class Offer(TypedDict):
         public: its fresh key; empty where it takes no part.
         done: whether it holds the sum already, from before a restart.
         attempt: the first round of its ledger that is not final; every attempt at a sum takes one.
+        able: whether its budget covers the attempt.
     """
 
     public: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
     done: bool
     attempt: Round
+    able: bool
 
 
 def share_sums(
@@ -92,14 +94,22 @@ def share_sums(
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
             "done": _is_done(site, method),
-            "attempt": site.ledger.last_sent() + 1,
+            "attempt": (attempt := site.ledger.last_sent() + 1),
+            "able": site.plan is None or site.ledger.affords(attempt, site.plan),
         }
         for site in sites
     ]
     told = dict(zip(comm.running, comm.gather(mine, Offer), strict=True))
     if not here or all(told[index]["done"] for index in present):
         return
+    if poor := [index for index in present if not told[index]["able"]]:
+        raise UsageError(
+            f"site {poor[0]}: its max_epsilon does not allow another attempt at the sum, and nothing was sent; go on "
+            "without it (train --resume RUN --without SITE)"
+        )
     attempt = max(told[index]["attempt"] for index in present)
+    if attempt > min(told[index]["attempt"] for index in present) + _MOST_ATTEMPTS:
+        raise WsiFlError(f"a site says that this is attempt {attempt} at the sum; start a new run")
     sum_ = _Sum(method, colluding, schedule.insecure_seed, attempt, list(present))
     publics = [bytes.fromhex(told[index]["public"]) for index in present]
     messages = {site.index: _masked(site, sum_, keys[site.index], publics) for site in here}
@@ -168,7 +178,7 @@ def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> 
 def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
     """Standard deviation, in steps, of one site's share, so that those of honest sites are what the plan says."""
     sensitivity = sensitivity_of(plan.clip, SCALE, n)
-    share = share_sigma(plan.sigma * sensitivity * (1 + _A_LITTLE), n_sites, colluding)
+    share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, colluding)
     if noise_multiplier(share, n_sites, colluding, sensitivity, n) < plan.sigma:
         raise WsiFlError(
             f"shares of {share:g} steps do not add up to the noise of the plan; raise privacy.sigma"
@@ -194,6 +204,8 @@ def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n
     vectors = [own.vector, *(message.vector for message in others)]
     hidden = [np.ascontiguousarray(one, np.uint8).view("<u8").astype(np.uint64) for one in vectors]
     total = opened(hidden) / SCALE
+    if np.abs(total).max() > _MOST:
+        raise WsiFlError("the sum is void: what all messages come to is no sum; go on with train --resume")
     mean = np.concatenate([total / n_sites, [float(head.released[-1])]]).astype(np.float32)
     site.traveller(method).load_vector(mean, n_sites=n_sites)
     site.push = PushSum(mean, 1.0)

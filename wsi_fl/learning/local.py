@@ -33,6 +33,7 @@ class DPSettings:
     Attributes:
         unit: whose gradients are clipped, a "row"'s or a "patient"'s.
         engine: what sums the clipped gradients; None for what suits the model.
+        insecure_seed: of fixed noise on sums, for tests alone.
     """
 
     sigma: float
@@ -40,6 +41,7 @@ class DPSettings:
     batch_size: int
     unit: str = "row"
     engine: str | None = None
+    insecure_seed: int | None = None
 
 
 class Learner:
@@ -150,11 +152,13 @@ class Learner:
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
     """What gives a model its noise: steps for most, sums for what is made of them."""
     if isinstance(model, SharedHead):
-        return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
-    return DPTrainer(model, optimizer, **asdict(dp))
+        return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit, dp.insecure_seed)
+    settings = asdict(dp)
+    settings.pop("insecure_seed")  # steps are given a generator
+    return DPTrainer(model, optimizer, **settings)
 
 
-def sum_up(learner: Learner, batch: Batch, noise: torch.Generator) -> None:
+def sum_up(learner: Learner, batch: Batch) -> None:
     """Take the sums of all rows, which the batch must be, with noise where the learner is under privacy."""
     head = learner.model
     assert isinstance(head, SharedHead)
@@ -163,7 +167,7 @@ def sum_up(learner: Learner, batch: Batch, noise: torch.Generator) -> None:
     with torch.no_grad():
         z = head.embedded(x)
         exact = dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), whose[0] if whose else None)
-        noisy = dp.noisy(exact, noise) if dp.sigma else exact
+        noisy = dp.noisy(exact) if dp.sigma else exact
         head.hold(exact, noisy.float().double(), (dp.sigma * dp.clip) ** 2)
 
 

@@ -64,6 +64,11 @@ def shared_alone(n_classes: int) -> Stack:
     return Stack(1.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
 
 
+def own_alone(n_classes: int) -> Stack:
+    """Return the stack of a site to which the shared model says nothing: what its own model says."""
+    return Stack(0.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
+
+
 def fitted_stack(own: Probabilities, shared: Probabilities, labels: Labels) -> Stack:
     """Return the stack whose balanced log-loss on these rows is least.
 

@@ -129,16 +129,12 @@ def held_out_folds(
 ) -> Iterator[NDArray[np.bool_]]:
     """Yield the rows bool[n] that each of up to `most` folds holds out: whole patients, of all classes alike.
 
-    Where a class has a single patient, its rows are held out one by one, so that something is known of them. Nothing is
-    yielded where a class has a single row.
+    Nothing is yielded where a class has fewer than two patients.
     """
     from sklearn.model_selection import StratifiedGroupKFold
 
     names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
     patients = [len(np.unique(names[labels == one])) for one in np.unique(labels)]
-    if min(patients) < 2:
-        names = np.arange(len(labels)).astype(str)
-        patients = [int((labels == one).sum()) for one in np.unique(labels)]
     n_folds = min(most, *patients)
     if n_folds < 2 or len(patients) < 2:
         return

@@ -30,6 +30,8 @@ ACCOUNTANT = "rdp"
 _MOST_SIGMA = 1e6
 _PRECISION = 1e-12
 """Of an exact ε."""
+_LEAST_LEFT = 0.005
+"""Part of a target below which nothing can be done with what is left of it."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,17 @@ def sigma_for(
     The search begins at `near`.
 
     Raises:
-        UsageError: when no noise multiplier up to 1000 suffices.
+        UsageError: when no noise multiplier up to 1000 suffices, or what was spent leaves next to nothing.
     """
 
     def spends(thousandths: int) -> float:
         return epsilon([*spent, Mechanism(thousandths / 1000, 1.0, sample_rate, steps)], delta, orders)
 
     low, high = 0, 1_000_000  # too little, enough
-    if not 0 < target_epsilon < inf or spends(high) > target_epsilon:
-        before = f" on top of {epsilon(spent, delta):.3g}" if spent else ""
+    before_it = epsilon(spent, delta) if spent else 0.0
+    nothing_left = before_it > (1 - _LEAST_LEFT) * target_epsilon
+    if not 0 < target_epsilon < inf or nothing_left or spends(high) > target_epsilon:
+        before = f" on top of {before_it:.3g}" if spent else ""
         raise UsageError(f"no noise level reaches epsilon {target_epsilon:g}{before} at delta {delta:g}")
     at, step = max(1, round(near * 1000)), 0
     while high - low > 1:

@@ -33,6 +33,13 @@ _NEGLIGIBLE = 1e-100
 """The largest distance between a sum of discrete Gaussians and one of them that no account needs to know."""
 
 
+SCALE = float(1 << 24)
+"""Steps in the length of one row: rounding is far below the noise, and sums of millions of rows fit into 64 bits."""
+A_LITTLE = 1e-6
+"""By which noise is larger than needed, for round-off of sums and the difference between discrete and continuous noise,
+which is below 10⁻¹² at such scales."""
+
+
 class InsecureBits:
     """Makes the same random bits again; for tests alone, since whoever knows the seed can take the noise off.
 

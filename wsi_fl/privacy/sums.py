@@ -1,8 +1,9 @@
 """Sums of a site's rows that may leave it once: the Gaussian mechanism on sufficient statistics.
 
-Adding or removing a unit, a row or a patient, changes the sums by at most `clip` in L2. So the sums plus
-N(0, (σ·clip)²) on each number are one application of the Gaussian mechanism without sampling, whose ε is exact
-(Balle and Wang, ICML 2018).
+Adding or removing a unit, a row or a patient, changes the sums by at most `clip` in L2. So the sums plus noise of
+standard deviation σ·clip on each number are one application of the Gaussian mechanism without sampling, whose ε is
+exact (Balle and Wang, ICML 2018). The noise is discrete, so that nothing is lost to floating point (Canonne, Kamath
+and Steinke, 2020).
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wsi_fl.privacy.discrete import (
+    A_LITTLE,
+    SCALE,
+    InsecureBits,
+    discrete_gaussian,
+    quantised,
+    sensitivity_of,
+)
 from wsi_fl.types import WsiFlError
 
 Packed = Callable[[Tensor], Tensor]
@@ -28,12 +37,14 @@ class NoisySums:
         clip: bound on the L2 norm of one unit's sums, in units of the longest row.
         batch_size: number of units, all of which take part.
         unit: whose sums are clipped, a "row"'s or a "patient"'s.
+        insecure_seed: of fixed noise, for tests alone.
     """
 
     sigma: float
     clip: float
     batch_size: int
     unit: str = "row"
+    insecure_seed: int | None = None
 
     def clipped(self, packed: Packed, n: int, patient: Tensor | None = None) -> Tensor:
         """Return the sums float64[k] of n rows in which no unit counts for more than `clip`.
@@ -58,10 +69,20 @@ class NoisySums:
             found += part * float((self.clip * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))
         return found
 
-    def noisy(self, sums: Tensor, generator: torch.Generator) -> Tensor:
-        """Return float64[k] with noise from a generator on their device."""
-        drawn = torch.randn(sums.shape, generator=generator, dtype=torch.float64, device=sums.device)
-        return sums + drawn * (self.sigma * self.clip)
+    def noisy(self, sums: Tensor) -> Tensor:
+        """Return float64[k] with discrete Gaussian noise, in steps of 1 / `SCALE`.
+
+        Every bit of it is the operating system's. A generator whose state follows from its numbers would not do: one
+        release shows thousands of them, and who knows all rows but one could solve for the state.
+        """
+        values = quantised(sums.cpu().numpy(), SCALE)
+        steps = self.sigma * sensitivity_of(self.clip, SCALE, len(values)) * (1 + A_LITTLE)
+        drawn = (
+            discrete_gaussian(steps, len(values))
+            if self.insecure_seed is None
+            else discrete_gaussian(steps, len(values), InsecureBits(insecure_seed=self.insecure_seed))
+        )
+        return torch.from_numpy((values + drawn) / SCALE).to(sums.device)
 
 
 _ROUND_OFF = 1e-9

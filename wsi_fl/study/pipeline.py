@@ -131,8 +131,9 @@ class Privacy(Section):
     """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
     `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
     its ε rests on the other sites. A real site must allow it by name (`allow = ["shared"]`)."""
-    colluding: int = Field(1, ge=0)
-    """With `noise = "shared"`: how many sites may put together what they know without learning more than ε says."""
+    colluding: int = Field(1, ge=1)
+    """With `noise = "shared"`: how many sites may put together what they know without learning more than ε says. It is
+    at least 1, since every site knows its own share of the noise."""
     insecure_seed: int | None = None
     """Seed of fixed noise, for tests alone. The ledger notes it, and no guarantee is given."""
 

@@ -98,6 +98,10 @@ def _compared(answers: Mapping[str, Mapping[int, Right]]) -> dict[str, Any]:
     return found | {"verdict": verdict(found["gain"], found["room"])}
 
 
+_EQUIVALENT = 0.03
+"""Where the interval of what pooling brings ends below it, there is nothing to gain."""
+
+
 def verdict(gain: Mapping[str, Any] | None, room: Mapping[str, Any] | None) -> str:
     """What follows for a hospital: "join", "stay", "nothing to gain", or "not shown".
 
@@ -117,7 +121,8 @@ def verdict(gain: Mapping[str, Any] | None, room: Mapping[str, Any] | None) -> s
         return "join"
     if gain["high"] < 0 and gain["mean"] <= -words.SMALLEST_DIFFERENCE:
         return "stay"
-    if room is not None and room["mean"] < words.SMALLEST_DIFFERENCE:
+    little = room is not None and room["mean"] < words.SMALLEST_DIFFERENCE
+    if room is not None and little and room["high"] is not None and room["high"] < _EQUIVALENT:
         return "nothing to gain"
     return "not shown"
 

@@ -77,7 +77,7 @@ def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> Party:
     changed: dict[str, dict[str, Any]] = {
         "train": {"releases": False},
         "stain": {"exchange": False},
-        "privacy": {"insecure_seed": None},
+        "privacy": {"insecure_seed": None, "noise": "own"},
     }
     sections = {name: getattr(pipeline, name).model_copy(update=keys) for name, keys in changed.items()}
     return Party.of(study, pipeline.model_copy(update={"sites": [site.name], **sections}), RUN)
@@ -186,7 +186,7 @@ def _summed(
     rows = [units.rows(np.arange(units.n), entropy_generator())]
     drawn = batches(train, iter(rows), augment=None, device=device)
     for batch in units.labelled(drawn, rows, device):
-        sum_up(learner, batch, entropy_generator(device))
+        sum_up(learner, batch)
     return model
 
 

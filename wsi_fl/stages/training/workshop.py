@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import astuple, replace
 from functools import partial
+from sys import maxsize
 
 import torch
 
@@ -55,7 +56,7 @@ def schedule_of(party: Party) -> Schedule:
     return Schedule(
         rounds=train.rounds,
         epochs_per_round=train.epochs_per_round,
-        batch_size=train.batch_size,
+        batch_size=maxsize if party.method.once else train.batch_size,
         eval_every=train.eval_every,
         seed=train.seed,
         weights=weights_of(pipeline),
@@ -66,7 +67,11 @@ def schedule_of(party: Party) -> Schedule:
         reset_optimizer=train.optimizer_after_exchange == "reset",
         train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
-        colluding=pipeline.privacy.colluding if pipeline.privacy.noise == "shared" else None,
+        colluding=(
+            pipeline.privacy.colluding
+            if pipeline.privacy.noise == "shared" and party.method.travels is not None
+            else None
+        ),
     )
 
 
@@ -116,7 +121,14 @@ def make_learners(
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
         settings = None
         if dp and planned is not None:
-            settings = DPSettings(planned.sigma, planned.clip, planned.batch_size, planned.unit)
+            fixed = pipeline.privacy.insecure_seed
+            settings = DPSettings(
+                planned.sigma,
+                planned.clip,
+                planned.batch_size,
+                planned.unit,
+                insecure_seed=None if fixed is None else 1009 * fixed + index,
+            )
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 engine = check_per_example_gradients(model, shape, len(data.store.meta.classes))
