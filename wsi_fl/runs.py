@@ -226,11 +226,6 @@ class SiteFolder:
         noted = self.kept("choice")
         return str(noted["with"]) if noted else None
 
-    def slide_threshold(self) -> float | None:
-        """Return the score from which on a slide is called positive, as the run found; None for one half."""
-        found = (self.kept("choice") or {}).get("slide_threshold")
-        return None if found is None else float(found)
-
     def remember_site(self, text: str) -> None:
         """Keep the site file as it is when the run begins; it never changes."""
         if not (self.path / SITE_FILE).exists():

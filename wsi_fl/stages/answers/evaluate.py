@@ -150,7 +150,7 @@ def _evaluate_site(
     write_predictions(folder, predicted, tables, meta.classes)
     repeats = pipeline.evaluate.bootstrap
     slides = meta.spec.mpp > 0  # images of a partitioned data set are no slides
-    point = folder.slide_threshold() if slides else None
+    point = (folder.kept("choice") or {}).get("slide_threshold") if slides else None
     own = (
         _metrics(predicted[site.name], tables[site.name], repeats, slides=slides, point=point)
         if site.name in predicted
