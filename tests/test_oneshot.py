@@ -2,6 +2,7 @@
 
 import json
 import random
+from contextlib import contextmanager
 from math import sqrt
 
 import numpy as np
@@ -35,10 +36,9 @@ def rows_of(n, seed, share=0.5, d=D):
     return x.astype(np.float32), labels
 
 
-@pytest.fixture
-def study(tmp_path):
+def make_hospitals(root):
     """Three hospitals of 60 training rows, of which the first two see one class alone."""
-    made = make_study(tmp_path / "study", n_sites=3)
+    made = make_study(root, n_sites=3)
     for k, share in enumerate((0.0, 1.0, 0.5)):
         x, labels = rows_of(60, k, share)
         more, theirs = rows_of(40, 10 + k)
@@ -48,6 +48,23 @@ def study(tmp_path):
             made, f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
         )
     return made
+
+
+@pytest.fixture
+def study(tmp_path):
+    return make_hospitals(tmp_path / "study")
+
+
+@contextmanager
+def cut_off():
+    """Within it a job ends, as by Ctrl-C, where messages are about to be sent."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(LocalComm, "exchange", cut)
+        yield
+
+
+def cut(*_, **__):
+    raise KeyboardInterrupt
 
 
 def oneshot(study, *overrides, **more):
@@ -337,16 +354,9 @@ def test_nobody_reads_the_sums_of_one_site_from_its_message(study, monkeypatch):
     assert len({release.digest for release in sent}) == 3
 
 
-def test_a_sum_that_was_void_is_charged_and_the_next_has_fresh_noise(study, monkeypatch):
-    real = LocalComm.exchange
-
-    def lost(self, *args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalComm, "exchange", lost)
-    with pytest.raises(KeyboardInterrupt):
+def test_a_sum_that_was_void_is_charged_and_the_next_has_fresh_noise(study):
+    with cut_off():
         oneshot(study, *SHARED)
-    monkeypatch.setattr(LocalComm, "exchange", real)
     first = lines_of(study, "S0")
     assert len(first) == 1
     summary = resume(study, "1", backend="local")
@@ -363,22 +373,15 @@ def test_a_sum_that_was_read_is_not_made_again(study):
     assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(1 / 3, 1e-5), rel=1e-4)
 
 
-def test_the_others_go_on_without_a_site_that_vanished(tmp_path, monkeypatch):
+def test_the_others_go_on_without_a_site_that_vanished(tmp_path):
     study = make_study(tmp_path / "study", n_sites=4)
     for k in range(4):
         x, labels = rows_of(40, k)
         write_features(
             study, f"S{k}", x, labels, [f"p{i}" for i in range(40)], ["train"] * 30 + ["test"] * 10
         )
-    real = LocalComm.exchange
-
-    def lost(self, *args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalComm, "exchange", lost)
-    with pytest.raises(KeyboardInterrupt):
+    with cut_off():
         oneshot(study, *SHARED)
-    monkeypatch.setattr(LocalComm, "exchange", real)
     summary = resume(study, "1", without=["S3"], backend="local")
     run = study.root / summary["run"]
     head = model(run, "S0", "proxy")
@@ -410,36 +413,22 @@ def test_it_is_compared_with_hospitals_alone_at_their_best(study):
     assert alone["method"] == "regular" and not alone["dp"]
 
 
-def test_three_void_sums_do_not_end_a_run_and_nobody_pays_for_who_cannot(study, monkeypatch):
-    real = LocalComm.exchange
-
-    def lost(self, *args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalComm, "exchange", lost)
-    with pytest.raises(KeyboardInterrupt):
+def test_three_void_sums_do_not_end_a_run_and_all_are_charged(study):
+    with cut_off():
         oneshot(study, *SHARED)
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
+        with cut_off():
             resume(study, "1", backend="local")
-    monkeypatch.setattr(LocalComm, "exchange", real)
     summary = resume(study, "1", backend="local")
     assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [4, 4, 4]
     assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 
-def test_a_second_attempt_asks_all_budgets_first(study, monkeypatch):
+def test_a_second_attempt_asks_all_budgets_first(study):
     file = study.root / "sites" / "S2.toml"
     file.write_text(file.read_text() + "max_epsilon = 1.5\n")
-    real = LocalComm.exchange
-
-    def lost(self, *args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(LocalComm, "exchange", lost)
-    with pytest.raises(KeyboardInterrupt):
+    with cut_off():
         oneshot(study, *SHARED)
-    monkeypatch.setattr(LocalComm, "exchange", real)
     refused(lambda: resume(study, "1", backend="local"), "does not allow another attempt")
     assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [1, 1, 1]
 

@@ -8,10 +8,11 @@ import stat
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, interrupted_after, make_study, model, refused, same, write_features
+from conftest import REAL, interrupted_after, model, refused, same, write_features
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_bags import make_bag_study
+from test_oneshot import make_hospitals, rows_of
 
 from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
@@ -40,27 +41,9 @@ FILES = [*NOISE, "train.releases=true"]
 START = [*HEADS, "train.start=oneshot", "train.rounds=1"]
 
 
-def rows_of(n, seed, share=0.5):
-    """Features whose label is seen in a few of them, and labels of which a share is 1."""
-    rng = np.random.default_rng(seed)
-    labels = (np.arange(n) < round(n * share)).astype(int)
-    x = rng.normal(size=(n, D)) + 1.5 * np.outer(2 * labels - 1, np.arange(D) < 3)
-    return x.astype(np.float32), labels
-
-
 @pytest.fixture
 def study(tmp_path):
-    """Three hospitals of 60 training rows, of which the first two see one class alone."""
-    made = make_study(tmp_path / "study", n_sites=3)
-    for k, share in enumerate((0.0, 1.0, 0.5)):
-        x, labels = rows_of(60, k, share)
-        more, theirs = rows_of(40, 10 + k)
-        patients = [f"p{i // 3}" for i in range(60)] + [f"t{i}" for i in range(40)]
-        splits = ["train"] * 60 + ["test"] * 40
-        write_features(
-            made, f"S{k}", np.concatenate([x, more]), np.concatenate([labels, theirs]), patients, splits
-        )
-    return made
+    return make_hospitals(tmp_path / "study")
 
 
 def released(study, site="S0", *more, **options):

@@ -76,7 +76,8 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             if schedule.colluding is None:
                 again = relay if site.index in hosts else reissue
                 releases[site.index] = again(site, method, round_)
-        _exchange_all(acting, method, schedule, comm, roster, releases, round_=round_)
+        if method.travels is not None:
+            _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
         for matrix in _carriers(method, comm, round_, roster.present):
             buffers = {k.index: reissue_buffer(k, round_) for k in acting if receivers(matrix, k.index)}
             pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=BUFFERS)
@@ -98,23 +99,6 @@ def _carriers(method: Method, comm: Comm, round_: int, present: Sequence[int]) -
     )
 
 
-def _exchange_all(
-    sites: list[Site],
-    method: Method,
-    schedule: Schedule,
-    comm: Comm,
-    roster: Roster,
-    releases: Mapping[int, Release | None],
-    *,
-    round_: int,
-) -> None:
-    """Exchange what travels, if anything does: along the round's graph, or as a sum that hides its parts."""
-    if schedule.colluding is not None:
-        share_sums(sites, method, comm, schedule, roster.present, round_=round_)
-    elif method.travels is not None:
-        _communicate(sites, method, schedule, comm, roster, releases, round_=round_)
-
-
 def _communicate(
     sites: list[Site],
     method: Method,
@@ -125,7 +109,10 @@ def _communicate(
     *,
     round_: int,
 ) -> None:
-    """Take all hops of the round's graph over the sites that are present."""
+    """Take all hops of the round's graph over the sites present, or make a sum of them that hides its parts."""
+    if schedule.colluding is not None:
+        share_sums(sites, method, comm, schedule, roster.present, round_=round_)
+        return
     held = {site.index: site.push for site in sites}
     graph = schedule.graph or method.exchange
     for hop, matrix in enumerate(over(graph, comm.n_sites, roster.present, round_ - 1, schedule.self_weight)):

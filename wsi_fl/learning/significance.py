@@ -101,8 +101,7 @@ def clustered_interval(
 
     Reference: Owen, "The pigeonhole bootstrap", Annals of Applied Statistics 1, 2007.
     """
-    drawn = _drawn_sums([values, np.ones_like(values)], cluster, repeats, seed)
-    return None if drawn is None else _percentiles(drawn[0] / drawn[1], level)
+    return clustered_ratio(values, np.ones_like(values), cluster, repeats=repeats, seed=seed, level=level)
 
 
 def clustered_ratio(
@@ -123,28 +122,19 @@ def clustered_ratio(
     Returns:
         None for fewer than two patients, or where the whole is not clearly above 0, so that a ratio says nothing.
     """
-    drawn = _drawn_sums([part, whole], cluster, repeats, seed)
-    if drawn is None or np.mean(drawn[1] <= 0) > (1 - level) / 2:
-        return None
-    above = drawn[1] > 0
-    return _percentiles(drawn[0][above] / drawn[1][above], level)
-
-
-def _drawn_sums(
-    values: Sequence[NDArray[np.float64]], cluster: NDArray[np.str_], repeats: int, seed: int
-) -> list[NDArray[np.float64]] | None:
-    """Σ over drawn runs and patients of each values float64[r, n], as float64[repeats]; None for a single patient."""
     names, which = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
         return None
-    n_runs = len(values[0])
+    n_runs = len(part)
     rng = np.random.default_rng(seed)
     runs = rng.multinomial(n_runs, np.full(n_runs, 1 / n_runs), repeats) / n_runs
     patients = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), repeats)
-    sums = [np.stack([np.bincount(which, run, len(names)) for run in one]) for one in values]
-    return [((runs @ one) * patients).sum(1) for one in sums]
-
-
-def _percentiles(drawn: NDArray[np.float64], level: float) -> tuple[float, float]:
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    of_part, of_whole = (
+        ((runs @ np.stack([np.bincount(which, run, len(names)) for run in values])) * patients).sum(1)
+        for values in (part, whole)
+    )
+    above = of_whole > 0
+    if np.mean(~above) > (1 - level) / 2:
+        return None
+    low, high = np.quantile(of_part[above] / of_whole[above], [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
