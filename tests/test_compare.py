@@ -548,8 +548,9 @@ def test_cautions_name_what_spoils_a_comparison():
     alone, a = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.7)
     b = made_up("fedavg", 0.6, epsilon=2.0, seeds=[0], guarantee="guaranteed")
     text = " ".join(comparison.cautions([alone, a, b], [against_alone(a, -0.03, 0.2, "site", 4)]))
-    for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds"):
+    for said in ("too small", "same ε (2.0–12.3)", "nominal is no guarantee", "same seeds", "a single run"):
         assert said in text
+    assert "a single run" not in " ".join(comparison.cautions([alone, a], []))
     (always,) = comparison.cautions([alone, alone], [against_alone(alone, 0.0, None)])
     assert "chose its regularisation" in always
 

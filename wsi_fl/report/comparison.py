@@ -128,6 +128,11 @@ def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
             "each other and share a test set, so such a p-value is too small; repeat with other seeds "
             "(train --seeds 5) before believing it."
         )
+    if any(words.is_federated(row["method"]) and len(row["seeds"]) == 1 for row in rows):
+        found.append(
+            "Intervals of a single run know of its test patients, and nothing of its noise; repeat it "
+            "(train --seeds 5) before a hospital decides."
+        )
     private = [row for row in rows if known(row["epsilon"])]
     if len({number(row["epsilon"], 1) for row in private}) > 1:
         spent = words.span([row["epsilon"] for row in private], 1)
