@@ -12,12 +12,14 @@ from wsi_fl.slides.reading.cuts import Cuts, cut
 from wsi_fl.slides.reading.native import NativeLevel
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.system import jpeg
-from wsi_fl.system.bulk import aligned_empty
+from wsi_fl.system.memory import Recycled
 from wsi_fl.types import GridSpec, WsiFlError
 
 _REACH_BYTES = 1 << 28
 """How far ahead a tile gives, in pixels of the patches between; patches still further on decode it again. The next row
 of the grid should lie within."""
+_MEMORY = Recycled(most=8)
+"""Of strips that were written."""
 
 
 class Sweep:
@@ -128,7 +130,7 @@ class Sweep:
         with self._allocating:
             if strip.pixels is None:
                 size = self._spec.size_px
-                strip.pixels = aligned_empty((len(strip.corners), size, size, 3))
+                strip.pixels = _MEMORY.empty((len(strip.corners), size, size, 3), np.uint8)
                 if self._level is not None and strip.over.any():
                     strip.pixels[strip.over] = self._level.background
             return strip.pixels
