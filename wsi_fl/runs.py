@@ -89,6 +89,11 @@ class RunFolder:
         """Return what identifies the run, whatever its folder is called; "" for a plan that is not run."""
         return str(self.manifest.get("id", "")) if (self.path / "manifest.json").exists() else ""
 
+    @property
+    def agreement(self) -> str:
+        """Return the SHA-256 of the plan that the hospitals signed; "" where none was asked for."""
+        return str(self.manifest.get("agreement") or "") if self.id else ""
+
     def refuse_changed_settings(self) -> None:
         """Refuse to go on with settings that were edited since the run began.
 

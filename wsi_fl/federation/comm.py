@@ -110,6 +110,10 @@ class Comm(Protocol):
         """
         ...
 
+    def abort(self, code: int = 1) -> None:
+        """End the job everywhere: the others could only wait for this process."""
+        ...
+
 
 class LocalComm:
     """All sites in one process, in lockstep. Also keeps what was sent when `record` is set (for tests)."""
@@ -139,7 +143,7 @@ class LocalComm:
         missing = set(expected) - pairs
         if missing:
             raise WsiFlError(f"round {round_}: nothing from site {min(missing)[0]} to site {min(missing)[1]}")
-        _count(self.traffic, outgoing, time.perf_counter() - began)
+        count(self.traffic, outgoing, time.perf_counter() - began)
         if self.sent is not None:
             self.sent += arrived
         return arrived
@@ -149,6 +153,9 @@ class LocalComm:
             decoded(encoded(document, kind, site), kind, site)
             for site, document in zip(self.running, documents, strict=True)
         ]
+
+    def abort(self, code: int = 1) -> None:
+        """There is no other process to end."""
 
 
 @dataclass
@@ -222,7 +229,7 @@ class MpiComm:
         ]
         self._wait(requests, [s for body, s in zip(bodies, sources, strict=True) if body.size], round_)
         self._wait(sends, [receiver for receiver, _, _ in packed for _ in range(2)], round_)
-        _count(self.traffic, outgoing, time.perf_counter() - began)
+        count(self.traffic, outgoing, time.perf_counter() - began)
         return [
             received(header, body, source, mine, round_, size, kind=kind)
             for header, body, source in zip(headers, bodies, sources, strict=True)
@@ -308,7 +315,8 @@ class MpiComm:
         time.sleep(min(_LATE_EVERY_S, self.timeout_s / 4))
 
 
-def _count(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds: float) -> None:
+def count(traffic: Mapping[int, Traffic], outgoing: Sequence[Outgoing], seconds: float) -> None:
+    """Add an exchange to the tallies of the local sites: what they sent, and the seconds it took all of them."""
     for tally in traffic.values():
         tally.seconds += seconds / len(traffic)
     for item in outgoing:

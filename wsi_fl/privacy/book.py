@@ -72,6 +72,7 @@ class Entry(_Line):
         sending: whether the round is final: what it released is about to leave, for the first time or `again`.
         relayed: SHA-256 of a mixture of releases that is passed on, the round's among them.
         promise: SHA-256 of the site file that the run keeps.
+        agreement: SHA-256 of the plan that the hospital signed; "" where none was asked for.
         real: whether the site was a real hospital when it wrote the line.
         prev: SHA-256 of the file before this line; None on lines from before the chain.
     """
@@ -90,6 +91,7 @@ class Entry(_Line):
     relayed: str | None = None
     real: bool = False
     promise: str = ""
+    agreement: str = ""
     prev: str | None = Field(None, pattern="^[0-9a-f]{64}$")
 
     @property

@@ -34,6 +34,7 @@ class PrivacyLedger:
             this run's; they are no rounds of it.
         heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
         promise: SHA-256 of the site file that the run keeps; "" where it keeps none.
+        agreement: SHA-256 of the plan that the hospital signed, which every line of training names; "" without one.
 
     Raises:
         WsiFlError: when the file is damaged or not the newest, counts another unit towards the same budget, was priced
@@ -51,8 +52,10 @@ class PrivacyLedger:
         includes: Collection[str] = (),
         heads: Sequence[Path] = (),
         promise: str = "",
+        agreement: str = "",
     ) -> None:
-        self.path, self.site, self.run, self.terms, self._promise = path, site, run, terms, promise
+        self.path, self.site, self.run, self.terms = path, site, run, terms
+        self._named = {key: said for key, said in (("promise", promise), ("agreement", agreement)) if said}
         self._counted = {run_id(run), *map(run_id, includes)}
         self._book = Book(path, heads)
         self._check_account()
@@ -182,7 +185,8 @@ class PrivacyLedger:
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
         scope = self._scope(binding)
         self.terms.check_account(self._book.entries, scope, path=self.path, site=self.site)
-        if self._promise and {e.promise for e in self._own() if e.promise} - {self._promise}:
+        promise = self._named.get("promise")
+        if promise and {e.promise for e in self._own() if e.promise} - {promise}:
             raise WsiFlError(
                 f"{self.path}: run {self.run} began with another sites/{self.site}/site.toml than it has now; put that "
                 "file back, or start a new run"
@@ -236,8 +240,7 @@ class PrivacyLedger:
 
     def _entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
         entry = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line(round_)
-        entry |= self.terms.line(mechanism, content)
-        return entry | ({"promise": self._promise} if self._promise else {})
+        return entry | self.terms.line(mechanism, content) | self._named
 
     def _scope(self, lifetime: bool) -> list[Entry]:
         """Return what counts towards ε; over a lifetime also what others have written since."""

@@ -26,6 +26,7 @@ def open_ledger(
     includes: Collection[str] = (),
     *,
     promise: str = "",
+    agreement: str = "",
 ) -> PrivacyLedger:
     """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
 
@@ -34,6 +35,7 @@ def open_ledger(
         terms: under which the site takes part.
         includes: other entries whose cost is part of the run's.
         promise: SHA-256 of the site file that the run keeps.
+        agreement: SHA-256 of the plan that the hospital signed.
 
     Raises:
         UsageError: when the ledger is missing or lacks rounds of a run, or a release, that lie in the study.
@@ -47,7 +49,15 @@ def open_ledger(
                 f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} is of the ledger of a "
                 "real hospital; say real = true, or simulate under another name"
             )
-        return PrivacyLedger(path, site=site.name, run=run, terms=terms, includes=includes, promise=promise)
+        return PrivacyLedger(
+            path,
+            site=site.name,
+            run=run,
+            terms=terms,
+            includes=includes,
+            promise=promise,
+            agreement=agreement,
+        )
     rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
     released = _released_here(study, site.name)
     if not path.exists() and (rounds or released):
@@ -57,7 +67,14 @@ def open_ledger(
         )
     heads = [beside_store, _head_of_user(site.name)]
     ledger = PrivacyLedger(
-        path, site=site.name, run=run, terms=terms, includes=includes, heads=heads, promise=promise
+        path,
+        site=site.name,
+        run=run,
+        terms=terms,
+        includes=includes,
+        heads=heads,
+        promise=promise,
+        agreement=agreement,
     )
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:

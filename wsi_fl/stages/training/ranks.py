@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -35,6 +35,8 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+
+AnyComm = TypeVar("AnyComm", bound=Comm)
 
 
 def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def rank_main(run_path: Path) -> None:
 
 
 def _guarded(
-    comm: MpiComm,
+    comm: Comm,
     study: Study,
     me: str,
     run_of: Callable[[], RunFolder],
@@ -179,26 +181,36 @@ def _in_a_line(error: BaseException, study: Study) -> str:
 
 
 def join(
-    party: Party, ranks: int, run_of: Callable[[MpiComm], RunFolder], running: tuple[int, ...]
+    party: Party, ranks: int, run_of: Callable[[Comm], RunFolder], running: tuple[int, ...]
 ) -> dict[str, Any]:
     """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
-    study, names = party.study, party.names
+    names = party.names
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
+    summary = take_part(party, comm, run_of)
+    return summary if comm.running[0] in comm.sites else {}
+
+
+def take_part(party: Party, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder]) -> dict[str, Any]:
+    """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
+
+    A failure is told in one line and ends the job everywhere.
+
+    Args:
+        run_of: finds or agrees on the run's folder.
+    """
+    study, me = party.study, party.names[comm.sites[0]]
 
     def tell(text: str, usage: bool) -> None:
         del usage
         print(f"wsi-fl: error: {text}", file=sys.stderr)
 
-    me = names[comm.sites[0]]
-
     def work(run: RunFolder) -> dict[str, Any]:
         watcher = Quiet(run.site(me).log) if study.site(me).real else Silent()
         return work_as_rank(study, run, comm, watcher)
 
-    summary = _guarded(comm, study, me, lambda: run_of(comm), work, tell)
-    return summary if comm.running[0] in comm.sites else {}
+    return _guarded(comm, study, me, lambda: run_of(comm), work, tell)
 
 
 def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:

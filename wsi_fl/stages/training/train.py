@@ -16,7 +16,7 @@ from uuid import uuid4
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.comm import LocalComm, MpiComm
+from wsi_fl.federation.comm import Comm, LocalComm
 from wsi_fl.federation.documents import Words
 from wsi_fl.runs import RunFolder, pipeline_stem
 from wsi_fl.stages.site.account import spent_words
@@ -69,7 +69,7 @@ def train(
         party = Party.of(study, pipeline, method)
         check(party, backend, stores=False)
         everyone = tuple(range(len(party.sites)))
-        return join(party, ranks, partial(_agreed_run, party, name), everyone)
+        return join(party, ranks, partial(agree_on_run, party, name), everyone)
     return begin(study, pipeline, method, name, backend=backend, watcher=watcher)
 
 
@@ -122,6 +122,27 @@ def resume(
     Args:
         without: sites to go on without, as if they had been lost.
     """
+    ranks = launched_ranks()
+    party, finished = resumed(study, run_name, without=without)
+    if finished is not None:
+        return finished
+    check(party, backend, stores=ranks is None)
+    note_who_goes_on(party, without)
+    if ranks is not None:
+        from wsi_fl.stages.training.ranks import join
+
+        return join(party, ranks, lambda comm: party.run, running_sites(party))
+    return _start(party, backend, watcher or Silent())
+
+
+def resumed(
+    study: Study, run_name: str, *, without: Sequence[str] = ()
+) -> tuple[Party, dict[str, Any] | None]:
+    """Return who took part in a run, and its summary where nothing is left to do.
+
+    Raises:
+        UsageError: for an unknown run or site, or settings that were changed.
+    """
     run = RunFolder(study.run(run_name))
     run.refuse_changed_settings()
     study = as_begun(study, run, goes_on=True)
@@ -135,24 +156,29 @@ def resume(
     wanted = set(party.here) - set(without)
     if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
         say(f"{finished['run']} has finished already; nothing is sent again")
-        return finished
-    ranks = launched_ranks()
-    check(party, backend, stores=ranks is None)
+        return party, finished
+    return party, None
+
+
+def note_who_goes_on(party: Party, without: Sequence[str]) -> None:
+    """Write down which sites come back to a run and which are left out, once no other job works on it."""
+    run = party.run
     run.refuse_if_busy()
     lost = party.lost
     for name in sorted(lost - set(without)):
         run.note_return(name)
     for name in sorted(set(without) - lost):
         run.note_loss(name, "left out by --without")
-    if ranks is not None:
-        from wsi_fl.stages.training.ranks import join
-
-        return join(party, ranks, lambda comm: run, running_sites(party))
-    return _start(party, backend, watcher or Silent())
 
 
 def _describe(
-    party: Party, run: RunFolder, name: str, identity: str, *, series: Series | None = None
+    party: Party,
+    run: RunFolder,
+    name: str,
+    identity: str,
+    *,
+    series: Series | None = None,
+    agreement: str = "",
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = party.pipeline.model_copy(update={"sites": party.names})
@@ -165,6 +191,7 @@ def _describe(
             "method": party.name,
             "pipeline": name,
             "series": asdict(series) if series else None,
+            "agreement": agreement or None,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
@@ -231,11 +258,14 @@ class _Claimed(TypedDict):
     claimed: bool
 
 
-def _agreed_run(party: Party, name: str, comm: MpiComm) -> RunFolder:
+def agree_on_run(party: Party, name: str, comm: Comm, *, agreement: str = "") -> RunFolder:
     """The folder of a new run: its number is free on every disk, its name is that of the first site.
 
     Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
     own store alone, and describes the run on its own disk.
+
+    Args:
+        agreement: SHA-256 of the plan that the hospitals signed.
     """
     runs = party.study.runs
     for _ in range(_TRIES):
@@ -250,7 +280,7 @@ def _agreed_run(party: Party, name: str, comm: MpiComm) -> RunFolder:
         identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
 
         def describe(run: RunFolder, identity: str = identity) -> None:
-            _describe(party, run, name, identity)
+            _describe(party, run, name, identity, agreement=agreement)
 
         run = RunFolder.claim(runs, number, told[0]["name"], identity, describe)
         if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):

@@ -169,7 +169,15 @@ def assemble(party: Party, index: int) -> Site:
     if spends(pipeline):
         require_budget(site)
     included = _included(party, site)
-    ledger = open_ledger(study, site, _identity(party.run), terms, included, promise=study.promise(site.name))
+    ledger = open_ledger(
+        study,
+        site,
+        _identity(party.run),
+        terms,
+        included,
+        promise=study.promise(site.name),
+        agreement=party.run.agreement,
+    )
     canaries = agreed_canaries(folder, pipeline, data, train.n_stains)
     units = units_of(pipeline, train, site.name)
     if canaries is not None:

@@ -1,0 +1,408 @@
+"""Letters between hospitals: over a line that loses, repeats, reorders, alters and invents, the same as in process."""
+
+import random
+import re
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import numpy as np
+import pytest
+from typing_extensions import TypedDict
+
+from tests.test_comm import release_of
+from tests.wires import Wire
+from wsi_fl.federation import relayed
+from wsi_fl.federation.certificates import (
+    Identity,
+    NotTrusted,
+    approved,
+    fingerprint,
+    new_key,
+    new_request,
+    new_root,
+    verified,
+)
+from wsi_fl.federation.comm import LocalComm, PeerLate
+from wsi_fl.federation.documents import Count
+from wsi_fl.federation.letters import Letter, Writer
+from wsi_fl.federation.message import BYTES, Outgoing
+from wsi_fl.federation.relayed import RelayedComm, SiteReturned
+from wsi_fl.types import KnownToAll, UsageError
+
+NAMES = ("C1", "C2", "C3")
+
+
+class Said(TypedDict):
+    n: Count
+
+
+class Federation:
+    """A root, and the identities of sites."""
+
+    def __init__(self) -> None:
+        self.key = new_key()
+        self.root = new_root(self.key, "a federation")
+
+    def identity(self, name, **given):
+        key = new_key()
+        certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
+        return Identity.load(key, certificate, self.root)
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return Federation()
+
+
+@pytest.fixture(scope="module")
+def identities(federation):
+    return {name: federation.identity(name) for name in NAMES}
+
+
+def together(identities, work, *, meddle=None, timeout_s=20.0, given=None, lines=None):
+    """Let each site work in a thread of its own; return what each returned or raised."""
+    ends, found = {}, {}
+
+    def be(name):
+        line = lines[name] if lines else Wire(name, ends, meddle)
+        options = {"timeout_s": timeout_s} | ((given or {}).get(name, {}))
+        try:
+            comm = RelayedComm(identities[name], NAMES, (0, 1, 2), line, **options)
+            try:
+                found[name] = work(comm)
+            finally:
+                comm.abort() if isinstance(found.get(name), Exception) else None
+        except Exception as error:
+            found[name] = error
+
+    threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+def rounds_of(folder, n=4):
+    """A ring of releases and a gathering per round."""
+
+    def work(comm):
+        me = comm.sites[0]
+        heard = []
+        for round_ in range(1, n + 1):
+            told = comm.gather([Said(n=100 * round_ + me)], Said)
+            assert told == [{"n": 100 * round_ + k} for k in range(3)]
+            values = np.arange(5, dtype=np.float32) + 10 * round_ + me
+            item = Outgoing(
+                me, (me + 1) % 3, 0.5, release_of(folder / comm.identity.name, "s", round_, values)
+            )
+            (message,) = comm.exchange([item], [((me - 1) % 3, me)], round_=round_, hop=0, size=5)
+            heard.append(message.vector.tolist())
+        return heard, comm.traffic[me].messages, comm.traffic[me].bytes, comm.line_bytes
+
+    return work
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def test_a_relayed_exchange_is_that_of_one_process(identities, folder):
+    found = together(identities, rounds_of(folder))
+    for me, name in enumerate(NAMES):
+        heard, messages, n_bytes, line_bytes = found[name]
+        left = (me - 1) % 3
+        assert heard == [((np.arange(5) + 10 * r + left) / 2).tolist() for r in range(1, 5)]
+        assert messages == 4
+        (folder / f"local-{name}").mkdir()
+        local = LocalComm(3)
+        release = release_of(folder / f"local-{name}", "s", 1, np.zeros(5))
+        local.exchange([Outgoing(me, (me + 1) % 3, 0.5, release)], [], round_=1, hop=0, size=5)
+        assert n_bytes == 4 * local.traffic[me].bytes
+        assert line_bytes - n_bytes < 2 * 2000 + 4 * (
+            3 * 2000
+        )  # two hellos; a release and two documents per round
+
+
+def test_losses_repeats_delays_and_disorder_change_nothing(identities, folder):
+    chance, kept, lock = random.Random(3), [], threading.Lock()
+    counts = {"lost": 0, "twice": 0, "later": 0}
+
+    def meddle(sender, to, name, letter):
+        with lock:
+            draw = chance.random()
+            if draw < 0.2:
+                counts["lost"] += 1
+                return []
+            if draw < 0.4:
+                counts["twice"] += 1
+                return [letter, letter]
+            if draw < 0.6 and kept:  # an old one comes again, of whomever
+                counts["later"] += 1
+                return [chance.choice(kept), letter]
+            kept.append(letter)
+        time.sleep(chance.random() / 50)
+        return [letter]
+
+    found = together(identities, rounds_of(folder, 6), meddle=meddle)
+    for me, name in enumerate(NAMES):
+        assert found[name][0] == [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in range(1, 7)]
+    assert min(counts.values()) > 3
+
+
+@pytest.mark.parametrize("where", ["head", "signature", "body"])
+def test_what_was_altered_is_refused(identities, folder, where):
+    def meddle(sender, to, name, letter):
+        if name.startswith("x2") and to == "C2":
+            read = Letter.read(letter)
+            start = {
+                "head": letter.index(read.signed) + 12,
+                "signature": letter.index(read.signature) + 5,
+                "body": len(letter) - 3,
+            }[where]
+            return [letter[:start] + bytes([letter[start] ^ 1]) + letter[start + 1 :]]
+        return [letter]
+
+    found = together(identities, rounds_of(folder), meddle=meddle, timeout_s=2.0)
+    late = [one for one in found.values() if isinstance(one, PeerLate)]
+    assert late, found
+    assert all(isinstance(one, KnownToAll) for one in found.values())
+    assert all("\n" not in str(one) for one in found.values())
+
+
+def test_a_letter_in_the_name_of_another_or_of_another_federation_is_refused(identities, folder):
+    stranger = Federation().identity("C1")
+    refused = []
+
+    def forge(sender, to, name, letter):
+        """C3 writes in the name of C1, and a stranger with C1's name says hello."""
+        if sender != "C1" or name == "hello":
+            return [letter]
+        read = Letter.read(letter)
+        forged = Writer(identities["C3"])._signed(
+            to, read.head["session"], read.head["place"], bytes(read.body)
+        )
+        other = Writer(stranger)._signed(to, read.head["session"], read.head["place"], bytes(read.body))
+        in_its_name = forged.replace(b'"sender": "C3"', b'"sender": "C1"')
+        return [in_its_name, other, letter]
+
+    def work(comm):
+        heard = rounds_of(folder)(comm)
+        refused.extend(comm.refused)
+        return heard
+
+    found = together(identities, work, meddle=forge)
+    for me, name in enumerate(NAMES):
+        assert found[name][0] == [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in range(1, 5)]
+    assert any("was not signed by it" in one for one in refused)
+
+
+def test_a_certificate_of_another_federation_never_gets_in(identities):
+    strangers = {**identities, "C2": Federation().identity("C2")}
+    found = together(strangers, lambda comm: None, timeout_s=1.5)
+    assert all(isinstance(one, PeerLate) for one in found.values())
+    assert any("not one of this federation" in str(one) for one in found.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"plan": "1" * 64}, "has approved another plan"),
+        ({"version": "9.9"}, "has wsi-fl 9.9"),
+        ({"code": "2" * 64}, r"\(22222222\)"),
+    ],
+)
+def test_another_plan_version_or_code_ends_the_run_before_training(identities, given, said):
+    found = together(identities, lambda comm: None, given={"C2": given}, timeout_s=3.0)
+    assert all(isinstance(one, KnownToAll) for one in found.values())
+    assert any(re.search(said, str(one)) for one in found.values())
+
+
+def test_a_clock_that_is_a_day_off_is_named(identities, monkeypatch):
+    real = time.time
+
+    def clock():
+        return real() + (86400 if threading.current_thread().name == "slow" else 0)
+
+    monkeypatch.setattr(relayed.time, "time", clock)
+    ends, found = {}, []
+
+    def be(name):
+        try:
+            RelayedComm(identities[name], NAMES[:2], (0, 1), Wire(name, ends), 3.0)
+        except KnownToAll as error:
+            found.append(str(error))
+
+    threads = [
+        threading.Thread(target=be, args=("C1",), name="slow"),
+        threading.Thread(target=be, args=("C2",)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert any("the clock of C1 is 24.0 h ahead" in one for one in found), found
+
+
+def test_an_expired_certificate_is_named(federation):
+    identity = federation.identity("C1")
+    later = datetime.now(UTC) + timedelta(days=800)
+    with pytest.raises(
+        NotTrusted, match=r"the certificate of C1 holds from .*set the clock, or request a new"
+    ):
+        verified(identity.certificate, federation.root, now=later)
+    with pytest.raises(NotTrusted, match="this clock says"):
+        verified(identity.certificate, federation.root, now=datetime.now(UTC) - timedelta(days=1))
+
+
+def test_a_kit_of_another_key_is_refused(federation):
+    identity = federation.identity("C1")
+    with pytest.raises(UsageError, match="of another key"):
+        Identity.load(new_key(), identity.certificate, federation.root)
+    assert fingerprint(identity.certificate) != fingerprint(federation.root)
+
+
+def test_a_letter_that_is_too_long_is_refused(identities, folder):
+    given = {"C2": {"most_bytes": 4000}}
+
+    def work(comm):
+        me = comm.sites[0]
+        release = release_of(folder / comm.identity.name, "s", 1, np.zeros(5000))
+        outgoing = [Outgoing(0, 1, 1.0, release)] if me == 0 else []
+        comm.exchange(outgoing, [(0, 1)] if me == 1 else [], round_=1, hop=0, size=5000)
+
+    found = together(identities, work, given=given, timeout_s=2.0)
+    assert "took nothing" in str(found["C1"])
+    assert "a letter of 20" in str(found["C2"])
+    assert "at most 4000" in str(found["C2"])
+
+
+def test_bytes_and_wrong_lengths_arrive_as_in_one_process(identities, folder):
+    from wsi_fl.privacy.ledger import PrivacyLedger, Terms
+
+    def work(comm):
+        if comm.sites[0] == 0:
+            ledger = PrivacyLedger(
+                folder / "b.jsonl", site="s", run="r", terms=Terms(1e-5, allow=("buffer",))
+            )
+            buffer = ledger.release(
+                1, np.arange(7, dtype=np.uint8), schema="ab" * 32, mechanism=None, content="buffer"
+            )
+            comm.exchange(
+                [Outgoing(0, k, 1.0, buffer) for k in (1, 2)], [], round_=1, hop=5, size=7, kind=BYTES
+            )
+            return None
+        agreed = 7 if comm.sites[0] == 1 else 8
+        (message,) = comm.exchange([], [(0, comm.sites[0])], round_=1, hop=5, size=agreed, kind=BYTES)
+        return message
+
+    found = together(identities, work)
+    assert found["C2"].vector.tolist() == list(range(7))
+    assert found["C3"].refused == "it has 7 values, agreed on 8"
+
+
+def test_the_line_reads_nothing(identities, folder):
+    seen = []
+
+    def probe(sender, to, name, letter):
+        seen.append(letter)
+        return [letter]
+
+    secret = np.frombuffer(b"patient_0042.tif" * 4, np.float32)
+
+    def work(comm):
+        me = comm.sites[0]
+        release = release_of(folder / comm.identity.name, "s", 1, secret)
+        comm.exchange(
+            [Outgoing(me, (me + 1) % 3, 1.0, release)],
+            [((me - 1) % 3, me)],
+            round_=1,
+            hop=0,
+            size=len(secret),
+        )
+        comm.gather([Said(n=424242424242)], Said)
+
+    found = together(identities, work, meddle=probe)
+    assert found == dict.fromkeys(NAMES)
+    everything = b"".join(seen)
+    assert len(seen) >= 6 + 3 + 6
+    assert b"patient" not in everything
+    assert b"424242" not in everything
+
+
+def test_a_site_that_vanishes_is_named_and_one_that_ends_says_so(identities):
+    def work(comm):
+        if comm.sites[0] == 2:
+            comm.close()
+            return None
+        return comm.gather([Said(n=1)], Said)
+
+    found = together(identities, work, timeout_s=1.5)
+    assert any(
+        "site C3" in str(found[n]) and found[n].sites == [2]
+        for n in ("C1", "C2")
+        if hasattr(found[n], "sites")
+    )
+
+    def ends(comm):
+        if comm.sites[0] == 2:
+            comm.abort()
+            return None
+        began = time.monotonic()
+        try:
+            return comm.gather([Said(n=1)], Said)
+        finally:
+            assert time.monotonic() - began < 5
+
+    found = together(identities, ends)
+    assert [str(found[n]) for n in ("C1", "C2")] == ["site C3 ended the run; its own log says why"] * 2
+
+
+def test_a_process_that_begins_anew_is_noticed(identities):
+    ends = {}
+    begun = threading.Event()
+
+    def work(comm):
+        if comm.sites[0] == 2:
+            begun.set()
+            time.sleep(0.3)
+            ends.pop("C3", None)
+            with pytest.raises(PeerLate):
+                RelayedComm(identities["C3"], NAMES, (0, 1, 2), Wire("C3", ends), 1.0)
+            return None
+        return comm.gather([Said(n=1)], Said)
+
+    found = together(identities, work, lines={name: Wire(name, ends) for name in NAMES}, timeout_s=8.0)
+    assert all(isinstance(found[name], SiteReturned) for name in ("C1", "C2")), found
+
+
+def test_letters_of_an_earlier_session_are_worth_nothing(identities, folder):
+    """A relay that kept everything of a first run plays it back in a second one."""
+    kept = {}
+
+    def keep(sender, to, name, letter):
+        kept[sender, to, name] = letter
+        return [letter]
+
+    together(identities, rounds_of(folder, 2), meddle=keep)
+    for name in NAMES:
+        (folder / name / "s.jsonl").unlink()
+    refused = []
+
+    def play_back(sender, to, name, letter):
+        return [kept[sender, to, name], letter] if (sender, to, name) in kept else [letter]
+
+    def work(comm):
+        heard = rounds_of(folder, 2)(comm)
+        refused.extend(comm.refused)
+        return heard
+
+    found = together(identities, work, meddle=play_back)
+    for me, name in enumerate(NAMES):
+        assert found[name][0] == [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in (1, 2)]
+    assert any("another session" in one for one in refused)

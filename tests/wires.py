@@ -1,0 +1,51 @@
+"""A line within one process, to try what lines do to letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from wsi_fl.federation.letters import Buffer
+from wsi_fl.federation.relayed import Answer
+
+
+class Wire:
+    """A line within one process, and a bench for what lines do: tests slow it down, lose, repeat and alter with it.
+
+    Args:
+        name: the site at this end.
+        ends: all ends by name, shared by all; an end adds itself when it listens.
+        meddle: given (sender, receiver, name, letter), return the letters that arrive in its place.
+    """
+
+    lag_s = 0.0
+
+    def __init__(
+        self,
+        name: str,
+        ends: dict[str, Callable[[Buffer], Answer]],
+        meddle: Callable[[str, str, str, bytes], Sequence[bytes]] | None = None,
+    ) -> None:
+        self._name, self._ends, self._meddle = name, ends, meddle
+        self._down = ""
+
+    def listen(self, take: Callable[[Buffer], Answer]) -> None:
+        self._ends[self._name] = take
+
+    def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
+        del timeout_s
+        arriving = [letter] if self._meddle is None else self._meddle(self._name, to, name, letter)
+        take = self._ends.get(to)
+        if take is None:
+            return "nobody is there"
+        answers = [take(one) for one in arriving]
+        return "" if "taken" in answers else "it was not taken"
+
+    def cut(self, why: str) -> None:
+        """Let the line carry nothing any more."""
+        self._down = why
+
+    def broken(self) -> str:
+        return self._down
+
+    def close(self) -> None:
+        self._ends.pop(self._name, None)

@@ -1,0 +1,301 @@
+"""Who is who between hospitals: one root per federation, and a certificate for everybody who takes part.
+
+Keys never leave the machine they were made on. A hospital sends a request, whoever founded the federation approves it,
+and the hospital puts the certificate beside its key (RFC 2986, RFC 5280). The root's key can name anybody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import padding
+from cryptography.hazmat.primitives.asymmetric.rsa import (
+    RSAPrivateKey,
+    RSAPublicKey,
+    generate_private_key,
+)
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import NameOID
+
+from wsi_fl.types import KnownToAll, UsageError
+
+Role = Literal["server", "coordinator", "hospital"]
+_KEY_BITS = 2048
+"""NVIDIA FLARE 2.9 has room for keys of this length alone in what it encrypts from end to end."""
+_ROOT_DAYS, _CERTIFICATE_DAYS = 3650, 730
+_SKEW = timedelta(minutes=10)
+"""A certificate holds from a little before it was made, for clocks that are slow."""
+_FLARE_ROLE = {"coordinator": "project_admin"}
+"""What FLARE reads of a certificate to know what its holder may do."""
+_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
+
+
+class NotTrusted(KnownToAll):
+    """Something was not signed by whom it says it comes from."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A key, its certificate and the root of the federation: what one needs to speak for a site.
+
+    Attributes:
+        name: the site's, as the certificate has it.
+        certificate, root: PEM.
+    """
+
+    name: str
+    key: RSAPrivateKey
+    certificate: str
+    root: str
+
+    @staticmethod
+    def load(key: str, certificate: str, root: str, *, now: datetime | None = None) -> Identity:
+        """Return the identity that three PEM texts make up.
+
+        Raises:
+            UsageError: when they do not belong together, or the certificate does not hold now.
+        """
+        try:
+            private = _private(key)
+            holder = verified(certificate, root, now=now)
+        except (ValueError, NotTrusted) as error:
+            raise UsageError(f"this kit is no use: {error}") from None
+        if _certificate(certificate).public_key() != private.public_key():
+            raise UsageError("this kit is no use: its certificate is of another key than the one in it")
+        return Identity(holder.name, private, certificate, root)
+
+    def sign(self, data: bytes) -> bytes:
+        """Return the signature of some bytes (RSASSA-PSS with SHA-256, RFC 8017)."""
+        return self.key.sign(data, _PADDING, SHA256())
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Whom a certificate names.
+
+    Attributes:
+        until: when the certificate ends.
+    """
+
+    name: str
+    organization: str
+    until: datetime
+    _key: RSAPublicKey
+
+    def check(self, signature: bytes, data: bytes) -> None:
+        """Refuse what this holder did not sign.
+
+        Raises:
+            NotTrusted: when the signature is not that of these bytes by the holder's key.
+        """
+        try:
+            self._key.verify(signature, data, _PADDING, SHA256())
+        except InvalidSignature:
+            raise NotTrusted(f"what is said to come from {self.name} was not signed by it") from None
+
+
+def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
+    """Return whom a certificate names, once it is known to be one of the federation that holds now.
+
+    Args:
+        certificate, root: PEM.
+        now: the time it must hold at; default: now.
+
+    Raises:
+        NotTrusted: in one line that says what is wrong.
+    """
+    try:
+        found, above = _certificate(certificate), _certificate(root)
+        found.verify_directly_issued_by(above)
+    except (ValueError, TypeError, InvalidSignature):
+        raise NotTrusted("a certificate is not one of this federation") from None
+    name, organization = (
+        _named(found.subject, NameOID.COMMON_NAME),
+        _named(found.subject, NameOID.ORGANIZATION_NAME),
+    )
+    today = now or datetime.now(UTC)
+    for one, whose in ((found, name), (above, "the federation's root")):
+        if not one.not_valid_before_utc <= today <= one.not_valid_after_utc:
+            raise NotTrusted(
+                f"the certificate of {whose} holds from {one.not_valid_before_utc:%Y-%m-%d %H:%M} to "
+                f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
+                "clock, or request a new certificate"
+            )
+    key = found.public_key()
+    if not isinstance(key, RSAPublicKey):
+        raise NotTrusted(f"the certificate of {name} has no RSA key")
+    return Holder(name, organization, found.not_valid_after_utc, key)
+
+
+def new_key() -> str:
+    """Return a fresh private key as PEM."""
+    key = generate_private_key(public_exponent=65537, key_size=_KEY_BITS)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()).decode()
+
+
+def new_root(key: str, federation: str) -> str:
+    """Return the root certificate (PEM) of a federation, signed by its own key (PEM)."""
+    private, now = _private(key), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, federation)])
+    identifier = x509.SubjectKeyIdentifier.from_public_key(private.public_key())
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    made = (
+        _begun(name, name, private.public_key(), now, _ROOT_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(identifier, critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+        )
+        .sign(private, SHA256())
+    )
+    return _pem(made)
+
+
+def new_request(key: str, name: str, organization: str) -> str:
+    """Return a certificate request (PEM) for a key (PEM)."""
+    subject = x509.Name(
+        [
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
+        ]
+    )
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(_private(key), SHA256())
+    return request.public_bytes(Encoding.PEM).decode()
+
+
+def approved(
+    request: str,
+    root_key: str,
+    root: str,
+    *,
+    role: Role,
+    hosts: tuple[str, ...] = (),
+    days: int = _CERTIFICATE_DAYS,
+) -> str:
+    """Return the certificate (PEM) for a request.
+
+    Args:
+        request, root_key, root: PEM.
+        role: what its holder is.
+        hosts: names under which a server is reached.
+        days: how long it holds.
+
+    Raises:
+        UsageError: when the request was not signed by the key that it is for.
+    """
+    try:
+        asked, above, private = (
+            x509.load_pem_x509_csr(request.encode()),
+            _certificate(root),
+            _private(root_key),
+        )
+    except ValueError:
+        raise UsageError("this is no certificate request") from None
+    if not asked.is_signature_valid or not isinstance(key := asked.public_key(), RSAPublicKey):
+        raise UsageError("this request was not signed by the key that it is for")
+    name = _named(asked.subject, NameOID.COMMON_NAME)
+    subject = list(asked.subject)
+    if role in _FLARE_ROLE:
+        subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
+    identifier = x509.SubjectKeyIdentifier.from_public_key(private.public_key())
+    made = (
+        _begun(x509.Name(subject), above.subject, key, datetime.now(UTC), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(h) for h in hosts or (name,)]), critical=False
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier), critical=False
+        )
+        .sign(private, SHA256())
+    )
+    return _pem(made)
+
+
+def request_names(request: str) -> tuple[str, str]:
+    """Return (name, organization) of a certificate request (PEM).
+
+    Raises:
+        UsageError: when it is none.
+    """
+    try:
+        subject = x509.load_pem_x509_csr(request.encode()).subject
+    except ValueError:
+        raise UsageError("this is no certificate request") from None
+    return _named(subject, NameOID.COMMON_NAME), _named(subject, NameOID.ORGANIZATION_NAME)
+
+
+def fingerprint(pem: str) -> str:
+    """Return SHA-256 of the public key in a certificate or a request (PEM), for people to compare by telephone.
+
+    Example:
+        >>> len(fingerprint(new_request(new_key(), "C1", "a hospital")))
+        95
+    """
+    try:
+        key = (x509.load_pem_x509_csr(pem.encode()) if "REQUEST" in pem else _certificate(pem)).public_key()
+    except ValueError:
+        raise UsageError("this is neither a certificate nor a request") from None
+    text = (
+        hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).hexdigest().upper()
+    )
+    return ":".join(text[k : k + 2] for k in range(0, len(text), 2))
+
+
+def _begun(
+    subject: x509.Name, issuer: x509.Name, key: RSAPublicKey, now: datetime, days: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _SKEW)
+        .not_valid_after(now + timedelta(days=days))
+    )
+
+
+def _private(pem: str) -> RSAPrivateKey:
+    key = load_pem_private_key(pem.encode(), None)
+    if not isinstance(key, RSAPrivateKey):
+        raise UsageError("this is no RSA key")
+    return key
+
+
+def _certificate(pem: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem.encode())
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(Encoding.PEM).decode()
+
+
+def _named(subject: x509.Name, what: x509.ObjectIdentifier) -> str:
+    """One attribute of a name, empty where it has none or several."""
+    found = subject.get_attributes_for_oid(what)
+    return str(found[0].value) if len(found) == 1 else ""

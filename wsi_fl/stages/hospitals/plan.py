@@ -1,0 +1,182 @@
+"""The plan that hospitals sign: one readable file that says what runs, what leaves, and what it costs.
+
+A hospital's approval is a signature of the file's SHA-256 with the key of its kit. A process takes part in nothing but
+the plan that lies approved in its own study, and its ledger names that plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.federation.certificates import Identity, NotTrusted, verified
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.toml import validated
+from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.types import UsageError, WsiFlError
+
+FORMAT, VERSION = "wsi-fl plan", 1
+_PURPOSE = b"wsi-fl approval of a plan, version 1\n"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as it was written.
+
+    Attributes:
+        text: all of the file; its SHA-256 is what hospitals sign.
+    """
+
+    text: str
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            UsageError: when the file is none.
+        """
+        try:
+            plan = Plan(path.read_text(encoding="utf-8"))
+            said = (plan.document.get("format"), plan.document.get("version"))
+        except (OSError, ValueError, AttributeError):
+            raise UsageError(f"{path}: this is no plan; make one with `wsi-fl federation plan`") from None
+        if said != (FORMAT, VERSION):
+            raise UsageError(f"{path}: this is no plan that this version of wsi-fl reads")
+        return plan
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """What the file says."""
+        return dict(json.loads(self.text))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, in hexadecimal digits."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def method(self) -> str:
+        return str(self.document["method"])
+
+    @property
+    def name(self) -> str:
+        """Of the pipeline."""
+        return str(self.document["pipeline"])
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of all sites, in order."""
+        return [str(site["name"]) for site in self.document["sites"]]
+
+    @property
+    def most_bytes(self) -> int:
+        """The longest letter that can be part of this plan."""
+        return int(self.document["most_bytes"])
+
+    def pipeline(self) -> Pipeline:
+        """Return the settings of the plan.
+
+        Raises:
+            UsageError: when they are no settings of this version.
+        """
+        return validated(Pipeline, tomllib.loads(str(self.document["settings"])), "plan")
+
+
+def plan_path(study: Study) -> Path:
+    """Return where a study keeps the plan that its hospital signed."""
+    return study.root / "federation" / "plan.json"
+
+
+def approval_path(study: Study, site: str) -> Path:
+    """Return where a study keeps a site's approval of that plan."""
+    return study.root / "federation" / f"approval-{site}.json"
+
+
+def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
+    """Sign a plan in the name of a hospital, and keep both in its study.
+
+    Raises:
+        UsageError: when the hospital takes no part in the plan.
+    """
+    if identity.name not in plan.sites:
+        raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
+    plan_path(study).parent.mkdir(exist_ok=True)
+    write_text(plan_path(study), plan.text)
+    document = {
+        "site": identity.name,
+        "plan": plan.digest,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "certificate": identity.certificate,
+    }
+    signature = identity.sign(_signed(document))
+    write_json(approval_path(study, identity.name), document | {"signature": signature.hex()})
+    return document
+
+
+def approved_plan(study: Study, identity: Identity) -> Plan:
+    """Return the plan that a hospital has signed.
+
+    Raises:
+        UsageError: when there is none, or the file is another than the one that was signed.
+    """
+    path, approval = plan_path(study), approval_path(study, identity.name)
+    if not path.exists() or not approval.exists():
+        raise UsageError(
+            f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
+        )
+    plan = Plan.load(path)
+    check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
+    return plan
+
+
+def check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
+    """Refuse an approval that is not a site's signature of this very plan.
+
+    Args:
+        root: the federation's root certificate, PEM.
+
+    Raises:
+        UsageError: in one line that says what is wrong.
+    """
+    try:
+        holder = verified(str(document["certificate"]), root)
+        holder.check(bytes.fromhex(str(document["signature"])), _signed(document))
+    except (KeyError, ValueError, NotTrusted) as error:
+        why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
+        raise UsageError(f"the approval of {site} is no use: {why}") from None
+    if (holder.name, document["site"], document["plan"]) != (site, site, plan.digest):
+        raise UsageError(
+            f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
+            "with `wsi-fl federation approve`"
+        )
+
+
+def code_digest() -> str:
+    """Return the SHA-256 over the installed package's own code, which all sites of a plan must have alike.
+
+    Raises:
+        WsiFlError: when it cannot be read.
+    """
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    try:
+        for path in sorted(package.rglob("*.py")):
+            digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    except OSError as error:
+        raise WsiFlError(f"the installed package cannot be read: {error}") from None
+    return digest.hexdigest()
+
+
+def _signed(document: dict[str, Any]) -> bytes:
+    """What an approval's signature is of."""
+    said = {key: document[key] for key in ("site", "plan", "time")}
+    return _PURPOSE + json.dumps(said, sort_keys=True).encode()

@@ -1,0 +1,92 @@
+"""A hospital's part in a signed plan, whatever carries its letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from wsi_fl import __version__
+from wsi_fl.federation.certificates import Identity
+from wsi_fl.federation.relayed import Line, RelayedComm
+from wsi_fl.stages.hospitals.plan import Plan, approved_plan, code_digest
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check, running_sites
+from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed
+from wsi_fl.study.folder import Study
+from wsi_fl.types import UsageError
+
+
+def take_part(
+    study: Study,
+    identity: Identity,
+    line: Line,
+    *,
+    resume: str | None = None,
+    without: Sequence[str] = (),
+    plan: str | None = None,
+) -> dict[str, Any]:
+    """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
+
+    Args:
+        study: of this hospital, the only folder that is read or written.
+        identity: of its kit.
+        resume: a run of this plan to go on with; default: a new one.
+        without: sites that were lost.
+        plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
+
+    Raises:
+        UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
+    """
+    agreed = approved_plan(study, identity)
+    _refuse_another(agreed, plan, identity.name)
+    if resume is None:
+        party = Party.of(study, agreed.pipeline(), agreed.method)
+        check(party, "mpi", stores=False)
+        running = tuple(range(len(party.sites)))
+    else:
+        party, finished = resumed(study, resume, without=without)
+        if party.run.agreement != agreed.digest:
+            raise UsageError(
+                f"{resume} is a run of another plan than the one that site {identity.name} signed"
+            )
+        if finished is not None:
+            return finished
+        check(party, "mpi", stores=False)
+        note_who_goes_on(party, without)
+        running = running_sites(party)
+    from wsi_fl.stages.training import ranks  # and with it PyTorch
+
+    comm = RelayedComm(
+        identity,
+        party.names,
+        running,
+        line,
+        party.pipeline.comm.timeout_s,
+        version=__version__,
+        code=code_digest(),
+        plan=agreed.digest,
+        most_bytes=agreed.most_bytes,
+    )
+    try:
+        run_of = (
+            partial(agree_on_run, party, agreed.name, agreement=agreed.digest)
+            if resume is None
+            else lambda _: party.run
+        )
+        return ranks.take_part(party, comm, run_of)
+    finally:
+        comm.close()
+
+
+def _refuse_another(agreed: Plan, asked: str | None, site: str) -> None:
+    if asked is not None and asked != agreed.digest:
+        raise UsageError(
+            f"site {site} signed plan {agreed.digest[:8]}, and this job is plan {asked[:8]}; nothing was begun"
+        )
+    said = str(agreed.document["code"])
+    if said != code_digest():
+        raise UsageError(
+            f"the plan is for wsi-fl {agreed.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
+            f"({code_digest()[:8]}); install the plan's version, or agree on a new plan"
+        )
