@@ -2,8 +2,165 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
+
+from wsi_fl.cli.options import Json, find_study, show
+from wsi_fl.types import UsageError
 
 app = typer.Typer(
     no_args_is_help=True, help="Hospitals that learn together: kits, plans, and what joins them."
 )
+
+KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help="The folder of the kit.")]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="The plan that all have signed.")
+]
+
+
+@app.command()
+def provision(
+    folder: Annotated[
+        Path, typer.Argument(help="A new folder, for the root, the server's and the coordinator's kit.")
+    ],
+    name: Annotated[str, typer.Option(help="Of the federation.")] = "wsi-fl",
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="By which hospitals reach the server.")
+    ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option("--folder", metavar="ADDRESS", help="Without a server: a folder that all can reach."),
+    ] = None,
+    sites: Annotated[str, typer.Option(help="A test bed: kits of these hospitals too, as in A,B,C.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Found a federation: its root, and the kits of its server and its coordinator."""
+    from wsi_fl.stages.hospitals.kits_making import print_provisioned, provision
+
+    named = [site.strip() for site in sites.split(",") if site.strip()]
+    document = provision(folder, federation=name, server=server, shared_folder=shared, sites=named)
+    show(document, as_json, print_provisioned)
+
+
+@app.command()
+def request(
+    site: Annotated[
+        str, typer.Argument(help="The hospital's name in the federation, that of its site file.")
+    ],
+    kit: Annotated[
+        Path, typer.Option(help="A new folder for the kit; the key is made there and stays there.")
+    ],
+    organization: Annotated[str, typer.Option(help="The hospital's full name.")],
+    as_json: Json = False,
+) -> None:
+    """Make a key at a hospital, and the request that is sent to the coordinator."""
+    from wsi_fl.stages.hospitals.kits_making import print_requested, request
+
+    show(request(kit, name=site, organization=organization), as_json, print_requested)
+
+
+@app.command()
+def join(
+    file: Annotated[Path, typer.Argument(help="The certificate that the coordinator sent back.")],
+    kit: Annotated[Path, typer.Option(help="The kit that the request was made in.")],
+    fingerprint: Annotated[
+        str | None, typer.Option(help="The root's, as the coordinator read it out; another one is refused.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put the certificate beside the key; the kit is complete then."""
+    from wsi_fl.stages.hospitals.kits_making import join, print_joined
+
+    show(join(file, kit, fingerprint), as_json, print_joined)
+
+
+@app.command()
+def start(
+    kit: KitFolder,
+    study: Annotated[
+        Path | None, typer.Option(help="The hospital's study, the only folder that jobs read and write.")
+    ] = None,
+) -> None:
+    """Start a hospital's client, or the server, in the foreground; over a folder, take part until the run is done."""
+    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.start import start
+    from wsi_fl.stages.work.console import say
+    from wsi_fl.study.folder import Study
+
+    start(Kit.open(kit), Study.find(study) if study else None, told=say)
+
+
+@app.command()
+def submit(
+    kit: Annotated[Path, typer.Option(help="The coordinator's kit.")],
+    plan: PlanFile = None,
+    method: Annotated[str | None, typer.Option(help="That of the plan; another one is refused.")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run of this plan.")] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="With --resume: go on without it. Repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for what comes back. Default: beside the plan.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Let the hospitals of a signed plan do it together."""
+    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.plan import Plan, plan_path
+    from wsi_fl.stages.hospitals.submit import print_submitted, submit
+    from wsi_fl.stages.work.console import Bars
+
+    file = plan or plan_path(find_study())
+    agreed = Plan.load(file)
+    if method is not None and method != agreed.method:
+        raise UsageError(f"{file} is a plan for {agreed.method}, not for {method}")
+    if without and resume is None:
+        raise UsageError("--without is for going on with a run; give --resume RUN too")
+    with Bars("federation") as bars:
+        document = submit(
+            Kit.open(kit),
+            agreed,
+            out=out or file.parent / f"result-{agreed.digest[:8]}",
+            resume=resume,
+            without=without or [],
+            watcher=bars,
+        )
+    show(document, as_json, print_submitted)
+
+
+@app.command()
+def status(kit: Annotated[Path, typer.Option(help="The coordinator's kit.")], as_json: Json = False) -> None:
+    """Say which hospitals are connected, and what became of the jobs."""
+    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.submit import print_status, status
+
+    show(status(Kit.open(kit)), as_json, print_status)
+
+
+@app.command()
+def abort(
+    job: Annotated[str, typer.Argument(help="The job's id, as `status` has it.")],
+    kit: Annotated[Path, typer.Option(help="The coordinator's kit.")],
+    as_json: Json = False,
+) -> None:
+    """End a job at all hospitals; what was finished stays."""
+    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.submit import abort
+    from wsi_fl.stages.work.console import say
+
+    show(abort(Kit.open(kit), job), as_json, lambda one: say(f"job {one['aborted']} was ended"))
+
+
+@app.command()
+def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
+    """Look whether a kit gets through; with the coordinator's kit and a plan: whether all hospitals reach each other."""
+    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.plan import Plan
+    from wsi_fl.stages.hospitals.submit import check, print_check
+
+    document = check(Kit.open(kit), Plan.load(plan) if plan else None)
+    show(document, as_json, print_check)
+    if not document["ok"]:
+        raise typer.Exit(1)

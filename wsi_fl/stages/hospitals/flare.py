@@ -1,5 +1,327 @@
-"""The one door to NVIDIA FLARE."""
+"""The one door to NVIDIA FLARE 2.9: its server runs `Together`, hospitals run `Hospital`, and letters go between them.
+
+FLARE brings connections, mutual TLS, and processes that are started for a job. It is not trusted with anything: what it
+carries is sealed and signed by `federation.letters`, and its own encryption from end to end is on as well. A job names
+the plan that the hospitals have signed; everything else about it comes from the hospital's own study.
+"""
 
 from __future__ import annotations
 
-import nvflare  # noqa: F401
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.event_type import EventType
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+from nvflare.fuel.f3.cellnet.defs import MessageHeaderKey
+from nvflare.fuel.f3.cellnet.defs import ReturnCode as CellCode
+from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
+from nvflare.fuel.f3.message import Message
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from wsi_fl.federation.letters import Buffer
+from wsi_fl.federation.relayed import Answer
+from wsi_fl.stages.hospitals.flare_files import COORDINATOR, job_files
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.taking_part import greet, take_part
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_json, write_json
+from wsi_fl.types import UsageError, WsiFlError, one_line
+
+STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
+"""Environment variables by which a hospital tells its own processes where its study and its kit are."""
+_CHANNEL = "wsi_fl"
+_SAID = "said.json"
+_READY_S = 120
+_CONNECT_S = 15.0
+Outcome = Mapping[str, Any]
+
+
+class Together(Controller):  # type: ignore[misc]
+    """The server's part of a job: ask all hospitals to begin, wait until all are done, and note what they said.
+
+    Args:
+        sites: that take part.
+        job: what they are asked to do, see `Hospital`.
+    """
+
+    def __init__(self, sites: list[str], job: dict[str, Any]) -> None:
+        super().__init__()
+        self._sites, self._job = sites, job
+        self._said: dict[str, Any] = {}
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """Ask for "ready", so that every process listens, and then for the work itself."""
+        for name, seconds in (("ready", _READY_S), ("work", 0)):
+            self._said = {}
+            data = Shareable({"job": self._job})
+            task = Task(name=name, data=data, timeout=seconds, result_received_cb=self._answered)
+            self.broadcast_and_wait(
+                task=task,
+                targets=self._sites,
+                min_responses=len(self._sites),
+                fl_ctx=fl_ctx,
+                abort_signal=abort_signal,
+            )
+            self._note(fl_ctx)
+            if missing := [site for site in self._sites if site not in self._said]:
+                self.system_panic(f"{missing[0]} gave no answer to {name}", fl_ctx)
+            if missing or any("error" in said for said in self._said.values()):
+                return
+
+    def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
+        """Keep an answer; after a failure the others would wait in vain, so the job ends."""
+        result, site = client_task.result, client_task.client.name
+        text = str(result.get("said", "{}")) if result.get_return_code() == ReturnCode.OK else "{}"
+        self._said[site] = json.loads(text)
+        if result.get_return_code() != ReturnCode.OK:
+            self._said[site] = {"error": str(result.get("said", f"site {site}: {result.get_return_code()}"))}
+            self._note(fl_ctx)
+            self.system_panic(self._said[site]["error"], fl_ctx)
+
+    def _note(self, fl_ctx: FLContext) -> None:
+        folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
+        write_json(folder / _SAID, self._said)
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Nothing is to be prepared."""
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Nothing is to be cleaned up."""
+
+    def process_result_of_unknown_task(self, *arguments: Any, **named: Any) -> None:
+        """Leave it alone."""
+
+
+class CellLine:
+    """A line over FLARE's cells: straight from one hospital's job process to another's, by way of the server.
+
+    Args:
+        engine: of this job process.
+        arrived: hands over what the cell was sent, once somebody listens.
+        job: FLARE's id of the job.
+    """
+
+    lag_s = 60.0
+
+    def __init__(self, engine: Any, arrived: _Arrived, job: str, stopped: Signal) -> None:
+        self._cell, self._arrived, self._job, self._stopped = engine.get_cell(), arrived, job, stopped
+
+    def listen(self, take: Callable[[Buffer], Answer]) -> None:
+        self._arrived.take = take
+
+    def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
+        del name
+        reply = self._cell.send_request(
+            channel=_CHANNEL,
+            topic=_CHANNEL,
+            target=f"{to}.{self._job}",
+            request=Message({}, letter),
+            timeout=max(1.0, timeout_s),
+            secure=True,  # from end to end; FLARE's default is off
+            abort_signal=self._stopped,
+        )
+        code = reply.get_header(MessageHeaderKey.RETURN_CODE, CellCode.OK)
+        if code != CellCode.OK:
+            return str(reply.get_header(MessageHeaderKey.ERROR, "") or code)
+        return "" if reply.payload == "taken" else "it was not taken"
+
+    def broken(self) -> str:
+        return (
+            "the job was ended by the coordinator, or because a site was lost"
+            if self._stopped.triggered
+            else ""
+        )
+
+    def close(self) -> None:
+        self._arrived.take = None
+
+
+class _Arrived:
+    """What the cell calls for every letter; before somebody listens it asks for it again later."""
+
+    def __init__(self) -> None:
+        self.take: Callable[[Buffer], Answer] | None = None
+
+    def __call__(self, request: Message) -> Message:
+        take = self.take
+        return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
+
+
+class Hospital(Executor):  # type: ignore[misc]
+    """A hospital's part of a job, in a process of its own that FLARE's client started.
+
+    A job is {"what": "work", "plan": SHA-256, "resume": RUN or null, "without": [SITE, …]}, or {"what": "check", …},
+    which goes to see every peer and trains nothing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arrived = _Arrived()
+
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Listen from the beginning, before any task, so that no letter is lost."""
+        if event_type == EventType.START_RUN:
+            cell = fl_ctx.get_engine().get_cell()
+            cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
+
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
+        """Do what the job says; whatever fails is told in one line."""
+        try:
+            said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
+        except Exception as error:
+            known = isinstance(error, WsiFlError)
+            name = fl_ctx.get_identity_name()
+            text = one_line(error) if known else f"site {name} failed; its own log says why"
+            with suppress(OSError):
+                _note_failure(name, error)
+            reply = make_reply(ReturnCode.EXECUTION_EXCEPTION)
+            reply["said"] = text
+            return reply
+        reply = make_reply(ReturnCode.OK)
+        reply["said"] = json.dumps(said)
+        return reply
+
+    def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Outcome:
+        study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
+        line = CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
+        asked = str(job["plan"])
+        if job["what"] == "check":
+            return greet(study, kit.identity(), line, plan=asked)
+        return take_part(
+            study, kit.identity(), line, resume=job["resume"], without=job["without"], plan=asked
+        )
+
+
+def _note_failure(site: str, error: BaseException) -> None:
+    import traceback
+
+    from wsi_fl.runs import note
+
+    text = "".join(traceback.format_exception(error))
+    note(Study(Path(os.environ[STUDY])).runs / f"{site}.log", text)
+
+
+# the coordinator's side
+
+
+@contextmanager
+def _session(kit: Kit) -> Iterator[Session]:
+    """A connection to the server as coordinator; what FLARE prints meanwhile is nobody's business."""
+    if kit.role != "coordinator":
+        raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
+    said = StringIO()
+    try:
+        with redirect_stdout(said):
+            session = new_secure_session(COORDINATOR, str(kit.path), timeout=_CONNECT_S)
+    except Exception as error:
+        raise WsiFlError(
+            f"the server {kit.document['server']} does not let the coordinator in: {one_line(error)}; "
+            f"`wsi-fl federation check {kit.path}` looks for the reason"
+        ) from None
+    try:
+        with redirect_stdout(said):
+            yield session
+    finally:
+        with suppress(Exception):
+            session.close()
+
+
+def connected(kit: Kit) -> list[str]:
+    """Return the hospitals whose clients are connected to the server."""
+    with _session(kit) as session:
+        return sorted(client.name for client in session.get_connected_client_list())
+
+
+def jobs(kit: Kit) -> list[dict[str, Any]]:
+    """Return the jobs that the server knows: {"id", "name", "status", "submitted"}, newest first."""
+    with _session(kit) as session:
+        found = session.list_jobs(limit=20, detailed=True, reverse=True)
+    return [
+        {
+            "id": one.get("job_id"),
+            "name": one.get("job_name", one.get("name")),
+            "status": one.get("status"),
+            "submitted": one.get("submit_time"),
+        }
+        for one in found
+    ]
+
+
+def abort(kit: Kit, job: str) -> None:
+    """End a job at all hospitals.
+
+    Raises:
+        WsiFlError: when the server knows no such job, or it has ended.
+    """
+    with _session(kit) as session:
+        try:
+            session.abort_job(job)
+        except Exception as error:
+            raise WsiFlError(f"job {job} was not ended: {one_line(error)}") from None
+
+
+def run_job(
+    kit: Kit,
+    sites: list[str],
+    job: dict[str, Any],
+    *,
+    told: Callable[[str], None],
+    waiting: Callable[[float], None],
+) -> Outcome:
+    """Submit a job, wait for its end, and return what each hospital said.
+
+    Args:
+        told: called with FLARE's id of the job.
+        waiting: called now and then with the seconds that the job has taken.
+
+    Raises:
+        WsiFlError: with the reason of the first hospital that failed, or that the server gave.
+    """
+    with tempfile.TemporaryDirectory() as place, _session(kit) as session:
+        folder = Path(place) / "job"
+        job_files(folder, sites, job)
+        number = session.submit_job(str(folder))
+        told(number)
+        began = time.monotonic()
+        while not (status := str(session.get_job_status(number))).startswith("FINISHED"):
+            waiting(time.monotonic() - began)
+            time.sleep(1.0)
+        said = _result(session, number, Path(place))
+    errors = [one["error"] for one in said.values() if "error" in one]
+    if errors:
+        raise WsiFlError(_first_reason(errors))
+    if status != "FINISHED:COMPLETED":
+        raise WsiFlError(
+            f"job {number} ended with {status.removeprefix('FINISHED:').lower()}; see the server's log"
+        )
+    return said
+
+
+def _first_reason(errors: list[str]) -> str:
+    """Who failed first says why; the others only noticed that it did."""
+    own = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
+    return (own or errors)[0]
+
+
+def _result(session: Session, job: str, place: Path) -> dict[str, Any]:
+    """What the hospitals said, from the job's folder on the server."""
+    with suppress(Exception):
+        folder = Path(session.download_job_result(job, str(place)))
+        file = next(folder.rglob(_SAID), None)
+        return dict(read_json(file)) if file else {}
+    return {}

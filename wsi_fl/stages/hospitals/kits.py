@@ -14,7 +14,8 @@ from wsi_fl.federation.certificates import Identity, Role
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError
 
-_STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
+STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
+"""How FLARE calls the files of a role."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Kit:
         Raises:
             UsageError: when files are missing or do not belong together, or the certificate does not hold now.
         """
-        stem, startup = _STEM[self.role], self.path / "startup"
+        stem, startup = STEM[self.role], self.path / "startup"
         try:
             texts = [(startup / name).read_text() for name in (f"{stem}.key", f"{stem}.crt", "rootCA.pem")]
         except OSError as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity
+from wsi_fl.federation.documents import Name
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.stages.hospitals.plan import Plan, approved_plan, code_digest
 from wsi_fl.stages.site.party import Party
@@ -15,6 +19,8 @@ from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
+
+_GREETING_S = 60.0
 
 
 def take_part(
@@ -38,8 +44,7 @@ def take_part(
     Raises:
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
-    agreed = approved_plan(study, identity)
-    _refuse_another(agreed, plan, identity.name)
+    agreed = _agreed(study, identity, plan)
     if resume is None:
         party = Party.of(study, agreed.pipeline(), agreed.method)
         check(party, "mpi", stores=False)
@@ -57,17 +62,7 @@ def take_part(
         running = running_sites(party)
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
-    comm = RelayedComm(
-        identity,
-        party.names,
-        running,
-        line,
-        party.pipeline.comm.timeout_s,
-        version=__version__,
-        code=code_digest(),
-        plan=agreed.digest,
-        most_bytes=agreed.most_bytes,
-    )
+    comm = _introduced(identity, agreed, running, line, party.pipeline.comm.timeout_s)
     try:
         run_of = (
             partial(agree_on_run, party, agreed.name, agreement=agreed.digest)
@@ -79,7 +74,49 @@ def take_part(
         comm.close()
 
 
-def _refuse_another(agreed: Plan, asked: str | None, site: str) -> None:
+class Seen(TypedDict):
+    """What hospitals that only go to see each other tell."""
+
+    site: Name
+
+
+def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = None) -> dict[str, Any]:
+    """Go to see every other site of the signed plan and train nothing: {"site", "peers", "seconds"}.
+
+    Raises:
+        UsageError: when no plan was signed, or another one is asked for.
+        KnownToAll: when a site does not answer, or has another plan, version, code or time.
+    """
+    agreed, began = _agreed(study, identity, plan), time.perf_counter()
+    comm = _introduced(identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
+    try:
+        told = comm.gather([Seen(site=identity.name)], Seen)
+    finally:
+        comm.close()
+    peers = [one["site"] for one in told if one["site"] != identity.name]
+    return {"site": identity.name, "peers": peers, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _introduced(
+    identity: Identity, agreed: Plan, running: tuple[int, ...], line: Line, timeout_s: float
+) -> RelayedComm:
+    """The sites of a plan, once all have said hello."""
+    return RelayedComm(
+        identity,
+        agreed.sites,
+        running,
+        line,
+        timeout_s,
+        version=__version__,
+        code=code_digest(),
+        plan=agreed.digest,
+        most_bytes=agreed.most_bytes,
+    )
+
+
+def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
+    """The plan that a site has signed, once it is known to be the one asked for, and for the code that is here."""
+    agreed, site = approved_plan(study, identity), identity.name
     if asked is not None and asked != agreed.digest:
         raise UsageError(
             f"site {site} signed plan {agreed.digest[:8]}, and this job is plan {asked[:8]}; nothing was begun"
@@ -90,3 +127,4 @@ def _refuse_another(agreed: Plan, asked: str | None, site: str) -> None:
             f"the plan is for wsi-fl {agreed.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
             f"({code_digest()[:8]}); install the plan's version, or agree on a new plan"
         )
+    return agreed

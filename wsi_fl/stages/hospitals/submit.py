@@ -1,0 +1,155 @@
+"""The coordinator's side: asking all hospitals to begin, and what comes back, releases and tallies alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.plan import Plan
+from wsi_fl.stages.hospitals.reach import look
+from wsi_fl.stages.hospitals.start import need_flare
+from wsi_fl.stages.site.account import spent_words
+from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.system.files import write_json
+from wsi_fl.types import UsageError, WsiFlError
+
+
+def submit(
+    kit: Kit,
+    plan: Plan,
+    *,
+    out: Path,
+    resume: str | None = None,
+    without: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Let the hospitals of a plan do it together, and keep the summary that all of them know.
+
+    Args:
+        kit: the coordinator's.
+        out: a folder; `summary.json` and `report.html` are written there.
+        resume: the run to go on with, as the summary or the hospitals' folders name it.
+        without: hospitals that were lost.
+
+    Raises:
+        UsageError: when hospitals of the plan are not connected.
+        WsiFlError: with the reason of the first hospital that failed.
+    """
+    sites = _taking_part(plan, without)
+    job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
+    said = _run(kit, sites, job, watcher or Silent())
+    summary: dict[str, Any] = said[sites[0]]
+    scores = summary.pop("scores", None)
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / "summary.json", summary)
+    if scores is not None:
+        write_json(out / "scores.json", scores)
+    return summary | {"out": str(out)}
+
+
+def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
+
+    Args:
+        plan: the signed one; without it nobody is sent anywhere.
+
+    Returns:
+        {"ok", "steps": [{"what", "ok", "said"}], "connected", "peers": {site: {"peers", "seconds"}}}.
+    """
+    steps = [vars(step) for step in look(kit)]
+    document: dict[str, Any] = {"steps": steps, "connected": None, "peers": None}
+    document["ok"] = all(step["ok"] for step in steps)
+    if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
+        return document
+    need_flare()
+    from wsi_fl.stages.hospitals import flare
+
+    document["connected"] = flare.connected(kit)
+    if plan is None:
+        return document
+    try:
+        job = {"what": "check", "plan": plan.digest}
+        said = _run(kit, plan.sites, job, watcher or Silent())
+        document["peers"] = {
+            name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
+        }
+        found = f"all {len(said)} hospitals have this plan, version, code and time, and reach each other"
+        steps.append({"what": "round trip", "ok": True, "said": found})
+    except WsiFlError as error:
+        steps.append({"what": "round trip", "ok": False, "said": str(error)})
+        document["ok"] = False
+    return document
+
+
+def status(kit: Kit) -> dict[str, Any]:
+    """Return who is connected to the server, and its jobs: {"connected": […], "jobs": […]}."""
+    need_flare()
+    from wsi_fl.stages.hospitals import flare
+
+    return {"connected": flare.connected(kit), "jobs": flare.jobs(kit)}
+
+
+def abort(kit: Kit, job: str) -> dict[str, Any]:
+    """End a job at all hospitals; what they had finished stays, and `submit --resume` goes on with it."""
+    need_flare()
+    from wsi_fl.stages.hospitals import flare
+
+    flare.abort(kit, job)
+    return {"aborted": job}
+
+
+def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
+    need_flare()
+    from wsi_fl.stages.hospitals import flare
+
+    here = flare.connected(kit)
+    if missing := [site for site in sites if site not in here]:
+        raise UsageError(
+            f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
+            f"(connected: {', '.join(here) or 'nobody'})"
+        )
+
+    def waiting(seconds: float) -> None:
+        watcher.update("job", 0, 1, f"{seconds:.0f} s")
+
+    return dict(
+        flare.run_job(
+            kit, sites, job, told=lambda number: watcher.say(f"  job {number}", public=True), waiting=waiting
+        )
+    )
+
+
+def _taking_part(plan: Plan, without: Sequence[str]) -> list[str]:
+    if unknown := sorted(set(without) - set(plan.sites)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
+    return [site for site in plan.sites if site not in without]
+
+
+def print_submitted(document: dict[str, Any]) -> None:
+    """Print what each hospital spent, and where the result lies."""
+    for row in document["sites"]:
+        say(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+    say(f"{document['run']} done in {document['seconds']:.0f} s; what came back is in {document['out']}")
+
+
+def print_check(document: dict[str, Any]) -> None:
+    """Print a row per step, and who reaches whom."""
+    rows: list[list[str] | None] = [
+        ["ok" if step["ok"] else "failed", step["what"], step["said"]] for step in document["steps"]
+    ]
+    print_table("federation check", ["", "what", ""], rows)
+    if document["connected"] is not None:
+        say(f"  connected: {', '.join(document['connected']) or 'nobody'}")
+    for site, one in (document["peers"] or {}).items():
+        say(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
+
+
+def print_status(document: dict[str, Any]) -> None:
+    """Print who is connected, and the newest jobs."""
+    say(f"connected: {', '.join(document['connected']) or 'nobody'}")
+    rows: list[list[str] | None] = [
+        [str(job["id"]), str(job["name"]), str(job["status"]).lower()] for job in document["jobs"]
+    ]
+    print_table("jobs", ["id", "what", "status"], rows)
