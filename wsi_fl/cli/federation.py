@@ -22,12 +22,10 @@ PlanFile = Annotated[
 
 @app.command()
 def provision(
-    folder: Annotated[
-        Path, typer.Argument(help="A new folder, for the root, the server's and the coordinator's kit.")
-    ],
+    folder: Annotated[Path, typer.Argument(help="A new folder, for the root and the first kits.")],
     name: Annotated[str, typer.Option(help="Of the federation.")] = "wsi-fl",
     server: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="By which hospitals reach the server.")
+        str | None, typer.Option(metavar="HOST:PORT", help="Where hospitals reach the server.")
     ] = None,
     shared: Annotated[
         str | None,
@@ -155,7 +153,7 @@ def abort(
 
 @app.command()
 def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
-    """Look whether a kit gets through; with the coordinator's kit and a plan: whether all hospitals reach each other."""
+    """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.stages.hospitals.kits import Kit
     from wsi_fl.stages.hospitals.plan import Plan
     from wsi_fl.stages.hospitals.submit import check, print_check

@@ -1,0 +1,177 @@
+"""A test bed: hospitals as processes of this machine, each with its own kit, study and store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+from tests.conftest import make_study
+from wsi_fl import __version__
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.kits_making import provision
+from wsi_fl.stages.hospitals.plan import FORMAT, VERSION, Plan, approve, code_digest
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
+from wsi_fl.study.toml import dump_toml
+
+INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
+ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
+
+
+def free_port() -> int:
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        return int(place.getsockname()[1])
+
+
+class Bed:
+    """A federation of hospitals S0, S1, … in one folder; what each may see is in a folder of its own."""
+
+    def __init__(
+        self, root: Path, n: int = 2, *, folder: str | None = None, extra: str = "", **store
+    ) -> None:
+        self.root, self.sites = root, [f"S{k}" for k in range(n)]
+        server = None if folder else f"localhost:{free_port()}"
+        provision(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
+        whole = make_study(root / "whole", n, extra, site_extra=ALLOWED, **store)
+        for site in self.sites:
+            shutil.copytree(whole.root, root / site)
+            for other in set(self.sites) - {site}:
+                for path in (root / site / "stores").glob(f"{other}*"):
+                    shutil.rmtree(path)
+        self.simulated = root / "simulated"
+        shutil.copytree(whole.root, self.simulated)
+        for file in (self.simulated / "sites").glob("*.toml"):
+            file.write_text(file.read_text().replace(ALLOWED, "real = false"))
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+
+    def kit(self, name: str) -> Kit:
+        return Kit.open(self.root / "kits" / name)
+
+    def study(self, site: str) -> Study:
+        return Study(self.root / site)
+
+    def sign(self, method: str, *settings: str, by: list[str] | None = None) -> Plan:
+        """A plan for the pipeline of the tests, which all hospitals sign."""
+        pipeline = self.study("S0").pipeline("small", [*INSECURE, *settings])
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "wsi_fl": __version__,
+            "code": code_digest(),
+            "method": method,
+            "pipeline": "small",
+            "settings": dump_toml(pipeline.model_copy(update={"sites": self.sites}), "# a plan of the tests"),
+            "sites": [{"name": site} for site in self.sites],
+            "most_bytes": 1 << 26,
+        }
+        plan = Plan(json.dumps(document, indent=2))
+        for site in by or self.sites:
+            approve(self.study(site), plan, self.kit(site).identity())
+        return plan
+
+    def locally(self, method: str, *settings: str) -> dict[str, str]:
+        """What the same settings come to in one process."""
+        study = Study(self.simulated)
+        summary = train(
+            study, method=method, pipeline_name="small", overrides=[*INSECURE, *settings], backend="local"
+        )
+        return {site: digests(study.root / summary["run"], site) for site in self.sites}
+
+    @contextmanager
+    def running(self, *names: str):
+        """The processes of `federation start`, once they say that they are registered."""
+        try:
+            for name in names or ("server", *self.sites):
+                self.start(name)
+            yield self
+        finally:
+            for name in list(self.processes):
+                self.stop(name)
+
+    def start(self, name: str, wait: bool = True) -> subprocess.Popen[str]:
+        place = [] if name == "server" else ["--study", str(self.root / name)]
+        command = [
+            sys.executable,
+            "-m",
+            "wsi_fl",
+            "federation",
+            "start",
+            str(self.root / "kits" / name),
+            *place,
+        ]
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.root,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        )
+        self.processes[name] = process
+        if wait:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "Ctrl-C ends it" in line, line + process.stdout.read()
+        return process
+
+    def stop(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        if process.stdout is not None:
+            process.stdout.close()
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "wsi_fl", "federation", *map(str, arguments)]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=self.root / "S0", env=os.environ | {"COLUMNS": "200"}
+        )
+
+    def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.command("submit", "--kit", str(self.root / "kits" / "coordinator"), "--json", *arguments)
+
+    def job_processes(self, site: str) -> list[int]:
+        """The processes that FLARE's client of a hospital started for jobs."""
+        kit, found = str(self.root / "kits" / site), []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue
+                if "worker_process" in text and kit in text:
+                    found.append(int(entry.name))
+        return found
+
+    def wait_for(self, what, seconds: float = 60.0):
+        deadline = time.monotonic() + seconds
+        while not (found := what()):
+            assert time.monotonic() < deadline, "nothing came of it"
+            time.sleep(0.05)
+        return found
+
+    def kill_job(self, site: str, sign: int = signal.SIGKILL) -> None:
+        for pid in self.wait_for(lambda: self.job_processes(site)):
+            os.kill(pid, sign)
+
+
+def digests(run: Path, site: str) -> dict[str, str]:
+    """SHA-256 of every model that a run left at a site."""
+    return {
+        path.name: sha256(path.read_bytes()).hexdigest()
+        for path in sorted((run / "sites" / site).glob("*.safetensors"))
+        if path.stem in {"private", "proxy", "central", "model"}
+    }

@@ -1,0 +1,32 @@
+"""Hospitals over NVIDIA FLARE: real processes, own kits, a signed plan; the same models as in one process."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from tests.hospitals import Bed, digests
+from wsi_fl.privacy.book import Book
+
+pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+
+
+def test_two_hospitals_learn_together_over_flare(tmp_path):
+    bed = Bed(tmp_path, 2)
+    plan = bed.sign("proxyfl", "train.rounds=2")
+    with bed.running():
+        said = bed.submit("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
+    assert said.returncode == 0, said.stderr
+    summary = json.loads(said.stdout)
+    expected = bed.locally("proxyfl", "train.rounds=2")
+    for site in bed.sites:
+        assert digests(bed.root / site / summary["run"], site) == expected[site]
+        assert set(expected[site]) == {"private.safetensors", "proxy.safetensors"}
+        other = next(name for name in bed.sites if name != site)
+        assert not list((bed.root / site / "runs").rglob(f"sites/{other}/*"))
+        entries = Book(bed.study(site).ledger(site)).entries
+        assert entries
+        assert {entry.agreement for entry in entries if entry.mechanism} == {plan.digest}
+    local = json.loads((bed.simulated / summary["run"] / "summary.json").read_text())
+    assert summary["communication"]["bytes"] == local["communication"]["bytes"]
+    assert all("S0" not in line or "slide" not in line for line in said.stderr.splitlines())
