@@ -137,11 +137,33 @@ class Bed:
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "wsi_fl", "federation", *map(str, arguments)]
         return subprocess.run(
-            command, capture_output=True, text=True, cwd=self.root / "S0", env=os.environ | {"COLUMNS": "200"}
+            command,
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=self.root / "S0",
+            env=os.environ | {"COLUMNS": "200"},
         )
 
     def submit(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.command("submit", "--kit", str(self.root / "kits" / "coordinator"), "--json", *arguments)
+
+    def submitting(self, *arguments: str) -> subprocess.Popen[str]:
+        """A submission that is under way."""
+        command = [sys.executable, "-m", "wsi_fl", "federation", "submit", "--json"]
+        return subprocess.Popen(
+            [*command, "--kit", str(self.root / "kits" / "coordinator"), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.root / "S0",
+            env=os.environ | {"COLUMNS": "200"},
+        )
+
+    def rounds(self, site: str, run: str) -> int:
+        """How many rounds a site has finished."""
+        path = self.root / site / "runs" / run / "sites" / site / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
 
     def job_processes(self, site: str) -> list[int]:
         """The processes that FLARE's client of a hospital started for jobs."""

@@ -11,7 +11,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -43,6 +44,7 @@ from wsi_fl.types import UsageError, WsiFlError, one_line
 STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
 """Environment variables by which a hospital tells its own processes where its study and its kit are."""
 _CHANNEL = "wsi_fl"
+_ALIVE, _ALIVE_S = "wsi_fl_alive", 2.0
 _SAID = "said.json"
 _READY_S = 120
 _CONNECT_S = 15.0
@@ -77,7 +79,8 @@ class Together(Controller):  # type: ignore[misc]
             )
             self._note(fl_ctx)
             if missing := [site for site in self._sites if site not in self._said]:
-                self.system_panic(f"{missing[0]} gave no answer to {name}", fl_ctx)
+                self._find_lost(missing, fl_ctx)
+                self.system_panic(f"no answer of {', '.join(missing)} to {name}", fl_ctx)
             if missing or any("error" in said for said in self._said.values()):
                 return
 
@@ -90,6 +93,21 @@ class Together(Controller):  # type: ignore[misc]
             self._said[site] = {"error": str(result.get("said", f"site {site}: {result.get_return_code()}"))}
             self._note(fl_ctx)
             self.system_panic(self._said[site]["error"], fl_ctx)
+
+    def _find_lost(self, missing: Sequence[str], fl_ctx: FLContext) -> None:
+        """Note which of the sites that gave no answer are gone: the others still answer while they end."""
+        cell, job = self._engine.get_cell(), fl_ctx.get_job_id()
+
+        def is_gone(site: str) -> bool:
+            place = {"channel": _CHANNEL, "topic": _ALIVE, "target": f"{site}.{job}"}
+            reply = cell.send_request(**place, request=Message({}, b""), timeout=_ALIVE_S)
+            return bool(reply.get_header(MessageHeaderKey.RETURN_CODE, CellCode.OK) != CellCode.OK)
+
+        with ThreadPoolExecutor(len(missing)) as pool:
+            gone = [site for site, is_it in zip(missing, pool.map(is_gone, missing), strict=True) if is_it]
+        for site in gone if len(gone) < len(self._sites) else ():
+            self._said[site] = {"error": f"site {site} was lost: its process is gone"}
+        self._note(fl_ctx)
 
     def _note(self, fl_ctx: FLContext) -> None:
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
@@ -160,6 +178,12 @@ class _Arrived:
         return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
 
 
+def _answer(request: Message) -> Message:
+    """What a process says that is asked whether it is there."""
+    del request
+    return make_cell_reply(CellCode.OK, body="alive")
+
+
 class Hospital(Executor):  # type: ignore[misc]
     """A hospital's part of a job, in a process of its own that FLARE's client started.
 
@@ -176,6 +200,7 @@ class Hospital(Executor):  # type: ignore[misc]
         if event_type == EventType.START_RUN:
             cell = fl_ctx.get_engine().get_cell()
             cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
+            cell.register_request_cb(channel=_CHANNEL, topic=_ALIVE, cb=_answer)
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
@@ -307,7 +332,8 @@ def run_job(
         raise WsiFlError(_first_reason(errors))
     if status != "FINISHED:COMPLETED":
         raise WsiFlError(
-            f"job {number} ended with {status.removeprefix('FINISHED:').lower()}; see the server's log"
+            f"job {number} ended with {status.removeprefix('FINISHED:').lower()}, and no hospital said why; see the "
+            "server's log"
         )
     return said
 

@@ -72,4 +72,9 @@ class Kit:
             raise UsageError(
                 f"{self.path}: this kit is incomplete: {error.filename} cannot be read"
             ) from None
-        return Identity.load(*texts)
+        identity = Identity.load(*texts)
+        if identity.name != self.name:
+            raise UsageError(
+                f"{self.path}: this kit says {self.name}, and its certificate is that of {identity.name}"
+            )
+        return identity
