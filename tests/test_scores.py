@@ -27,7 +27,7 @@ from wsi_fl.stages.training.train import resume, train
 
 SITES = ["S0", "S1", "S2"]
 ALLOWED = REAL + '\nallow = ["scores"]'
-SEEDED = ["train.rounds=2", "privacy.insecure_seed=3"]
+SEEDED = ["train.rounds=8", "privacy.insecure_seed=3"]
 QUIET = ["train.rounds=2", "privacy.sigma=4"]
 
 
@@ -76,14 +76,15 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
     found, exact = scores_of(merged(parts)), scores(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
-    assert found["auroc"] == pytest.approx(exact["auroc"], abs=1 / N_BINS)
+    assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 1 / N_BINS
     assert merged(parts) == count(p, label)
 
 
 @pytest.mark.parametrize("score", [0.0, 0.5, 1.0])
 def test_answers_that_are_all_the_same_rank_nothing(score):
     p = np.tile([1 - score, score], (6, 1))
-    assert scores_of(count(p, np.array([0, 1, 0, 1, 1, 1])))["auroc"] == 0.5 == auroc(p, np.arange(6) % 2)
+    found = scores_of(count(p, np.array([0, 1, 0, 1, 1, 1])))
+    assert found["auroc"] == found["auroc_within"] == 0.5 == auroc(p, np.arange(6) % 2)
 
 
 def test_more_classes_have_no_bins_and_no_auroc():
@@ -91,7 +92,7 @@ def test_more_classes_have_no_bins_and_no_auroc():
     found = scores_of(count(p, np.array([0, 1, 2, 0])))
     assert (found["n"], found["accuracy"], found["auroc"]) == (4, 0.75, None)
     assert found["macro_accuracy"] == pytest.approx((0.5 + 1 + 1) / 3)
-    assert scores_of(nothing(3)) == {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None}
+    assert set(scores_of(nothing(3)).values()) == {0, None}
 
 
 @pytest.mark.parametrize("n_classes", [2, 5])
@@ -154,9 +155,12 @@ def test_nothing_happens_where_nobody_allows_it_or_where_test_parts_are_merged(t
 
 
 @pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
-def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, method):
+def test_epsilon_and_its_guarantee_stay_what_they_are(tmp_path, monkeypatch, method):
     rows = []
     for name, allow in (("open", ALLOWED), ("shut", REAL)):
+        monkeypatch.setenv(
+            "XDG_STATE_HOME", str(tmp_path / f"{name}-user")
+        )  # other patients of the same names
         study = hospitals(tmp_path / name, allow=allow)
         summary = train(study, method=method, overrides=QUIET, backend="local")
         rows.append(
@@ -210,20 +214,17 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
     simulated = hospitals(tmp_path / "simulated", allow="real = false")
     folder, other = run(study, method, *SEEDED), run(simulated, method, *SEEDED)
     found, reference = evaluate(study, folder.name)["between"], evaluate(simulated, other.name)
-    role = "proxy" if method == "proxyfl" else "private"
-    by_model = {
-        json.dumps([row["models"][role][key] for key in ("n", "accuracy", "macro_accuracy")]): row["models"][
-            role
-        ]
-        for row in reference["sites"]
-    }
     assert reference["between"] is None and reference["merged"] is not None
-    for model in found[
-        "models"
-    ].values():  # a ring: each proxy that a site holds is the last release of another
+    role = (
+        "proxy" if method == "proxyfl" else "private"
+    )  # a ring: a proxy that is held is another's last release
+    held = [row["models"][role] for row in reference["sites"]]
+    for model in found["models"].values():
         whole = model["merged"]
-        same = by_model[json.dumps([whole[key] for key in ("n", "accuracy", "macro_accuracy")])]
-        assert whole["n"] == 36 and whole["auroc"] == pytest.approx(same["auroc"], abs=1 / N_BINS)
+        same = [one for one in held if all(one[key] == whole[key] for key in ("n", "accuracy"))]
+        assert whole["n"] == 36 and any(
+            abs(one["auroc"] - whole["auroc"]) <= whole["auroc_within"] for one in same
+        )
     if method == "fedavg":
         for site in SITES:
             part, exact = found["models"]["central"]["hospitals"][site], reference["sites"][0]["parts"][site]

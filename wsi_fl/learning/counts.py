@@ -149,28 +149,33 @@ def merged(told: Sequence[Counts]) -> Counts:
 def scores_of(told: Counts) -> dict[str, Any]:
     """Return n and the three scores that follow from counts, as `metrics.scores` returns them from probabilities.
 
-    Accuracies are exact. AUROC counts pairs within one bin as half, so it may be wrong by half the share of pairs that
-    share a bin; it is None for more than two classes. All are None without examples.
+    Accuracies are exact. AUROC counts pairs within one bin as half, so the exact one lies at most `auroc_within` away:
+    half the share of pairs that share a bin. Both are None for more than two classes. All are None without examples.
     """
     if not told["n"]:
-        return {"n": 0, **dict.fromkeys(SCORES)}
+        return {"n": 0, **dict.fromkeys(SCORES), "auroc_within": None}
     table = np.array(told["confusion"], np.int64)
     present = table.sum(1) > 0
     per_class = table.diagonal()[present] / table.sum(1)[present]
+    area, within = _auroc(np.array(told["positives"], float), np.array(told["negatives"], float))
     return {
         "n": told["n"],
         "accuracy": float(table.trace() / told["n"]),
         "macro_accuracy": float(per_class.mean()),
-        "auroc": _auroc(np.array(told["positives"], float), np.array(told["negatives"], float)),
+        "auroc": area,
+        "auroc_within": within,
     }
 
 
-def _auroc(positives: NDArray[np.float64], negatives: NDArray[np.float64]) -> float | None:
+def _auroc(
+    positives: NDArray[np.float64], negatives: NDArray[np.float64]
+) -> tuple[float, float] | tuple[None, None]:
+    """Return the area under the ROC curve, pairs in one bin counting half, and how far the exact one may lie away."""
     pairs = positives.sum() * negatives.sum()
     if not pairs:
-        return None
+        return None, None
     below = np.cumsum(negatives) - negatives / 2
-    return float((positives * below).sum() / pairs)
+    return float((positives * below).sum() / pairs), float((positives * negatives).sum() / 2 / pairs)
 
 
 def results(document: Scores) -> dict[str, Any]:
