@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import REAL, make_study, refused
+from conftest import REAL, make_study, planned, refused, write_features
 
 from wsi_fl.federation import between
 from wsi_fl.federation.comm import LocalComm
@@ -20,10 +20,18 @@ from wsi_fl.learning.counts import (
     unpacked,
 )
 from wsi_fl.learning.metrics import auroc, scores
+from wsi_fl.privacy import accounting
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.terms import Terms
+from wsi_fl.report.between import section
+from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
+from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1", "S2"]
 ALLOWED = REAL + '\nallow = ["scores"]'
@@ -223,12 +231,101 @@ def test_scores_are_those_of_evaluate_where_the_same_sites_are_simulated(tmp_pat
         whole = model["merged"]
         same = [one for one in held if all(one[key] == whole[key] for key in ("n", "accuracy"))]
         assert whole["n"] == 36 and any(
-            abs(one["auroc"] - whole["auroc"]) <= whole["auroc_within"] for one in same
+            abs(one["auroc"] - whole["auroc"]) <= whole["auroc_within"] + 1e-9 for one in same
         )
     if method == "fedavg":
         for site in SITES:
             part, exact = found["models"]["central"]["hospitals"][site], reference["sites"][0]["parts"][site]
             assert (part["n"], part["accuracy"]) == (exact["n"], exact["accuracy"])
+
+
+def features_of(root, allow):
+    """Three hospitals of 60 training and 40 test rows of features."""
+    study = hospitals(root, allow=allow)
+    for k, site in enumerate(SITES):
+        rng = np.random.default_rng(k)
+        labels = np.arange(100) % 2
+        x = rng.normal(size=(100, 16)) + 0.6 * np.outer(2 * labels - 1, np.arange(16) < 3)
+        splits = ["train"] * 60 + ["test"] * 40
+        write_features(study, site, x, labels, [f"p{i}" for i in range(100)], splits)
+    return study
+
+
+@pytest.mark.parametrize("noise", ["own", "shared"])
+def test_a_head_made_of_all_sums_is_one_model_without_any_site_s_own_part(tmp_path, noise):
+    """Without noise a site's own part is its release, and so every site's head is the shared one."""
+    options = ["train.data=features", f"privacy.noise={noise}", "privacy.enabled=false"]
+    study = features_of(tmp_path / "real", 'real = true\nallow = ["model", "shared", "scores"]')
+    simulated = features_of(tmp_path / "simulated", "real = false")
+    found = evaluate(study, run(study, "oneshot", *options).name)["between"]["models"]
+    reference = evaluate(simulated, run(simulated, "oneshot", *options).name)["sites"]
+    whole = found["shared"]["merged"]
+    assert list(found) == ["shared"] and whole["n"] == 120
+    for row in reference:
+        exact = row["models"]["proxy"]
+        assert whole["accuracy"] == exact["accuracy"]
+        assert abs(whole["auroc"] - exact["auroc"]) <= whole["auroc_within"] + 1e-9
+
+
+def test_noise_that_is_added_once_in_all_stays_what_it_is_worth(tmp_path):
+    study = features_of(tmp_path / "real", REAL + '\nallow = ["shared", "scores"]')
+    folder = run(study, "oneshot", "train.data=features", "privacy.noise=shared", "privacy.sigma=3.0")
+    assert list(told(folder)["models"]) == ["shared"]
+    assert {row["guarantee"] for row in folder.summary()["sites"]} == {"shared"}
+
+
+def test_a_site_whose_budget_ended_scores_what_the_others_released(tmp_path):
+    cost = epsilon([plan_of_store(1)], 1e-5)
+    study = hospitals(tmp_path / "study", S2=ALLOWED.replace("50.0", f"{cost + 1e-6}"))
+    folder = run(study, "proxyfl", "train.rounds=2", "privacy.sigma=4")
+    document = told(folder)
+    assert list(document["models"]) == ["S0", "S1"] and document["hospitals"] == SITES
+    assert document["counts"]["S0"]["S2"]["n"] == 12
+    row = folder.summary()["sites"][2]
+    assert row["rounds"] == 1 and row["epsilon"] == pytest.approx(cost)
+
+
+def plan_of_store(rounds):
+    return accounting.plan(36, 8, rounds, 4.0, 0.7)
+
+
+def test_ranks_of_two_hospitals_score_each_other(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2, site_extra=ALLOWED)
+    summary = train(study, method="proxyfl", overrides=["train.rounds=1", "privacy.sigma=4"])
+    folder = RunFolder(study.root / summary["run"])
+    document = told(folder)
+    assert document == told(folder, "S1") and list(document["models"]) == ["S0", "S1"]
+    assert all(one["n"] == 12 for counts in document["counts"].values() for one in counts.values())
+    assert {row["guarantee"] for row in summary["sites"]} == {"guaranteed"}
+    transfers = folder.site("S0").transfers()
+    assert [(line["what"], line["to"]) for line in transfers] == [
+        ("model to be scored", "S1"),
+        ("scores", "S1"),
+    ]
+    assert summary["communication"]["messages"] == 2 + 4
+
+
+# the ledger
+
+
+def test_counts_of_test_patients_are_no_part_of_epsilon_and_everything_else_bare_is(tmp_path):
+    terms = Terms(delta=1e-5, allow=("scores", "model"), guarantee="guaranteed")
+    ledger = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="a", terms=terms)
+    ledger.release(1, np.ones(2, np.float32), schema="0" * 64, mechanism=planned(36, 8), content="model")
+    before = ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()
+    ledger.release(2, np.ones(8, np.uint8), schema="0" * 64, mechanism=None, content="scores")
+    assert (ledger.epsilon(), ledger.guarantee(), ledger.n_rounds(), ledger.mechanisms()) == before
+    assert before[1] == "guaranteed" == ledger.guarantee(lifetime=True)
+    assert ledger.epsilon(lifetime=True) == before[0] is not None
+    ledger.release(3, np.ones(2, np.float32), schema="0" * 64, mechanism=None, content="model")
+    assert (ledger.epsilon(), ledger.guarantee()) == (None, "none")
+
+
+def test_counts_leave_only_where_the_site_allows_them_by_name(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="a", terms=Terms(delta=1e-5))
+    given = {"schema": "0" * 64, "mechanism": None, "content": "scores"}
+    refused(lambda: ledger.release(1, np.ones(8, np.uint8), **given), 'allow = ["scores"]', error=WsiFlError)
+    assert not ledger.entries
 
 
 # after a restart
@@ -295,3 +392,72 @@ def test_counts_that_are_not_what_was_announced_are_left_out(tmp_path, monkeypat
     assert [told(folder, site)["hospitals"] for site in SITES] == [SITES, ["S1", "S2"], SITES]
     assert "the counts of site S0 are left out" in folder.site("S1").log_path.read_text()
     assert results(told(folder, "S1"))["models"]["central"]["merged"]["n"] == 24
+
+
+# pages
+
+
+def uneven():
+    """Counts of three models at two hospitals, and a class whose name is markup."""
+    rng = np.random.default_rng(0)
+    label = np.arange(60) % 2
+    counts = {}
+    for shift, site in zip((0.1, 0.2, 0.3), SITES, strict=True):
+        counts[site] = {}
+        for hospital in ("S0", "S2"):
+            score = np.clip(rng.normal(0.4 + shift * label, 0.2), 0, 1)
+            counts[site][hospital] = count(np.stack([1 - score, score], axis=1), label)
+    return {
+        "classes": ["healthy", "<tumor>"],
+        "round": 4,
+        "models": {site: f"{k}" * 64 for k, site in enumerate(SITES)},
+        "hospitals": ["S0", "S2"],
+        "counts": counts,
+    }
+
+
+def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
+    document = results(uneven())
+    found = section(document)
+    assert (found["hospitals"], found["n"], found["one"]) == (["S0", "S2"], 120, None)
+    table = found["tables"][0]
+    assert [row["model"] for row in table["rows"]] == SITES and [row["own"] for row in table["rows"]] == [
+        0,
+        None,
+        1,
+    ]
+    shown = [[one["value"] for one in (*row["cells"], row["merged"])] for row in table["rows"]]
+    model = document["models"]["S1"]
+    assert shown[1] == [
+        *(model["hospitals"][h]["accuracy"] for h in ("S0", "S2")),
+        model["merged"]["accuracy"],
+    ]
+    assert found["best"] == max(
+        ((site, shown[k][-1]) for k, site in enumerate(SITES)), key=lambda pair: pair[1]
+    )
+    assert section(None) is None
+
+
+def test_the_report_of_a_run_draws_the_matrix(tmp_path, capsys):
+    study = hospitals(tmp_path / "study", S1=REAL)
+    folder = run(study, "proxyfl")
+    print_evaluation(evaluate(study, folder.name))
+    assert "between hospitals" in capsys.readouterr().err
+    text = report(study, folder.name).read_text()
+    transfer = text.split('id="transfer"')[1].split("</section>")[0]
+    assert "AUROC of models at hospitals" in transfer and transfer.count("<table") == 3
+    assert "all<br>together" in transfer and "tested on →" not in transfer
+
+
+def test_the_page_of_a_coordinator_is_made_of_two_documents_and_nothing_else(tmp_path):
+    study = hospitals(tmp_path / "study")
+    folder = run(study, "proxyfl")
+    summary = folder.summary()
+    text = render_coordinator(summary, uneven())
+    assert "&lt;tumor&gt;" in text and "<tumor>" not in text
+    assert text.startswith("<!doctype html>") and "src=" not in text and "<script" not in text
+    merged_accuracy = results(uneven())["models"]["S2"]["merged"]["accuracy"]
+    assert f"{merged_accuracy:.3f}" in text and "guaranteed" in text
+    assert str(study.root) not in text and "_patient_" not in text and "_slide_" not in text
+    bare = render_coordinator(summary, None)
+    assert "No hospital let counts" in bare and "of models at hospitals" not in bare

@@ -33,7 +33,7 @@ GRAPH_HOPS = 5
 """Those of a round's graph are 0, 1, …; the others are kept for what goes beside it."""
 BUFFERS, FAREWELL, WELCOME, SCORING = range(GRAPH_HOPS, HOPS)
 """The hops of buffers, of those who leave, of those who come back, and of models and counts after the last round."""
-_TAGS = 1 << 13
+_TAGS = 1 << 14
 """Tags of messages are below it, in pairs of header and body; they come round again after many rounds."""
 _WIDEST = 4
 """A body up to so many times the agreed length is received and thrown away; a longer one is left where it is."""

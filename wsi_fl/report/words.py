@@ -47,7 +47,9 @@ def count(value: Any) -> str:
 def area_words(scores: Mapping[str, Any]) -> str:
     """Return the AUROC that follows from counts in bins, and how far the exact one may lie from it at most."""
     within = scores.get("auroc_within")
-    return number(scores.get("auroc")) + (f" ± {number(within)}" if known(within) else "")
+    return number(scores.get("auroc")) + (
+        f" ± {number(within)}" if known(within) and within >= 0.0005 else ""
+    )
 
 
 def signed(value: Any, digits: int = 2) -> str:

@@ -38,6 +38,4 @@ def print_between(between: Mapping[str, Any]) -> None:
                 str(whole["n"]),
             ]
         )
-    print_table(
-        "between hospitals: accuracy of what travelled, by the counts that each let go", headings, rows
-    )
+    print_table("between hospitals: accuracy of what travelled", headings, rows)
