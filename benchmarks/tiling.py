@@ -4,7 +4,8 @@ python benchmarks/tiling.py [--tile-px 256 512 240] [--patches 400] [--json]
 
 Four things are timed on the same patches: a plain OpenSlide + PIL loop that writes HDF5, the JPEG decoder alone on the
 native tiles under them, `read_patches`, and `wsi-fl tile` as a process of its own. The latter's time per further slide
-is that of the slides beyond four, as two are read at once and what a start costs is left out. All numbers are patches/s.
+is that of the slides beyond four, as two are read at once and what a start costs is left out. All numbers are
+patches/s.
 """
 
 from __future__ import annotations

@@ -93,19 +93,21 @@ class Scoring:
         )
 
     def _present(self, site: Site, last: PushSum | None) -> Present:
+        """Return what a site tells; where it may read the others' test parts, nothing will be scored, and so no digest."""
         kept = site.folder.kept("counts") or {}
+        part = self.apart and site.active
         return {
             "apart": self.apart,
             "counts": site.index in self.tellers,
             "number": self._number(site),
-            "held": digest(site.traveller(self.method).vector()) if site.active else "",
+            "held": digest(site.traveller(self.method).vector()) if part else "",
             "sent": digest(last.x) if last is not None else "",
             "scored": str(kept.get("schema", "")),
         }
 
     def _last_release(self, site: Site) -> PushSum | None:
-        """Return what a site released in the last round, as its checkpoint keeps it; None where it released none."""
-        if self.masked or self.rounds not in site.folder.checkpoints():
+        """Return what a site released in the last round, as its checkpoint keeps it; None for none to pass on."""
+        if self.masked or not self.apart or self.rounds not in site.folder.checkpoints():
             return None
         tensors, document = site.folder.load_checkpoint(self.rounds)
         if not document["active"] or "push/x" not in tensors:
