@@ -93,7 +93,7 @@ class Scoring:
         )
 
     def _present(self, site: Site, last: PushSum | None) -> Present:
-        """Return what a site tells; where it may read the others' test parts, nothing will be scored, and so no digest."""
+        """Return what a site tells; no digest where it may read the others' test parts, as nothing is scored then."""
         kept = site.folder.kept("counts") or {}
         part = self.apart and site.active
         return {
