@@ -21,6 +21,7 @@ from wsi_fl.federation.message import (
     FAREWELL,
     GRAPH_HOPS,
     HOPS,
+    SCORING,
     WELCOME,
     Outgoing,
     body_length,
@@ -93,7 +94,7 @@ def test_headers_that_lie_are_refused(tmp_path):
 
 
 def test_every_hop_of_a_round_has_a_tag_of_its_own():
-    assert sorted({BUFFERS, FAREWELL, WELCOME}) == list(range(GRAPH_HOPS, HOPS))
+    assert sorted({BUFFERS, FAREWELL, WELCOME, SCORING}) == list(range(GRAPH_HOPS, HOPS))
     tags = [tag_of(round_, hop) + part for round_ in range(500) for hop in range(HOPS) for part in (0, 1)]
     assert len(set(tags)) == len(tags)
     assert max(tags) < comm._GATHER_TAG

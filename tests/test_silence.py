@@ -15,6 +15,7 @@ from conftest import REAL, make_study, refused, write_store
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.courier import Size
+from wsi_fl.federation.exam import Counted, Present
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Answer, Arrival, Standing
 from wsi_fl.learning.examples import Examples
@@ -111,7 +112,7 @@ def table_of(page):
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
-    kinds = (Brought, Standing, Answer, Arrival, Row, _Proposal, _Claimed, Size)
+    kinds = (Brought, Standing, Answer, Arrival, Row, _Proposal, _Claimed, Size, Present, Counted)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:

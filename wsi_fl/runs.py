@@ -165,10 +165,11 @@ class RunFolder:
         return SiteFolder(self.path / "sites" / name)
 
 
-Kept = Literal["plan", "spending", "canaries", "package", "choice", "tuned"]
+Kept = Literal["plan", "spending", "canaries", "package", "choice", "tuned", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds (or, from early
 versions, its batch size and σ), the canaries planted among its rows, the images that it learns from, what answers
-best: {"with": "private", "proxy", "mean" or "stack", "by": …}, and the settings that it chose for its own model."""
+best: {"with": "private", "proxy", "mean" or "stack", "by": …}, the settings that it chose for its own model, the counts
+of its test part that it lets go, and what all hospitals told of theirs."""
 
 
 class SiteFolder:

@@ -27,13 +27,13 @@ NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
 _KINDS = (NUMBERS, BYTES)
 Values = NDArray[np.float32] | NDArray[np.uint8]
 Kind = np.dtype[Any]
-HOPS = 8
+HOPS = 9
 """Hops that one round has room for: the tags of messages and their headers tell so many apart."""
 GRAPH_HOPS = 5
 """Those of a round's graph are 0, 1, …; the others are kept for what goes beside it."""
-BUFFERS, FAREWELL, WELCOME = range(GRAPH_HOPS, HOPS)
-"""The hops of buffers, of those who leave, and of those who come back."""
-_TAGS = 1 << 13
+BUFFERS, FAREWELL, WELCOME, SCORING = range(GRAPH_HOPS, HOPS)
+"""The hops of buffers, of those who leave, of those who come back, and of models and counts after the last round."""
+_TAGS = 1 << 14
 """Tags of messages are below it, in pairs of header and body; they come round again after many rounds."""
 _WIDEST = 4
 """A body up to so many times the agreed length is received and thrown away; a longer one is left where it is."""
@@ -75,7 +75,7 @@ def tag_of(round_: int, hop: int) -> int:
     """Return the MPI tag of the headers of a hop; their bodies have the next one.
 
     Example:
-        >>> tag_of(1, 0) - tag_of(0, WELCOME)
+        >>> tag_of(1, 0) - tag_of(0, SCORING)
         2
     """
     return 2 * (round_ * HOPS + hop) % _TAGS

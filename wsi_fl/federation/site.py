@@ -22,8 +22,9 @@ from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.release import Release, digest
+from wsi_fl.privacy.release import Release, Values, digest
 from wsi_fl.runs import SiteFolder
+from wsi_fl.types import WsiFlError
 
 _CONTENT, _BUFFER = "model", "buffer"
 """What leaves, as a site file's `allow` names it where it leaves without differential privacy."""
@@ -192,6 +193,29 @@ def reissue(site: Site, method: Method, round_: int) -> Release | None:
         return None
     agreed = schema(site.traveller(method).model)
     return site.ledger.reissue(round_, site.push.x, schema=agreed, weight=site.push.w)
+
+
+def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str, content: str) -> Release:
+    """Return what leaves once in a run, without differential privacy; after a restart the same bytes once more.
+
+    Args:
+        values: float32[d] or uint8[d].
+        agreed: their schema.
+        content: its kind, which the site must allow by name.
+
+    Raises:
+        WsiFlError: when other bytes of this kind have left in this run, or the site does not allow it.
+    """
+    try:
+        return ledger.reissue(round_, values, schema=agreed)
+    except WsiFlError:
+        if any(said.split()[0] == content for said in ledger.released()):
+            raise WsiFlError(
+                f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
+            ) from None
+        released = ledger.release(round_, values, schema=agreed, mechanism=None, content=content)
+        ledger.sending(round_, released.digest)
+        return released
 
 
 def release_buffer(site: Site, round_: int) -> None:

@@ -35,6 +35,10 @@ Guarantee = Literal["guaranteed", "shared", "nominal", "none"]
 """
 
 
+SCORES = "scores"
+"""Content that rests on test patients and on what was released before, and on nothing else: how good releases are."""
+
+
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -98,6 +102,14 @@ class Entry(_Line):
     def run_id(self) -> str:
         """Return the run's id alone."""
         return run_id(self.run)
+
+    @property
+    def bare(self) -> bool:
+        """Return whether something of the training patients may leave by it without differential privacy.
+
+        Counts of test patients (`SCORES`) say of training patients what the releases that were scored say, and no more.
+        """
+        return bool(self.released and self.mechanism is None and self.released.split()[0] != SCORES)
 
 
 class Head(_Line):

@@ -88,11 +88,11 @@ class PrivacyLedger:
     def epsilon(self, *, lifetime: bool = False) -> float | None:
         """Return the ε spent so far at the δ of the terms, or None where it says nothing.
 
-        It says nothing when something left without privacy, nothing is accounted, units differ, ε is above
-        `PROTECTS_UP_TO`, or, over a lifetime, when some noise came from a known seed.
+        It says nothing when something of the training patients left without privacy, nothing is accounted, units
+        differ, ε is above `PROTECTS_UP_TO`, or, over a lifetime, when some noise came from a known seed.
         """
         scope = self._scope(lifetime)
-        bare = any(e.released and e.mechanism is None for e in scope)
+        bare = any(e.bare for e in scope)
         known = lifetime and any(e.mechanism and e.insecure for e in scope)
         spent = applied(scope)
         if not spent or bare or known or units_of(scope) - {self.terms.unit}:
@@ -102,8 +102,8 @@ class PrivacyLedger:
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
         """Return what the ε is worth: as much as the weakest of all promises that it adds up."""
-        spent = [e for e in self._scope(lifetime) if e.mechanism or e.released]
-        worth: set[Guarantee] = {"none" if e.insecure or not e.mechanism else e.guarantee for e in spent}
+        spent = [e for e in self._scope(lifetime) if e.mechanism or e.bare]
+        worth: set[Guarantee] = {"none" if e.insecure or e.bare else e.guarantee for e in spent}
         if spent and self.epsilon(lifetime=lifetime) is None:
             return "none"
         return min({self.terms.guarantee, *worth}, key=_WEAKEST_FIRST.index)
@@ -268,7 +268,7 @@ class PrivacyLedger:
         mechanism: Mechanism | None,
         content: str,
     ) -> Release:
-        """Put a release of `content` ("model", "buffer", "generator", …) on record, and return it.
+        """Put a release of `content` ("model", "buffer", "generator", "scores", …) on record, and return it.
 
         Args:
             round_: its round, or None for the first that is not final.

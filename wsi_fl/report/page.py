@@ -42,6 +42,8 @@ class Page:
     """What ε per row is worth to each site's largest patient: ``rows``, ``epsilon`` (None beyond 1000), ``delta``."""
     audit: Json | None = None
     """The document of ``audit --json``."""
+    between: Json | None = None
+    """What hospitals that keep their test parts told of what travelled, as ``evaluate --json`` has it."""
     mpcpa: Json | None = None
     """The document of ``train --method mpcpa --baselines``."""
     generated: Mapping[str, Sequence[tuple[str, NDArray[np.uint8]]]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from wsi_fl.report import aggregation, audit, figures, pictures, sections, sets, words
+from wsi_fl.report import aggregation, audit, between, figures, pictures, sections, sets, words
 from wsi_fl.report.fill import fill
 from wsi_fl.report.page import Page
 
@@ -47,6 +47,7 @@ def _context(page: Page) -> dict[str, Any]:
         "reliability": sections.reliability(evaluated, colors),
         "pooled": sections.pooled(evaluated),
         "heats": sections.heats(evaluated),
+        "between": between.section(page.between),
         "data": sets.data(page),
         "slidewise": page.examples == "slides",
         "tests": sets.test_sets(page),

@@ -44,6 +44,14 @@ def count(value: Any) -> str:
     return number(value, 0)
 
 
+def area_words(scores: Mapping[str, Any]) -> str:
+    """Return the AUROC that follows from counts in bins, and how far the exact one may lie from it at most."""
+    within = scores.get("auroc_within")
+    return number(scores.get("auroc")) + (
+        f" ± {number(within)}" if known(within) and within >= 0.0005 else ""
+    )
+
+
 def signed(value: Any, digits: int = 2) -> str:
     """A difference, its sign always written.
 

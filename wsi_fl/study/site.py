@@ -10,9 +10,9 @@ from wsi_fl.study.toml import Section
 
 Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
-Allowed = Literal["model", "buffer", "generator", "patches", "shared"]
+Allowed = Literal["model", "buffer", "generator", "patches", "shared", "scores"]
 """What a site may let go without differential privacy; "patches" lets other sites' evaluation and joint training
-read its store, and "shared" lets go sums whose noise rests on the other sites."""
+read its store, "shared" lets go sums whose noise rests on the other sites, and "scores" counts of its test part."""
 
 
 class SiteFile(Section):
@@ -59,7 +59,8 @@ class SiteFile(Section):
     allow: list[Allowed] = Field([])
     """What may leave without differential privacy: models, buffers of synthetic samples, generators. "patches" lets
     the other sites' evaluation and joint training read the store. "shared" is for `privacy.noise = "shared"`, where the
-    site's ε rests on noise that other sites add."""
+    site's ε rests on noise that other sites add. "scores" lets go how many test examples each model that was released
+    gets right and wrong, and in which bin of its score; of no training patient."""
 
     def allows(self, what: Allowed) -> bool:
         """Return whether `what` may leave without differential privacy; a simulated site allows everything."""

@@ -29,6 +29,7 @@ from wsi_fl.learning.metrics import (
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
 from wsi_fl.report.words import number
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.between import between_of, print_between
 from wsi_fl.stages.answers.outside import outside
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, answers_with, settings_of
@@ -52,7 +53,7 @@ def evaluate(
     """Evaluates a run, writes evaluation.json and each site's predictions.csv, returns the document.
 
     Where a site is real and does not let its patches be read by others, each model is evaluated on its own
-    site's part alone and `merged` is null.
+    site's part alone and `merged` is null. `between` has what the hospitals told of what travelled, by counts.
 
     Args:
         overrides: `predict.KEY=VALUE` over the run's configuration.
@@ -105,6 +106,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
         if merged
         else None,
         "sites": rows,
+        "between": between_of(party),
         "bootstrap": {"repeats": pipeline.evaluate.bootstrap, "cluster": "patient", "level": 0.95},
     }
 
@@ -331,4 +333,6 @@ def print_evaluation(document: dict[str, Any]) -> None:
         reached = {name: part["accuracy"] for name, part in document["parts"].items()}
         spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
         say(f"  accuracy on each site's part over all models: {spread}")
+    if document["between"]:
+        print_between(document["between"])
     say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")

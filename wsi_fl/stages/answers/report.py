@@ -13,6 +13,7 @@ from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.between import between_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
@@ -83,6 +84,7 @@ def _page(party: Party, *, pictures: bool) -> Page:
         stores=[_store_row(data) for data in opened.values()],
         groups=_groups(run),
         audit=_optional(run.path / "audit" / "audit.json"),
+        between=between_of(party),
         mpcpa=_optional(run.path / "mpcpa.json"),
         examples=party.kind.word,
         **_pictures(party, with_pixels, of_patients=pictures),

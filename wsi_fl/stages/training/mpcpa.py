@@ -16,14 +16,12 @@ from torch import from_numpy
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.courier import Courier, Vector
+from wsi_fl.federation.courier import Courier
 from wsi_fl.federation.documents import Digest, Round
-from wsi_fl.federation.site import Site
+from wsi_fl.federation.site import Site, release_once
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
-from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.release import Release
 from wsi_fl.stages.site.data import Patches, examples_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.synthesis.check import check_generator
@@ -119,7 +117,7 @@ def _exchange(
         )
     courier = Courier(sites, comm, names)
     releases = {
-        site.index: _released(
+        site.index: release_once(
             site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
         )
         for site in sites
@@ -146,20 +144,6 @@ def _exchange(
                 part=site.name,
             )
         site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
-
-
-def _released(ledger: PrivacyLedger, round_: int, vector: Vector, agreed: str, content: str) -> Release:
-    """On record first; after a restart the same bytes once more."""
-    try:
-        return ledger.reissue(round_, vector, schema=agreed)
-    except WsiFlError:
-        if any(said.split()[0] == content for said in ledger.released()):
-            raise WsiFlError(
-                f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
-            ) from None
-        released = ledger.release(round_, vector, schema=agreed, mechanism=None, content=content)
-        ledger.sending(round_, released.digest)
-        return released
 
 
 def _patches(party: Party, site: str) -> Patches:
@@ -201,7 +185,9 @@ def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
     agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
     last = max(one["rounds"] for one in told) + 1
     releases = {
-        site.index: _released(site.ledger, last, learners[site.index].vector(), agreed[site.index], "model")
+        site.index: release_once(
+            site.ledger, last, learners[site.index].vector(), agreed[site.index], "model"
+        )
         for site in sites
     }
     names = party.names

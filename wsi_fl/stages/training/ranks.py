@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from typing_extensions import TypedDict
 
 from wsi_fl.federation import loop, preflight
+from wsi_fl.federation.between import Scoring
 from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
@@ -89,13 +90,36 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
             from wsi_fl.stages.training import mpcpa  # diffusers takes seconds to import
 
             mpcpa.bring_generated(party, sites, comm, watcher)
-        loop.run(sites, method, schedule_of(party), comm, _reporter(sites, party.pipeline, watcher))
+        report = _reporter(sites, party.pipeline, watcher)
+        loop.run(sites, method, schedule_of(party), comm, report)
+        _scoring(party, sites, comm, report).run()
         if method.generated == "others":
             mpcpa.hand_over_models(party, sites, comm)
     rows = [dict(row) for row in comm.gather([_row(site) for site in sites], Row, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
+
+
+def _scoring(party: Party, sites: Sequence[Site], comm: Comm, report: loop.Report) -> Scoring:
+    """What scores the models that travelled, where hospitals keep their test parts to themselves."""
+    rounds = party.pipeline.train.rounds
+
+    def alive(site: Site) -> None:
+        report({"site": site.name, "round": rounds, "step": 1, "steps": 1})
+
+    return Scoring(
+        sites,
+        party.method,
+        comm,
+        party.names,
+        classes=tuple(party.data(sites[0].name).store.meta.classes),
+        rounds=rounds,
+        masked=schedule_of(party).colluding is not None,
+        apart=not party.may_merge,
+        tellers=[site.index for site in sites if party.site(site.name).allows("scores")],
+        alive=alive,
+    )
 
 
 def rank_main(run_path: Path) -> None:

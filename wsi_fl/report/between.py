@@ -1,0 +1,65 @@
+"""The matrix of models and hospitals: what travelled, scored where each hospital keeps its test part to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from wsi_fl.report.page import Json
+from wsi_fl.report.words import known
+
+METRICS = {"accuracy": "Accuracy", "macro_accuracy": "Macro-accuracy", "auroc": "AUROC"}
+
+
+def section(between: Json | None) -> dict[str, Any] | None:
+    """Return what the templates draw of scores between hospitals; None where there are none.
+
+    Args:
+        between: as `learning.counts.results` returns it.
+
+    Returns:
+        `hospitals` with the number of test examples of each (`sizes`) and of all (`n`), and a table (`tables`) for each
+        metric that is known: its rows of cells, and the `low` and `high` end of its colours.
+    """
+    if not between or not between["models"]:
+        return None
+    hospitals, models = between["hospitals"], between["models"]
+    tables = [table for metric in METRICS if (table := _table(hospitals, models, metric))]
+    sizes = {name: max(one["hospitals"][name]["n"] for one in models.values()) for name in hospitals}
+    alone = len(models) == 1
+    return {
+        "hospitals": hospitals,
+        "sizes": sizes,
+        "n": sum(sizes.values()),
+        "one": next(iter(models)) if alone else None,
+        "tables": tables,
+        "best": None if alone else _best(models),
+    }
+
+
+def _table(hospitals: list[str], models: Mapping[str, Json], metric: str) -> dict[str, Any] | None:
+    rows: list[dict[str, Any]] = [
+        {
+            "model": name,
+            "cells": [_cell(one["hospitals"][hospital], metric) for hospital in hospitals],
+            "own": hospitals.index(name) if name in hospitals else None,
+            "merged": _cell(one["merged"], metric),
+        }
+        for name, one in models.items()
+    ]
+    values = [c["value"] for row in rows for c in [*row["cells"], row["merged"]] if known(c["value"])]
+    if not values:
+        return None
+    return {"title": METRICS[metric], "rows": rows, "low": min(values), "high": max(values)}
+
+
+def _cell(scores: Json, metric: str) -> dict[str, Any]:
+    """Return a score, and how far the exact one may lie from it; None where it is exact."""
+    within = scores.get("auroc_within") if metric == "auroc" else None
+    return {"value": scores[metric], "within": within}
+
+
+def _best(models: Mapping[str, Json]) -> tuple[str, float] | None:
+    """Return the model with the highest accuracy on all test parts together, and that accuracy."""
+    found = [(name, v) for name, one in models.items() if known(v := one["merged"]["accuracy"])]
+    return max(found, key=lambda pair: pair[1]) if found else None

@@ -1,0 +1,41 @@
+"""What hospitals that keep their test parts told of each other's models, as `evaluate` and `report` show it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from wsi_fl.learning.counts import Scores, results
+from wsi_fl.report.words import area_words, number
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.work.console import print_table
+
+
+def between_of(party: Party) -> dict[str, Any] | None:
+    """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
+
+    Every site of a run keeps the same counts, so those of the first that lies here are taken.
+    """
+    for name in party.here:
+        if (kept := party.run.site(name).kept("scores")) is not None:
+            return results(cast(Scores, kept))
+    return None
+
+
+def print_between(between: Mapping[str, Any]) -> None:
+    """Print the accuracy of every model on each hospital's test part, and what all parts together come to."""
+    hospitals = between["hospitals"]
+    headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
+    rows: list[list[str] | None] = []
+    for name, model in between["models"].items():
+        parts, whole = model["hospitals"], model["merged"]
+        rows.append(
+            [
+                name,
+                *(number(parts[hospital]["accuracy"]) for hospital in hospitals),
+                *(number(whole[score]) for score in ("accuracy", "macro_accuracy")),
+                area_words(whole),
+                str(whole["n"]),
+            ]
+        )
+    print_table("between hospitals: accuracy of what travelled", headings, rows)
