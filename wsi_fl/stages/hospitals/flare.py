@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
@@ -44,7 +44,7 @@ from wsi_fl.types import UsageError, WsiFlError, one_line
 STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
 """Environment variables by which a hospital tells its own processes where its study and its kit are."""
 _CHANNEL = "wsi_fl"
-_ALIVE, _ALIVE_S = "wsi_fl_alive", 2.0
+_ALIVE, _BEAT_S, _SILENT_S = "wsi_fl_alive", 0.2, 1.0
 _SAID = "said.json"
 _READY_S = 120
 _CONNECT_S = 15.0
@@ -63,6 +63,7 @@ class Together(Controller):  # type: ignore[misc]
         super().__init__()
         self._sites, self._job = sites, job
         self._said: dict[str, Any] = {}
+        self._heard: dict[str, float] = {}
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Ask for "ready", so that every process listens, and then for the work itself."""
@@ -79,7 +80,8 @@ class Together(Controller):  # type: ignore[misc]
             )
             self._note(fl_ctx)
             if missing := [site for site in self._sites if site not in self._said]:
-                self._find_lost(missing, fl_ctx)
+                self._name_the_lost()
+                self._note(fl_ctx)
                 self.system_panic(f"no answer of {', '.join(missing)} to {name}", fl_ctx)
             if missing or any("error" in said for said in self._said.values()):
                 return
@@ -94,20 +96,23 @@ class Together(Controller):  # type: ignore[misc]
             self._note(fl_ctx)
             self.system_panic(self._said[site]["error"], fl_ctx)
 
-    def _find_lost(self, missing: Sequence[str], fl_ctx: FLContext) -> None:
-        """Note which of the sites that gave no answer are gone: the others still answer while they end."""
-        cell, job = self._engine.get_cell(), fl_ctx.get_job_id()
+    def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
+        """Hear the signs of life of the hospitals' processes from the beginning."""
+        if event_type == EventType.START_RUN:
+            cell = fl_ctx.get_engine().get_cell()
+            cell.register_request_cb(channel=_CHANNEL, topic=_ALIVE, cb=self._hear)
 
-        def is_gone(site: str) -> bool:
-            place = {"channel": _CHANNEL, "topic": _ALIVE, "target": f"{site}.{job}"}
-            reply = cell.send_request(**place, request=Message({}, b""), timeout=_ALIVE_S)
-            return bool(reply.get_header(MessageHeaderKey.RETURN_CODE, CellCode.OK) != CellCode.OK)
+    def _hear(self, request: Message) -> None:
+        self._heard[str(request.get_header(MessageHeaderKey.ORIGIN)).split(".")[0]] = time.monotonic()
 
-        with ThreadPoolExecutor(len(missing)) as pool:
-            gone = [site for site, is_it in zip(missing, pool.map(is_gone, missing), strict=True) if is_it]
-        for site in gone if len(gone) < len(self._sites) else ():
-            self._said[site] = {"error": f"site {site} was lost: its process is gone"}
-        self._note(fl_ctx)
+    def _name_the_lost(self) -> None:
+        """Note who fell silent first, where a job ends and nobody says why: the others end because of it, and later."""
+        time.sleep(_SILENT_S)
+        latest = max(self._heard.values(), default=0.0)
+        silent = {site: latest - self._heard.get(site, 0.0) for site in self._sites if site not in self._said}
+        for site, seconds in silent.items():
+            if seconds > _SILENT_S / 2:
+                self._said[site] = {"error": f"site {site} was lost: it fell silent before the others"}
 
     def _note(self, fl_ctx: FLContext) -> None:
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))
@@ -178,10 +183,20 @@ class _Arrived:
         return make_cell_reply(CellCode.OK, body="later" if take is None else take(request.payload))
 
 
-def _answer(request: Message) -> Message:
-    """What a process says that is asked whether it is there."""
-    del request
-    return make_cell_reply(CellCode.OK, body="alive")
+@contextmanager
+def _signs_of_life(engine: Any, job: str) -> Iterator[None]:
+    """Tell the server several times a second that this process lives."""
+    done, cell = threading.Event(), engine.get_cell()
+
+    def tell() -> None:
+        while not done.wait(_BEAT_S):
+            cell.fire_and_forget(
+                channel=_CHANNEL, topic=_ALIVE, targets=f"server.{job}", message=Message({}, b"")
+            )
+
+    threading.Thread(target=tell, daemon=True).start()
+    yield
+    done.set()  # after a failure it goes on to the very end: who falls silent first is who failed
 
 
 class Hospital(Executor):  # type: ignore[misc]
@@ -200,14 +215,14 @@ class Hospital(Executor):  # type: ignore[misc]
         if event_type == EventType.START_RUN:
             cell = fl_ctx.get_engine().get_cell()
             cell.register_request_cb(channel=_CHANNEL, topic=_CHANNEL, cb=self._arrived)
-            cell.register_request_cb(channel=_CHANNEL, topic=_ALIVE, cb=_answer)
 
     def execute(
         self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
     ) -> Shareable:
         """Do what the job says; whatever fails is told in one line."""
         try:
-            said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
+            with _signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
+                said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
         except Exception as error:
             known = isinstance(error, WsiFlError)
             name = fl_ctx.get_identity_name()
