@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wsi_fl import __version__
-from wsi_fl.cli import answers, prepare, synthesis, training
+from wsi_fl.cli import answers, federation, prepare, synthesis, training
 from wsi_fl.cli.options import Json, show
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     epilog="Start with: wsi-fl demo",
 )
 app.add_typer(synthesis.app, name="synthesize")
+app.add_typer(federation.app, name="federation")
 
 
 def _version(wanted: bool) -> None:
