@@ -90,3 +90,22 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> N
         "notes": list(looked.notes),
     }
     show(document, as_json, print_signed)
+
+
+@app.command()
+def dossier(
+    site: Annotated[str | None, typer.Option(help="Whose dossier. Default: the kit's hospital.")] = None,
+    kit: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Your kit; it knows who has signed and what joins you.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page; its JSON and sbom.json lie beside it.")] = Path(
+        "dossier.html"
+    ),
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Write one page for data protection and network people: what leaves, by which way, and what it cost so far."""
+    from wsi_fl.stages.hospitals.dossier import make_dossier
+
+    made = make_dossier(_study(study), site=site, kit=kit, out=out)
+    show(dict(made), as_json, lambda _: print(out))

@@ -21,13 +21,13 @@ def print_look(looked: Looked) -> None:
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     say(f"  trained on {learned['data']} ({learned['encoder'] or 'pixels'}): {classes}. {learned['says']}")
     say(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
-    rows = [(one["what"], one["to"], one["often"], size(one["bytes"])) for one in said["leaves"]]
-    print_table("what leaves your hospital", ("what", "to", "how often", "bytes each"), rows)
-    for what, by in {one["what"]: one["protected_by"] for one in said["leaves"] if one["large"]}.items():
-        say(f"  {what}: {by}")
-    say(f"  never leaves: {'; '.join(said['stays'])}")
+    say("what leaves your hospital:")
+    for one in said["leaves"]:
+        each = f", {size(one['bytes'])} each" if one["bytes"] is not None else ""
+        say(f"  {one['what']} → {one['to']}; {one['often']}{each}. Protection: {one['protected_by']}")
+    say(f"what never leaves: {'; '.join(said['stays'])}")
     if looked.cost is not None:
-        say(f"  {cost_words(looked.cost)}")
+        say(cost_words(looked.cost))
     for note in looked.notes:
         say(f"  {note}", "yellow")
 
