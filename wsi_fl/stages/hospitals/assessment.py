@@ -83,7 +83,7 @@ def _necessity(said: PlanDocument) -> Part:
             "Slides, labels and names stay in the hospital; the other sites receive only what the table names (data "
             "minimisation, Art. 5 (1) (c)).",
             f"The number of rounds is fixed at {said['rounds']}; another plan or other software is refused.",
-            "Whether one hospital alone would do as well can be measured with `wsi-fl compare` on this plan's runs.",
+            "Whether one hospital alone would do as well can be measured with wsi-fl compare on this plan's runs.",
         ],
         "gaps": [
             "why the purpose cannot be reached with less data, or by the hospital alone",
