@@ -1,8 +1,10 @@
 """The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
 
 import json
+import sys
 import threading
 from datetime import UTC, datetime, timedelta
+from types import ModuleType
 
 import pytest
 from conftest import REAL, make_study, refused, write_features
@@ -134,6 +136,16 @@ def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
     assert oneshot["leaves"][0]["often"] == "once"
 
 
+def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(tmp_path):
+    said = 'real = true\nallow = ["model", "generator"]'
+    study = make_study(tmp_path / "study", n_sites=5, site_extra=said)
+    small = ("ddpm.resolution=8", "ddpm.channels=[8, 8]")
+    plan = made(study, tmp_path, "mpcpa", "privacy.enabled=false", *small)
+    own, package, classifier = [row for row in document_of(plan)["leaves"] if row["large"]]
+    assert package["bytes"] == 4 * own["bytes"] > classifier["bytes"] > 0
+    assert plan.most_bytes == 2 * package["bytes"] + 32_000_000
+
+
 def test_methods_that_share_nothing_have_no_plan(coordinator, tmp_path):
     for method in ("regular", "joint"):
         refused(lambda method=method: made(coordinator, tmp_path, method), method, "proxyfl")
@@ -160,6 +172,30 @@ def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
     assert found.signed == ("S1",) and set(found.missing) == {"S0", "S2"}
     assert "has not arrived" in found.missing["S0"]
     assert approvals(study.root / "federation", plan, root.root) == found
+
+
+def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi_fl):
+    out = tmp_path / "agreed.json"
+    given = ("federation", "plan", "--method", "proxyfl", "--set", "train.rounds=2", "--out", out)
+    done = wsi_fl(*given, "--json", cwd=coordinator.root)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(out)
+    assert json.loads(done.stdout)["sha256"] == plan.digest and plan.pipeline().train.rounds == 2
+    assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
+
+
+def test_a_certificate_request_is_handed_to_whom_it_belongs(tmp_path, wsi_fl, monkeypatch):
+    asked = []
+    making = ModuleType("kits_making")
+    making.approve_request = lambda *given: asked.append(given)
+    monkeypatch.setitem(sys.modules, "wsi_fl.stages.hospitals.kits_making", making)
+    request, kit = tmp_path / "S0.request", tmp_path / "kit"
+    request.write_text(json.dumps({"format": "wsi-fl federation request"}))
+    done = wsi_fl("federation", "approve", request, "--kit", kit, "--fingerprint", "AB:CD", cwd=tmp_path)
+    assert done.returncode == 0 and asked == [(request, kit, "AB:CD")]
+    request.write_text("[]")
+    refusal = wsi_fl("federation", "approve", request, "--kit", kit, "--study", tmp_path, cwd=tmp_path)
+    assert refusal.returncode == 2 and len(asked) == 1
 
 
 def test_nothing_is_written_before_somebody_says_yes(coordinator, tmp_path, kits, wsi_fl, monkeypatch):

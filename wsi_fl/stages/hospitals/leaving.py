@@ -46,10 +46,10 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
     if method.carries is not None:
         rows.append(_buffer(party, shape, n_classes))
     if method.generated:
-        rows.append(_generator(party, shape, n_classes))
+        rows += _generators(party, shape, n_classes)
     if method.generated == "others":
         rows.append(_classifier(party, shape, n_classes))
-    if any("scores" in site.allow for site in party.sites):
+    if any("scores" in site.allowed for site in party.sites):
         rows.append(_SCORES)
     return [*rows, *_documents(party.pipeline.train.rounds)]
 
@@ -119,19 +119,31 @@ def _buffer(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving
     }
 
 
-def _generator(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    return {
+def _generators(party: Party, shape: Shape | None, n_classes: int | None) -> list[Leaving]:
+    """A hospital's own diffusion model, and the package of others' that the first site hands on."""
+    n_bytes, others = _denoiser_bytes(party, shape, n_classes), len(party.names) - 1
+    own: Leaving = {
         "what": "diffusion model of the hospital's patches",
-        "to": "the first site, which hands the models of all to all",
+        "to": "the first site",
         "often": "once, before the first round",
         "times": 1,
-        "bytes": _denoiser_bytes(party, shape, n_classes),
+        "bytes": n_bytes,
         "large": True,
         "protected_by": (
             'no differential privacy; the site allows it by name (allow = ["generator"]), and the model is checked '
             "for copies of training patches before it leaves"
         ),
     }
+    package: Leaving = {
+        "what": f"package of the {others} other sites' diffusion models, from the first site alone",
+        "to": "each site",
+        "often": "once, before the first round",
+        "times": 1,
+        "bytes": None if n_bytes is None else n_bytes * others,
+        "large": True,
+        "protected_by": "no differential privacy; each model in it has left its own site before",
+    }
+    return [own, package]
 
 
 def _classifier(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:

@@ -37,7 +37,7 @@ def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
         (
             one["name"],
             "yes" if one["real"] else "no",
-            ", ".join(one["allow"]) or "nothing",
+            (", ".join(one["allow"]) or "nothing") if one["real"] else "everything",
             *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
         )
         for one in said["sites"]
