@@ -1,10 +1,12 @@
 # Two commands do everything on a fresh machine with Python 3.11: `make demo` and `make test`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+WHEELS ?= .[mpi,flare,dossier]
+OFFLINE := env -u PIP_FIND_LINKS -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 .DEFAULT_GOAL := help
 
 help:            ## what there is to make
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 10
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 12
 
 env: .venv/.ready  ## the environment alone, in .venv
 .venv/.ready: pyproject.toml constraints.txt
@@ -35,7 +37,17 @@ docs: .venv/.docs  ## the documentation as HTML, in docs/_build
 bench: env       ## measure; ratios within one run
 	for name in tiling dp_step transport communication; do $(BIN)/python benchmarks/$$name.py; done
 
-clean:           ## remove the environment and the demo
-	rm -rf .venv demo docs/_build
+wheelhouse:      ## all wheels for a hospital without internet, and an installation from them alone
+	rm -rf wheelhouse
+	$(PYTHON) -m venv --clear build/wheelhouse
+	build/wheelhouse/bin/pip wheel --disable-pip-version-check --wheel-dir wheelhouse -c constraints.txt '$(WHEELS)'
+	cd wheelhouse && sha256sum *.whl > SHA256SUMS
+	$(PYTHON) -m venv --clear build/wheelhouse
+	$(OFFLINE) build/wheelhouse/bin/pip install --quiet --no-index --find-links wheelhouse $(WHEELS:.%='wsi-fl%')
+	$(if $(filter .%,$(WHEELS)),build/wheelhouse/bin/wsi-fl --version)
+	rm -rf build/wheelhouse
 
-.PHONY: help env demo test check docs bench clean
+clean:           ## remove the environment, the demo and the wheels
+	rm -rf .venv demo docs/_build wheelhouse
+
+.PHONY: help env demo test check docs bench wheelhouse clean

@@ -23,6 +23,7 @@ from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
+REQUEST_FORMAT = "wsi-fl federation request"
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 
 
@@ -88,6 +89,15 @@ class Plan:
             UsageError: when they are no settings of this version.
         """
         return validated(Pipeline, tomllib.loads(str(self.document["settings"])), "plan")
+
+
+def is_request(path: Path) -> bool:
+    """Return whether a file is a certificate request, which is approved otherwise than a plan."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("format") == REQUEST_FORMAT
 
 
 def plan_path(study: Study) -> Path:
@@ -157,6 +167,45 @@ def check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str
             f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
             "with `wsi-fl federation approve`"
         )
+
+
+@dataclass(frozen=True)
+class Approvals:
+    """Who has signed a plan.
+
+    Attributes:
+        signed: the sites whose signature of this very plan is there, in the plan's order.
+        missing: every other site, and why it does not count.
+    """
+
+    signed: tuple[str, ...]
+    missing: dict[str, str]
+
+
+def approvals(place: Study | Path, plan: Plan, root: str) -> Approvals:
+    """Return who has signed a plan and who has not, by the approvals that lie in one folder.
+
+    Args:
+        place: a study, whose `federation/` is looked at, or that folder itself.
+        root: the federation's root certificate, PEM.
+    """
+    folder = place if isinstance(place, Path) else plan_path(place).parent
+    found = {site: _why_not(folder / f"approval-{site}.json", plan, root, site) for site in plan.sites}
+    return Approvals(
+        tuple(site for site, why in found.items() if not why),
+        {site: why for site, why in found.items() if why},
+    )
+
+
+def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
+    """Why a site's approval does not count; empty where it does."""
+    if not path.is_file():
+        return "has not signed it, or its approval has not arrived"
+    try:
+        check_approval(dict(read_json(path)), plan, root, site=site)
+    except (WsiFlError, TypeError, ValueError) as error:
+        return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
+    return ""
 
 
 def code_digest() -> str:

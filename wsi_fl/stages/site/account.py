@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from typing_extensions import TypedDict
@@ -217,13 +217,23 @@ def remember_plan(site: Site) -> None:
         site.folder.keep("plan", asdict(site.plan))
 
 
-def planned(site: Site, rounds: int) -> list[Mechanism]:
+class Spender(Protocol):
+    """What costs are computed of: an account, and what one round applies; None without privacy."""
+
+    @property
+    def ledger(self) -> PrivacyLedger: ...
+
+    @property
+    def plan(self) -> PrivacyPlan | None: ...
+
+
+def planned(site: Spender, rounds: int) -> list[Mechanism]:
     """What all rounds cost a site together, and before them what counts for the run; nothing without privacy."""
     rest = [replace(site.plan, steps=site.plan.steps * rounds)] if site.plan else []
     return [*site.ledger.mechanisms(), *rest]
 
 
-def affordable_rounds(site: Site, rounds: int) -> int:
+def affordable_rounds(site: Spender, rounds: int) -> int:
     """How many of `rounds` rounds the site's budget allows, those of this run that are on its account included."""
     limit = site.ledger.terms.max_epsilon
     done = site.ledger.n_rounds()

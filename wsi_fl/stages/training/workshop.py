@@ -168,13 +168,13 @@ def assemble(party: Party, index: int) -> Site:
     terms = terms_of(site, pipeline, worth)
     if spends(pipeline):
         require_budget(site)
-    included = _included(party, site)
+    counted = included(party, site)
     ledger = open_ledger(
         study,
         site,
         _identity(party.run),
         terms,
-        included,
+        counted,
         promise=study.promise(site.name),
         agreement=party.run.agreement,
     )
@@ -213,7 +213,7 @@ def assemble(party: Party, index: int) -> Site:
     return made
 
 
-def _included(party: Party, site: SiteFile) -> tuple[str, ...]:
+def included(party: Party, site: SiteFile) -> tuple[str, ...]:
     """Return what else the site's ε of a run counts: the releases of its stain and of its sums, where they are used."""
     study, name = party.study, site.name
     used = {

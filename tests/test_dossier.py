@@ -1,0 +1,195 @@
+"""The dossier of a hospital: one page and its JSON, with every fact and no name of a slide or patient."""
+
+import json
+import re
+import sys
+
+import pytest
+from conftest import REAL, refused
+from test_plan import Root, hospital, made
+from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
+
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import plan_of_round
+from wsi_fl.privacy.terms import Terms
+from wsi_fl.report.dossier import render
+from wsi_fl.stages.hospitals import sbom
+from wsi_fl.stages.hospitals.approving import look, sign
+from wsi_fl.stages.hospitals.dossier import make_dossier
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.network import connections
+from wsi_fl.stages.hospitals.plan_making import document_of
+from wsi_fl.system.files import write_json
+
+RUN = "00001-proxyfl-small"
+
+
+def spend(study, plan, rounds=2):
+    """Put releases under a plan on the ledger of S0, and an audit beside them."""
+    import numpy as np
+
+    run, terms = f"{RUN} {'a' * 32}", Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
+    ledger = PrivacyLedger(study.ledger("S0"), site="S0", run=run, terms=terms, agreement=plan.digest)
+    round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+    for number in range(1, rounds + 1):
+        ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=round_, content="model")
+    folder = study.runs / RUN
+    write_json(folder / "manifest.json", {"id": "a" * 32})
+    (folder / "sites" / "S0").mkdir(parents=True)
+    lines = [{"round": number, "bytes": 1000 + number} for number in range(1, rounds + 1)]
+    (folder / "sites" / "S0" / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    own = {"auroc": 0.51, "interval": [0.45, 0.57]}
+    model = {"model": "proxy", "membership": {"own": own}, "canaries": {"epsilon_lower": 0.2}}
+    others = {"site": "S1", "models": [model]}
+    write_json(
+        folder / "audit" / "audit.json",
+        {"run": f"runs/{RUN}", "sites": [{"site": "S0", "models": [model]}, others]},
+    )
+    return ledger
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory):
+    """(study of S0, its kit, the plan that it signed), with releases and an audit."""
+    from conftest import make_study
+
+    folder, root = tmp_path_factory.mktemp("dossier"), Root()
+    plan = made(make_study(folder / "coordinator", n_sites=3, site_extra=REAL), folder)
+    kit, study = root.kit(folder / "kit", "S0"), hospital(folder, "S0")
+    sign(study, look(study, plan, "S0"), Kit.open(kit).identity())
+    ledger = spend(study, plan)
+    return study, kit, plan, ledger
+
+
+@pytest.fixture(scope="module")
+def dossier(signed, tmp_path_factory):
+    study, kit, *_ = signed
+    out = tmp_path_factory.mktemp("out") / "dossier.html"
+    return make_dossier(study, site=None, kit=kit, out=out), out
+
+
+def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossier):
+    _, _, plan, ledger = signed
+    found, out = dossier
+    assert json.loads(out.with_suffix(".json").read_text()) == found
+    assert (found["site"], found["signed"], set(found["missing"])) == ("S0", ["S0"], {"S1", "S2"})
+    assert found["plan_sha256"] == plan.digest and found["plan"] == document_of(plan)
+    assert found["spent"] == pytest.approx(ledger.epsilon(lifetime=True))
+    (account,) = found["accounts"]
+    assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
+    assert account["epsilon"] == pytest.approx(ledger.epsilon())
+    assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.released()]
+    assert [one["bytes"] for one in account["releases"]] == [1001, 1002]
+    (audited,) = found["audits"]
+    assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
+    assert any("root key" in one for one in found["not_protected"])
+    assert all(part["gaps"] for part in found["assessment"]) and len(found["assessment"]) == 5
+
+
+def test_the_page_needs_nothing_beside_it_and_names_no_slide_or_patient(signed, dossier):
+    html = dossier[1].read_text()
+    document = Document(html)
+    for _, attributes in document.tags:
+        for name in ("src", "href", "xlink:href", "srcset", "action"):
+            assert attributes.get(name, "#").startswith("#"), attributes
+    assert not {"script", "link", "iframe", "object", "base", "img"} & {tag for tag, _ in document.tags}
+    assert not re.search(r"url\(\s*['\"]?(?!#)|@import|https?://", html)
+    for file in (dossier[1], dossier[1].with_suffix(".json")):
+        assert not re.search(r"S\d_(slide|patient)|none/\*\.tif|\.h5", file.read_text())
+        assert str(signed[0].root) not in file.read_text()
+
+
+def test_the_page_is_accessible_and_shows_every_row(dossier):
+    found, out = dossier
+    html = out.read_text()
+    document = Document(html)
+    tags = [tag for tag, _ in document.tags]
+    assert {"header", "nav", "main", "footer"} <= set(tags) and tags.count("h1") == 1
+    ids = [a["id"] for _, a in document.tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    assert all(a["href"][1:] in ids for _, a in document.tags if "href" in a)
+    assert all(a["scope"] in ("row", "col") for tag, a in document.tags if tag == "th")
+    (drawing,) = [a for _, a in document.tags if a.get("role") == "img"]
+    assert "Data flow. In hospital S0 stay slides" in drawing["aria-label"]
+    for row in (*found["plan"]["leaves"], *found["network"]):
+        first = next(iter(row.values()))
+        assert first.replace("'", "&#39;") in html, first
+    assert html.count("To be filled in by the hospital:") == sum(
+        len(part["gaps"]) for part in found["assessment"]
+    )
+
+
+def test_names_cannot_break_the_page(dossier):
+    found = dict(dossier[0]) | {"not_protected": ["<script>alert(1)</script>"]}
+    assert "<script>" not in render(found)
+
+
+def test_what_was_not_done_is_said(signed, dossier, tmp_path):
+    bare = dict(dossier[0]) | {"accounts": [], "audits": [], "spent": None, "missing": None, "signed": []}
+    html = render(bare)
+    assert "Nothing has left this site" in html and "No run of this study was audited" in html
+    assert "known with --kit" in html
+    study = signed[0]
+    refused(lambda: make_dossier(study, site=None, kit=None, out=tmp_path / "d.html"), "of which hospital")
+    refused(lambda: make_dossier(study, site="S9", kit=None, out=tmp_path / "d.html"), "S9 is not in this")
+    (tmp_path / "empty" / "sites").mkdir(parents=True)
+    from wsi_fl.study.folder import Study
+
+    empty = Study(tmp_path / "empty")
+    refused(lambda: make_dossier(empty, site="S0", kit=None, out=tmp_path / "d.html"), "no plan lies here")
+
+
+def test_the_network_is_that_of_the_kit(tmp_path):
+    folder = Kit(tmp_path, {"name": "S0", "role": "hospital", "folder": "/mnt/share"})
+    (row,) = connections(folder)
+    assert "/mnt/share" in row["to"] and row["direction"] == "outgoing"
+    server = Kit(tmp_path, {"name": "S0", "role": "hospital", "server": {"host": "fl.example", "port": 8602}})
+    first, *others = connections(server)
+    assert (first["to"], first["port"]) == ("server fl.example", "TCP 8602")
+    assert [row["direction"] for row in others if "none" in row["direction"]]
+    assert not [
+        row for row in connections(None) if row["opens"] == "hospital" and "in" in row["direction"][:2]
+    ]
+
+
+def test_the_list_of_parts_is_what_is_installed(tmp_path, monkeypatch):
+    parts = {one["name"].lower(): one for one in sbom.components_of("wsi-fl")}
+    assert {"torch", "numpy", "cryptography"} <= set(parts) and "wsi-fl" not in parts
+    import torch
+
+    assert parts["torch"]["version"].split("+")[0] == torch.__version__.split("+")[0]
+    out = tmp_path / "sbom.json"
+    out.write_text("of before")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cyclonedx.model.bom", None)
+        found = sbom.write_parts(out)
+    assert found["file"] is None and "pip install 'wsi-fl[dossier]'" in found["says"] and not out.exists()
+    pytest.importorskip("cyclonedx", reason="the extra dossier is not installed")
+    assert sbom.write_parts(out)["file"] == "sbom.json"
+    document = json.loads(out.read_text())
+    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
+    assert document["metadata"]["component"]["name"] == "wsi-fl"
+    assert {one["name"].lower() for one in document["components"]} == set(parts)
+    assert all(one["purl"].startswith("pkg:pypi/") for one in document["components"])
+
+
+def test_the_command_prints_the_json(signed, tmp_path, wsi_fl):
+    study, kit, *_ = signed
+    out = tmp_path / "page.html"
+    done = wsi_fl("federation", "dossier", "--kit", kit, "--out", out, "--json", cwd=study.root)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == json.loads(out.with_suffix(".json").read_text())
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_overflows_and_the_drawing_is_legible(tmp_path, dossier, width):
+    (tmp_path / "page.html").write_text(dossier[1].read_text().replace("</body>", MEASURE))
+    (tmp_path / "wrapper.html").write_text(WRAPPER.format(width=width))
+    dom = chromium(
+        tmp_path / "profile", "--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path}/wrapper.html"
+    )
+    found = re.search(r"<title>measured (\d+) (\d+) ([\d.]+)</title>", dom)
+    assert found, dom[:300]
+    assert int(found[1]) <= width, "the page scrolls sideways"
+    assert float(found[3]) >= 8

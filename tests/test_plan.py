@@ -1,0 +1,391 @@
+"""The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
+
+import json
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from types import ModuleType
+
+import pytest
+from conftest import REAL, make_study, refused, write_features
+from wires import Wire
+
+from wsi_fl.federation import certificates
+from wsi_fl.federation.certificates import approved, new_key, new_request, new_root
+from wsi_fl.models import build
+from wsi_fl.stages.hospitals import approving, taking_part
+from wsi_fl.stages.hospitals.approving import look, sign
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.plan import Plan, approvals, plan_path
+from wsi_fl.stages.hospitals.plan_making import document_of, make_plan
+from wsi_fl.stages.hospitals.taking_part import take_part
+from wsi_fl.types import Images
+
+SITES = ("S0", "S1", "S2")
+
+
+class Root:
+    """A federation's root, and kits of it."""
+
+    def __init__(self):
+        self.key = new_key()
+        self.root = new_root(self.key, "a federation")
+
+    def kit(self, folder, name, **given):
+        key = new_key()
+        certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
+        (folder / "startup").mkdir(parents=True)
+        (folder / "federation.json").write_text(json.dumps({"name": name, "role": "hospital"}))
+        for file, text in (("client.key", key), ("client.crt", certificate), ("rootCA.pem", self.root)):
+            (folder / "startup" / file).write_text(text)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def root():
+    return Root()
+
+
+@pytest.fixture(scope="module")
+def kits(root, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kits")
+    return {name: root.kit(folder / name, name) for name in SITES}
+
+
+@pytest.fixture(scope="module")
+def identities(kits):
+    return {name: Kit.open(path).identity() for name, path in kits.items()}
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    return make_study(tmp_path / "coordinator", n_sites=3, site_extra=REAL)
+
+
+def hospital(tmp_path, name, said=REAL):
+    """A study with one hospital's site file and store alone."""
+    study = make_study(tmp_path / name, n_sites=3, site_extra=said)
+    for other in SITES:
+        if other != name:
+            (study.root / "sites" / f"{other}.toml").unlink()
+            for path in sorted(study.store(other).parent.rglob("*"), reverse=True):
+                path.unlink() if path.is_file() else path.rmdir()
+    return study
+
+
+def made(study, tmp_path, method="proxyfl", *overrides):
+    return make_plan(study, method=method, overrides=overrides, out=tmp_path / "plan.json")
+
+
+def changed(plan, **given):
+    """The plan with other words."""
+    return Plan(json.dumps(plan.document | given, indent=2, ensure_ascii=False) + "\n")
+
+
+def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, tmp_path):
+    plan = made(coordinator, tmp_path)
+    said = document_of(plan)
+    model = build("mlp", n_classes=2, shape=Images(3, 16), seed=5)
+    n_bytes = 4 * sum(p.numel() for p in model.parameters())
+    proxy = said["leaves"][0]
+    assert proxy["what"] == "proxy model (mlp)"
+    assert (proxy["bytes"], proxy["times"]) == (n_bytes, 3)
+    assert plan.most_bytes == 2 * n_bytes + 32_000_000
+    assert plan.sites == list(SITES) == plan.pipeline().sites
+    assert said["sites"][1] == {
+        "name": "S1",
+        "real": True,
+        "allow": [],
+        "max_epsilon": 50.0,
+        "delta": 1e-5,
+    }
+    assert said["learns"]["classes"] == ["healthy", "tumor"] and said["learns"]["size_px"] == 16
+    assert (said["privacy"]["guarantee"], said["privacy"]["sigma"]) == ("guaranteed", 1.4)
+    assert any("the private model" in one for one in said["stays"])
+    assert str(tmp_path) not in plan.text
+
+
+def test_a_plan_is_the_same_but_for_its_time(coordinator, tmp_path, monkeypatch):
+    first = made(coordinator, tmp_path).document
+    second = made(coordinator, tmp_path).document
+    assert list(first) == list(second) and list(first)[:3] == ["format", "version", "created"]
+    assert first | {"created": ""} == second | {"created": ""}
+
+
+def test_a_plan_without_privacy_says_so(tmp_path):
+    said = 'real = true\nallow = ["model"]'
+    study = make_study(tmp_path / "study", n_sites=2, site_extra=said)
+    plan = made(study, tmp_path, "fedavg", "privacy.enabled=false")
+    document = document_of(plan)
+    assert "no differential privacy" in document["privacy"]["says"]
+    assert document["leaves"][0]["what"] == "central model (cnn1)"
+    assert document["leaves"][0]["to"].startswith("the first site")
+    assert 'allow = ["model"]' in document["leaves"][0]["protected_by"]
+    assert not any("private model" in one for one in document["stays"])
+
+
+def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
+    heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
+    said = document_of(made(study, tmp_path, "proxyfl", *heads))
+    assert said["learns"]["n_features"] is None and said["leaves"][0]["bytes"] is None
+    assert "must agree" in said["learns"]["says"]
+    assert said["most_bytes"] > 500_000_000
+    oneshot = document_of(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
+    assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("sums of features")
+    assert oneshot["leaves"][0]["often"] == "once"
+
+
+def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(tmp_path):
+    said = 'real = true\nallow = ["model", "generator"]'
+    study = make_study(tmp_path / "study", n_sites=5, site_extra=said)
+    small = ("ddpm.resolution=8", "ddpm.channels=[8, 8]")
+    plan = made(study, tmp_path, "mpcpa", "privacy.enabled=false", *small)
+    own, package, classifier = [row for row in document_of(plan)["leaves"] if row["large"]]
+    assert package["bytes"] == 4 * own["bytes"] > classifier["bytes"] > 0
+    assert plan.most_bytes == 2 * package["bytes"] + 32_000_000
+
+
+def test_methods_that_share_nothing_have_no_plan(coordinator, tmp_path):
+    for method in ("regular", "joint"):
+        refused(lambda method=method: made(coordinator, tmp_path, method), method, "proxyfl")
+
+
+def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
+    coordinator, tmp_path, kits, root, wsi_fl
+):
+    plan = made(coordinator, tmp_path)
+    study = hospital(tmp_path, "S1")
+    done = wsi_fl(
+        *("federation", "approve", tmp_path / "plan.json", "--kit", kits["S1"], "--yes", "--json"),
+        cwd=study.root,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["approval"] == "federation/approval-S1.json" and document["rounds"] == 3
+    assert document["epsilon"] == document["lifetime_epsilon"] == pytest.approx(3.78, abs=0.01)
+    for words in ("what leaves your hospital", "proxy model (mlp) →", "777.6 kB each", "36 rows at your"):
+        assert words in done.stderr
+    assert [study.site(name).max_epsilon for name in SITES] == [50.0] * 3
+    assert study.site("S2").slides is None and study.site("S1").slides == "none/*.tif"
+    found = approvals(study, plan, root.root)
+    assert found.signed == ("S1",) and set(found.missing) == {"S0", "S2"}
+    assert "has not arrived" in found.missing["S0"]
+    assert approvals(study.root / "federation", plan, root.root) == found
+
+
+def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi_fl):
+    out = tmp_path / "agreed.json"
+    given = ("federation", "plan", "--method", "proxyfl", "--set", "train.rounds=2", "--out", out)
+    done = wsi_fl(*given, "--json", cwd=coordinator.root)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(out)
+    assert json.loads(done.stdout)["sha256"] == plan.digest and plan.pipeline().train.rounds == 2
+    assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
+
+
+def test_a_certificate_request_is_handed_to_whom_it_belongs(tmp_path, wsi_fl, monkeypatch):
+    asked = []
+    making = ModuleType("kits_making")
+    making.approve_request = lambda *given: asked.append(given)
+    monkeypatch.setitem(sys.modules, "wsi_fl.stages.hospitals.kits_making", making)
+    request, kit = tmp_path / "S0.request", tmp_path / "kit"
+    request.write_text(json.dumps({"format": "wsi-fl federation request"}))
+    done = wsi_fl("federation", "approve", request, "--kit", kit, "--fingerprint", "AB:CD", cwd=tmp_path)
+    assert done.returncode == 0 and asked == [(request, kit, "AB:CD")]
+    request.write_text("[]")
+    refusal = wsi_fl("federation", "approve", request, "--kit", kit, "--study", tmp_path, cwd=tmp_path)
+    assert refusal.returncode == 2 and len(asked) == 1
+
+
+def test_nothing_is_written_before_somebody_says_yes(coordinator, tmp_path, kits, wsi_fl, monkeypatch):
+    made(coordinator, tmp_path)
+    study = hospital(tmp_path, "S0")
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: False)
+    done = wsi_fl("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], cwd=study.root)
+    assert done.returncode == 1
+    assert not plan_path(study).exists()
+    assert [path.name for path in (study.root / "sites").iterdir()] == ["S0.toml"]
+
+
+def test_what_a_site_file_does_not_permit_is_refused(coordinator, tmp_path):
+    plan = made(coordinator, tmp_path)
+    for said, word in (
+        (REAL.replace("50.0", "3.0"), "max_epsilon = 50.0 of S0, and sites/S0.toml says 3.0"),
+        (f'{REAL}\nallow = ["model"]', "says allow = []"),
+        (REAL.replace("real = true", "real = false"), "says real = true"),
+    ):
+        study = hospital(tmp_path / str(len(word)), "S0", said)
+        refused(lambda study=study: look(study, plan, "S0"), word)
+    study = hospital(tmp_path / "another", "S0")
+    refused(lambda: look(study, plan, "S7"), "S7 is not in this plan")
+    (study.root / "sites" / "S0.toml").unlink()
+    refused(lambda: look(study, plan, "S0"), "sites/S0.toml is missing", "max_epsilon")
+
+
+def test_a_budget_too_small_for_one_round_is_refused_and_for_some_is_told(tmp_path):
+    for limit, rounds in (("0.5", 0), ("3.0", 1)):
+        said = REAL.replace("50.0", limit)
+        coordinator = make_study(tmp_path / f"c{limit}", n_sites=3, site_extra=said)
+        plan = made(coordinator, tmp_path)
+        study = hospital(tmp_path / limit, "S0", said)
+        if not rounds:
+            refused(lambda study=study, plan=plan: look(study, plan, "S0"), "max_epsilon = 0.5", "not enough")
+            continue
+        looked = look(study, plan, "S0")
+        assert looked.cost is not None and 0 < looked.cost.rounds < 3
+        assert f"enough for {looked.cost.rounds} of 3 rounds" in looked.notes[0]
+
+
+def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp_path):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    assert look(study, plan, "S0").cost
+    for given, word in (
+        ({"rounds": 2}, "(rounds)"),
+        ({"leaves": []}, "(leaves)"),
+        ({"more": "trust me"}, "more than its keys"),
+        ({"settings": plan.document["settings"].replace("rounds = 3", "rounds = 9")}, "(rounds)"),
+    ):
+        refused(lambda given=given: look(study, changed(plan, **given), "S0"), word, "changed by hand")
+    twice = Plan(plan.text.replace('"rounds": 3', '"rounds": 1, "rounds": 3', 1))
+    refused(lambda: look(study, twice, "S0"), "changed by hand")
+    refused(lambda: look(study, changed(plan, code="0" * 64), "S0"), "00000000", "install the plan's version")
+    refused(lambda: look(study, changed(plan, sites=[]), "S0"), "S0 is not in this plan")
+    refused(lambda: look(study, changed(plan, learns=None), "S0"), "damaged", "learns")
+    outside = [site | {"name": f"../{site['name']}"} for site in plan.document["sites"][1:]]
+    sites = [plan.document["sites"][0], *outside]
+    refused(lambda: look(study, changed(plan, sites=sites), "S0"), "name", "letters")
+
+
+def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path, monkeypatch):
+    import numpy as np
+
+    heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
+
+    def with_features(study, d):
+        rng = np.random.default_rng(0)
+        splits = ["train"] * 30 + ["test"] * 10
+        write_features(
+            study, "S0", rng.normal(size=(40, d)), np.arange(40) % 2, [f"p{k}" for k in range(40)], splits
+        )
+        return study
+
+    plan = made(
+        with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5), tmp_path, "proxyfl", *heads
+    )
+    assert document_of(plan)["learns"]["encoder"] == "tiny sha256:0"
+    assert look(with_features(hospital(tmp_path / "same", "S0"), 5), plan, "S0").cost
+    other = with_features(hospital(tmp_path / "other", "S0"), 6)
+    refused(lambda: look(other, plan, "S0"), "features per patch 5, and the store of S0 has 6")
+    same, real = hospital(tmp_path / "changed", "S0"), approving.of_store
+    with_features(same, 5)
+    for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):
+        found = {key: value}
+        monkeypatch.setattr(approving, "of_store", lambda *given, found=found: real(*given) | found)
+        refused(lambda: look(same, plan, "S0"), key)
+
+
+def test_existing_files_of_others_stay_and_a_difference_is_told(coordinator, tmp_path, identities):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    own = 'name = "S1"\nreal = true\nmax_epsilon = 1.0\ndelta = 1e-5\n'
+    (study.root / "sites" / "S1.toml").write_text(own)
+    looked = look(study, plan, "S0")
+    assert "sites/S1.toml says another max_epsilon" in looked.notes[0]
+    sign(study, looked, identities["S0"])
+    assert (study.root / "sites" / "S1.toml").read_text() == own
+    refused(lambda: sign(study, looked, identities["S1"]), "this kit is of S1")
+
+
+def test_where_the_store_is_not_here_the_cost_is_not_known(coordinator, tmp_path):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    study.store("S0").unlink()
+    looked = look(study, plan, "S0")
+    assert looked.cost is None and "not on this machine" in looked.notes[0]
+
+
+def test_approvals_of_another_plan_site_or_federation_do_not_count(coordinator, tmp_path, identities, root):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    path = sign(study, look(study, plan, "S0"), identities["S0"])
+    text, folder = path.read_text(), path.parent
+    (folder / "approval-S1.json").write_text(text)
+    found = approvals(folder, plan, root.root)
+    assert found.signed == ("S0",) and "another plan" in found.missing["S1"]
+    later = changed(plan, created="later")
+    assert "another plan" in approvals(folder, later, root.root).missing["S0"]
+    assert "not one of this federation" in approvals(folder, plan, Root().root).missing["S0"]
+    for damaged in ("[]", "{}", "no JSON", text.replace('"signature": "', '"signature": "00')):
+        path.write_text(damaged)
+        assert approvals(folder, plan, root.root).signed == ()
+
+
+class TestTakingPart:
+    """What a hospital's process refuses, and what its ledger says after it took part."""
+
+    @pytest.fixture
+    def signed(self, coordinator, tmp_path, identities):
+        plan = made(coordinator, tmp_path)
+        studies = {name: hospital(tmp_path, name) for name in SITES}
+        for name, study in studies.items():
+            sign(study, look(study, plan, name), identities[name])
+        return plan, studies
+
+    def test_whatever_a_ledger_released_names_the_plan(self, signed, identities):
+        plan, studies = signed
+        ends, summaries = {}, {}
+
+        def be(name):
+            summaries[name] = take_part(studies[name], identities[name], Wire(name, ends), plan=plan.digest)
+
+        threads = [threading.Thread(target=be, args=(name,), daemon=True) for name in SITES]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert [row["site"] for row in summaries["S0"]["sites"]] == list(SITES)
+        for name, study in studies.items():
+            lines = [json.loads(line) for line in study.ledger(name).read_text().splitlines()]
+            named = [line.get("agreement") for line in lines if line.get("released")]
+            assert named == [plan.digest] * 3
+        promised = look(studies["S0"], plan, "S0")
+        row = summaries["S0"]["sites"][0]
+        assert promised.cost is not None and promised.cost.epsilon == pytest.approx(row["epsilon"])
+        assert promised.cost.lifetime_epsilon > row["epsilon"]  # once more, on top of what was spent
+
+    def part(self, signed, identities, **given):
+        _, studies = signed
+        return lambda: take_part(studies["S0"], identities["S0"], Wire("S0", {}), **given)
+
+    def test_without_an_approval(self, signed, identities):
+        (signed[1]["S0"].root / "federation" / "approval-S0.json").unlink()
+        refused(self.part(signed, identities), "S0 has approved no plan", "federation approve")
+
+    def test_an_altered_plan_file(self, signed, identities):
+        path = plan_path(signed[1]["S0"])
+        data = bytearray(path.read_bytes())
+        data[data.index(b"rounds") + 9] ^= 1
+        path.write_bytes(data)
+        refused(self.part(signed, identities), "signed another plan than")
+
+    def test_an_approval_of_another_site(self, signed, identities):
+        there = signed[1]["S0"].root / "federation" / "approval-S0.json"
+        there.write_text((signed[1]["S1"].root / "federation" / "approval-S1.json").read_text())
+        refused(self.part(signed, identities), "S0 has signed another plan")
+
+    def test_another_plan_that_is_asked_for(self, signed, identities):
+        refused(
+            self.part(signed, identities, plan="1" * 64), "this job is plan 11111111", "nothing was begun"
+        )
+
+    def test_other_code(self, signed, identities, monkeypatch):
+        monkeypatch.setattr(taking_part, "code_digest", lambda: "2" * 64)
+        refused(self.part(signed, identities), "has 0.1.0 (22222222)", "install the plan's version")
+
+    def test_an_expired_certificate(self, signed, identities, kits, monkeypatch):
+        class Later(datetime):
+            @classmethod
+            def now(cls, zone=None):
+                return datetime.now(UTC) + timedelta(days=800)
+
+        monkeypatch.setattr(certificates, "datetime", Later)
+        refused(self.part(signed, identities), "S0 is no use: the certificate of S0 holds from")
+        refused(lambda: Kit.open(kits["S0"]).identity(), "certificate of S0 holds from")

@@ -1,0 +1,277 @@
+"""A hospital's own look at a plan before it signs: whether it says what will run, and what it costs here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wsi_fl import __version__
+from wsi_fl.federation.certificates import Identity
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.hospitals.learned import of_store
+from wsi_fl.stages.hospitals.plan import Plan, approval_path, approve, code_digest
+from wsi_fl.stages.hospitals.plan_making import (
+    PlanDocument,
+    described,
+    document_of,
+    sites_of,
+    text_of,
+)
+from wsi_fl.stages.site.account import (
+    affordable_rounds,
+    guarantee_of,
+    planned,
+    planned_round,
+    require_budget,
+    spends,
+    terms_of,
+)
+from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import toml_value
+from wsi_fl.system.files import write_text
+from wsi_fl.types import UsageError
+
+_PROMISES = ("real", "allow", "max_epsilon", "delta")
+"""What of a site's file stands in a plan."""
+_OF_STORE = {
+    "encoder": "features of the encoder",
+    "n_features": "features per patch",
+    "classes": "classes",
+    "channels": "channels",
+    "size_px": "patches of a size of",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a plan costs a hospital, from its own store and its own ledger.
+
+    Attributes:
+        n_units: how many records are protected, rows or patients.
+        epsilon: of all rounds of the plan; None where there is no differential privacy.
+        lifetime_epsilon: the same on top of everything on the account.
+        rounds: how many of the plan's rounds the budget is enough for.
+    """
+
+    n_units: int
+    unit: str
+    epsilon: float | None
+    lifetime_epsilon: float | None
+    max_epsilon: float | None
+    delta: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A plan that a hospital may sign.
+
+    Attributes:
+        site: who looked.
+        cost: None where the hospital's store is not on this machine.
+        notes: what should be known and refuses nothing.
+    """
+
+    plan: Plan
+    document: PlanDocument
+    site: str
+    cost: Cost | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Own:
+    """The account of a site, and what one round of the plan applies."""
+
+    ledger: PrivacyLedger
+    plan: PrivacyPlan | None
+
+
+def look(study: Study, plan: Plan, site: str) -> Looked:
+    """Check a plan against its own settings, this installation, the hospital's site file and its store.
+
+    Nothing is written, and no other site's store is opened.
+
+    Raises:
+        UsageError: in one line that says why the plan cannot be signed here.
+    """
+    document = document_of(plan)
+    own, sites = _own_file(study, document, site), sites_of(document)
+    _refuse_other_code(document)
+    files = tuple(own if one.name == site else one for one in sites)
+    pipeline = plan.pipeline()
+    run = RunFolder(study.runs / "plan")
+    with Party(study, pipeline, plan.method, run, files) as party:
+        check(party, "mpi", stores=False)
+        _refuse_other_words(replace(party, sites=sites), plan, document)
+        if spends(pipeline):
+            require_budget(own)
+        cost = None
+        if party.has_store(site):
+            _refuse_other_store(party, document, site)
+            cost = _cost(party, plan, own)
+    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, document)))
+
+
+def sign(study: Study, looked: Looked, identity: Identity) -> Path:
+    """Sign a plan in the name of a hospital; return where the approval lies, which the coordinator needs.
+
+    The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none.
+
+    Raises:
+        UsageError: when the identity is not that of the site that looked.
+    """
+    if identity.name != looked.site:
+        raise UsageError(f"this kit is of {identity.name}, and the plan was looked at for {looked.site}")
+    for site in sites_of(looked.document):
+        path = study.root / "sites" / f"{site.name}.toml"
+        if not path.exists():
+            write_text(path, _stub(site, looked.plan))
+    approve(study, looked.plan, identity)
+    return approval_path(study, identity.name)
+
+
+def _own_file(study: Study, document: PlanDocument, site: str) -> SiteFile:
+    """The hospital's own site file, once it is known to promise what the plan says."""
+    there = {one["name"]: one for one in document["sites"]}
+    if site not in there:
+        raise UsageError(f"site {site} is not in this plan, which has {', '.join(there)}")
+    if not (study.root / "sites" / f"{site}.toml").is_file():
+        raise UsageError(
+            f"sites/{site}.toml is missing in {study.root}; write your hospital's own file, with max_epsilon and delta"
+        )
+    file, said = study.site(site), dict(there[site])
+    for key in _PROMISES:
+        own = getattr(file, key)
+        alike = sorted(own) == sorted(said[key]) if key == "allow" else own == said[key]  # type: ignore[call-overload]
+        if not alike:
+            raise UsageError(
+                f"the plan says {key} = {_shown(said[key])} of {site}, and sites/{site}.toml says {_shown(own)}; have "
+                "the plan made with your site file, or change your site file"
+            )
+    return file
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else toml_value(value)
+
+
+def _refuse_other_code(document: PlanDocument) -> None:
+    if document["code"] != code_digest():
+        raise UsageError(
+            f"the plan is for wsi-fl {document['wsi_fl']} ({document['code'][:8]}), and this is {__version__} "
+            f"({code_digest()[:8]}); install the plan's version, or ask for a new plan"
+        )
+
+
+def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> None:
+    """Refuse a plan whose readable part is not, letter by letter, what its settings come to.
+
+    Args:
+        party: with the plan's own table of sites.
+    """
+    right = described(party, document["pipeline"], document["learns"])
+    if plan.text != text_of(right, str(plan.document.get("created", ""))):
+        wrong = [key for key, value in right.items() if plan.document.get(key) != value]
+        raise UsageError(
+            f"the plan's words are not those of its settings ({next(iter(wrong), 'it has more than its keys')}); "
+            "it was changed by hand, so ask for a plan as `wsi-fl federation plan` makes it"
+        )
+
+
+def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None:
+    """Refuse a plan for another encoder, other classes or another shape than the hospital's store has."""
+    own: dict[str, Any] = dict(of_store(party, site))
+    said: dict[str, Any] = dict(document["learns"])
+    for key, what in _OF_STORE.items():
+        planned_key, found = said[key], own[key]
+        if planned_key is None or found is None or planned_key == found:
+            continue
+        if (
+            key == "encoder" and str(found).split()[0] == planned_key
+        ):  # without a store a plan knows the name alone
+            continue
+        raise UsageError(
+            f"the plan is for {what} {_shown(planned_key)}, and the store of {site} has {_shown(found)}; make the "
+            "store as the plan says, or ask for another plan"
+        )
+
+
+def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
+    """What the plan costs; refuses it where the budget is not enough for a single round."""
+    from wsi_fl.stages.training.material import learned_from, units_of
+    from wsi_fl.stages.training.workshop import included  # and with them PyTorch
+
+    pipeline, rounds = party.pipeline, party.pipeline.train.rounds
+    train, _ = learned_from(party, site.name)
+    units = units_of(pipeline, train, site.name)
+    terms = terms_of(site, pipeline, guarantee_of(party.method, pipeline))
+    ledger = open_ledger(party.study, site, f"plan {plan.digest[:32]}", terms, included(party, site))
+    n_units = units.n + pipeline.audit.canaries
+    past = ledger.mechanisms(lifetime=True)
+    if not spends(pipeline):
+        return Cost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds)
+    round_ = planned_round(
+        site, pipeline, n_units, spent=ledger.mechanisms(), past=past, once=party.method.once
+    )
+    own = _Own(ledger, round_)
+    affordable = affordable_rounds(own, rounds)
+    if not affordable:
+        raise UsageError(
+            f"sites/{site.name}.toml: max_epsilon = {terms.max_epsilon:g} is not enough for one round of this plan; "
+            "ask for one with more noise or fewer rows in a batch"
+        )
+    alone = ledger.mechanisms()
+    of_plan = planned(own, rounds)[len(alone) :]
+    return Cost(
+        n_units,
+        terms.unit,
+        epsilon([*alone, *of_plan], terms.delta),
+        epsilon([*past, *of_plan], terms.delta),
+        terms.max_epsilon,
+        terms.delta,
+        affordable,
+    )
+
+
+def _notes(
+    study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, document: PlanDocument
+) -> list[str]:
+    """What the people who sign should know."""
+    found = []
+    if cost is None:
+        found.append(
+            f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
+        )
+    elif cost.rounds < document["rounds"]:
+        found.append(
+            f"your max_epsilon is enough for {cost.rounds} of {document['rounds']} rounds; then {me} leaves and the "
+            "others go on"
+        )
+    for site in sites:
+        if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
+            continue
+        here = study.site(site.name)
+        if other := [key for key in _PROMISES if getattr(here, key) != getattr(site, key)]:
+            found.append(
+                f"sites/{site.name}.toml says another {other[0]} than the plan; remove the file to take what the plan "
+                "says"
+            )
+    return found
+
+
+def _stub(site: SiteFile, plan: Plan) -> str:
+    """The file of another hospital: what the plan says of it, and no paths."""
+    said = {key: getattr(site, key) for key in ("name", *_PROMISES)}
+    lines = [f"{key} = {toml_value(value)}" for key, value in said.items() if value is not None]
+    head = f"# Another hospital's, as plan {plan.digest[:8]} says; its own file stays there."
+    return "\n".join([head, *lines]) + "\n"

@@ -1,0 +1,235 @@
+"""The dossier of a hospital: what its data protection officer and its network people ask, from the files that are here.
+
+It reads the plan, the approvals, the kit, the site's own ledger and the audits of its runs, and opens no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from wsi_fl import __version__
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.book import Book, Entry
+from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
+from wsi_fl.privacy.terms import PROTECTS_UP_TO
+from wsi_fl.report import dossier as page
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.hospitals.assessment import Part, assessment, not_protected
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.network import Connection, connections
+from wsi_fl.stages.hospitals.plan import Plan, approvals, plan_path
+from wsi_fl.stages.hospitals.plan_making import PlanDocument, document_of
+from wsi_fl.stages.hospitals.sbom import Parts, write_parts
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.types import UsageError
+
+
+class Released(TypedDict):
+    """One thing that left the site, or may have.
+
+    Attributes:
+        what: the kind, as the ledger has it.
+        sha256: of the bytes.
+        bytes: what the round sent in all; None where its run is no longer here.
+        final: whether it may have left; else it is on record and was not sent.
+    """
+
+    round: int
+    what: str
+    sha256: str
+    bytes: int | None
+    final: bool
+
+
+class Account(TypedDict):
+    """What a site released in one run, and what that cost.
+
+    Attributes:
+        plan: SHA-256 of the plan that was signed for it; "" where none was asked for.
+        epsilon: None where ε says nothing.
+    """
+
+    run: str
+    plan: str
+    epsilon: float | None
+    delta: float | None
+    unit: str
+    guarantee: str
+    releases: list[Released]
+
+
+class Audited(TypedDict):
+    """What attacks found out about one model of the site; `interval` is that of 95 %."""
+
+    run: str
+    model: str
+    auroc: float | None
+    interval: list[float] | None
+    epsilon_lower: float | None
+    epsilon_upper: float | None
+
+
+class Dossier(TypedDict):
+    """All that the page shows.
+
+    Attributes:
+        signed: the sites that have signed the plan.
+        missing: the others, and why; None where the federation's root is not here to tell.
+    """
+
+    created: str
+    wsi_fl: str
+    site: str
+    plan_sha256: str
+    plan: PlanDocument
+    signed: list[str]
+    missing: dict[str, str] | None
+    budget: dict[str, float | None]
+    spent: float | None
+    network: list[Connection]
+    accounts: list[Account]
+    audits: list[Audited]
+    parts: Parts
+    not_protected: list[str]
+    assessment: list[Part]
+
+
+def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path) -> Dossier:
+    """Write the page, the same as JSON, and the list of software parts; return what the page says.
+
+    Args:
+        site: whose dossier; default: that of the kit.
+        out: the page; `.json` lies beside it, and `sbom.json`.
+
+    Raises:
+        UsageError: when no plan lies in the study, or nobody says of which site the dossier is.
+    """
+    if not plan_path(study).is_file():
+        raise UsageError(
+            f"{study.relative(plan_path(study))}: no plan lies here; sign one with `wsi-fl federation approve PLAN`"
+        )
+    found, plan = (Kit.open(kit) if kit else None), Plan.load(plan_path(study))
+    name = site or (found.name if found and found.role == "hospital" else None)
+    if name is None:
+        raise UsageError("of which hospital? add --site NAME, or --kit DIR of a hospital")
+    said = document_of(plan)
+    if name not in plan.sites:
+        raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
+    dossier = _of(study, plan, said, study.site(name), found, write_parts(out.parent / "sbom.json"))
+    write_json(out.with_suffix(".json"), dossier)
+    write_text(out, page.render(dossier))
+    return dossier
+
+
+def _of(
+    study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit | None, parts: Parts
+) -> Dossier:
+    heard = approvals(study, plan, kit.identity().root) if kit else None
+    entries = [entry for entry in Book(study.ledger(site.name)).entries if entry.site == site.name]
+    delta = site.delta or said["privacy"]["delta"]
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "wsi_fl": __version__,
+        "site": site.name,
+        "plan_sha256": plan.digest,
+        "plan": said,
+        "signed": list(heard.signed) if heard else [],
+        "missing": heard.missing if heard else None,
+        "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
+        "spent": _epsilon(entries, delta),
+        "network": connections(kit),
+        "accounts": _accounts(study, site.name, entries, delta),
+        "audits": _audits(study, site.name),
+        "parts": parts,
+        "not_protected": not_protected(said, kit),
+        "assessment": assessment(said, site),
+    }
+
+
+def _accounts(study: Study, site: str, entries: Sequence[Entry], delta: float) -> list[Account]:
+    """What the site released in each run, the first run first."""
+    return [
+        _account(run, [entry for entry in entries if entry.run_id == run], delta, _sent(study, site, run))
+        for run in dict.fromkeys(entry.run_id for entry in entries)
+    ]
+
+
+def _account(run: str, lines: Sequence[Entry], delta: float, sent: dict[int, int]) -> Account:
+    return {
+        "run": lines[0].run,
+        "plan": next((line.agreement for line in lines if line.agreement), ""),
+        "epsilon": _epsilon(lines, delta),
+        "delta": delta,
+        "unit": ", ".join(sorted(units_of(lines))),
+        "guarantee": _weakest(lines),
+        "releases": [one for round_ in rounds_of(lines) for one in _released(round_, sent)],
+    }
+
+
+def _released(round_: Round, sent: dict[int, int]) -> list[Released]:
+    return [
+        {
+            "round": round_.number,
+            "what": kind,
+            "sha256": digest,
+            "bytes": sent.get(round_.number),
+            "final": round_.final,
+        }
+        for kind, digest in round_.releases.items()
+    ]
+
+
+def _sent(study: Study, site: str, run: str) -> dict[int, int]:
+    """Bytes that the site sent in each round of a run, where its folder is still here."""
+    for manifest in sorted(study.runs.glob("*/manifest.json")):
+        folder = RunFolder(manifest.parent)
+        if folder.id == run:
+            return {line["round"]: line["bytes"] for line in folder.site(site).metrics()}
+    return {}
+
+
+def _epsilon(entries: Sequence[Entry], delta: float) -> float | None:
+    """ε of lines of a ledger; None where it says nothing, as `PrivacyLedger.epsilon` has it."""
+    spent = applied(entries)
+    bare = any(entry.released and entry.mechanism is None for entry in entries)
+    known = any(entry.mechanism and entry.insecure for entry in entries)
+    if not spent or bare or known or len(units_of(entries)) > 1:
+        return None
+    value = epsilon(spent, delta)
+    return value if value <= PROTECTS_UP_TO else None
+
+
+def _weakest(lines: Sequence[Entry]) -> str:
+    """What the promises of some lines are worth together: as much as the weakest."""
+    said = {line.guarantee for line in lines if line.mechanism or line.released}
+    return next((one for one in ("none", "nominal", "shared", "guaranteed") if one in said), "none")
+
+
+def _audits(study: Study, site: str) -> list[Audited]:
+    """What `audit` found about the models of the site, in every run that was audited here."""
+    found: list[Audited] = []
+    for file in sorted(study.runs.glob("*/audit/audit.json")):
+        document: dict[str, Any] = read_json(file)
+        for one in document.get("sites", ()):
+            if one["site"] == site:
+                found += [_audited(document, model) for model in one["models"]]
+    return found
+
+
+def _audited(document: dict[str, Any], model: dict[str, Any]) -> Audited:
+    own, planted = model["membership"]["own"], model["canaries"] or {}
+    return {
+        "run": str(document["run"]),
+        "model": str(model["model"]),
+        "auroc": own["auroc"],
+        "interval": own["interval"],
+        "epsilon_lower": planted.get("epsilon_lower"),
+        "epsilon_upper": planted.get("epsilon_upper"),
+    }

@@ -1,0 +1,64 @@
+"""A plan as people see it on a terminal before they sign it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wsi_fl.report.words import count, size
+from wsi_fl.stages.hospitals.approving import Cost, Looked
+from wsi_fl.stages.hospitals.plan_making import PlanDocument
+from wsi_fl.stages.work.console import print_table, say
+
+
+def print_look(looked: Looked) -> None:
+    """Show people what they are about to sign."""
+    said, privacy = looked.document, looked.document["privacy"]
+    say(
+        f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
+    )
+    print_table("who takes part", ("site", "real", "allows without DP", "max ε", "δ"), _rows_of_sites(said))
+    learned = said["learns"]
+    classes = ", ".join(learned["classes"] or ["unknown classes"])
+    say(f"  trained on {learned['data']} ({learned['encoder'] or 'pixels'}): {classes}. {learned['says']}")
+    say(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
+    say("what leaves your hospital:")
+    for one in said["leaves"]:
+        each = f", {size(one['bytes'])} each" if one["bytes"] is not None else ""
+        say(f"  {one['what']} → {one['to']}; {one['often']}{each}. Protection: {one['protected_by']}")
+    say(f"what never leaves: {'; '.join(said['stays'])}")
+    if looked.cost is not None:
+        say(cost_words(looked.cost))
+    for note in looked.notes:
+        say(f"  {note}", "yellow")
+
+
+def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
+    return [
+        (
+            one["name"],
+            "yes" if one["real"] else "no",
+            (", ".join(one["allow"]) or "nothing") if one["real"] else "everything",
+            *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
+        )
+        for one in said["sites"]
+    ]
+
+
+def cost_words(cost: Cost) -> str:
+    """Say in one sentence what a plan costs a hospital."""
+    of = f"{count(cost.n_units)} {'patients' if cost.unit == 'patient' else 'rows'} at your hospital"
+    if cost.epsilon is None or cost.lifetime_epsilon is None:
+        return f"{of}: no ε is spent, for there is no differential privacy"
+    limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
+    return (
+        f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
+        f"{cost.lifetime_epsilon:.2f} of {limit}"
+    )
+
+
+def print_signed(document: dict[str, Any]) -> None:
+    """Say where the approval lies, and what to do with it."""
+    say(
+        f"{document['site']} signed plan {document['plan'][:8]}; send {document['approval']} to the coordinator, then "
+        "start your kit"
+    )
