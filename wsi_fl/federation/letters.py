@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -125,9 +126,11 @@ class Writer:
 
     Attributes:
         identity: whose letters they are.
+        since: when the process began, in seconds since 1970.
     """
 
     identity: Identity
+    since: float = field(default_factory=time.time)
     _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
 
     @property
