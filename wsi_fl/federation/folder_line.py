@@ -2,10 +2,10 @@
 
 Below the address there is one folder per topic, and in it an inbox per site. A letter is a file in its receiver's
 inbox, `<sender>~<place>~<SHA-256>.letter`: the name says nothing else, and tells whether the file is whole. Receivers
-look every few seconds, and delete what they took; beside what they refused they leave an empty `….refused`, so that its
-sender writes it again. A hello stays until its sender leaves: a peer that begins later finds it too. Only where an inbox
-still has its file `inbox` is a letter that is gone believed to have been collected: a share that vanished has collected
-nothing.
+look every few seconds, and delete what they took; beside what they refused they leave an empty `….refused`, so that
+its sender writes it again. A hello stays until its sender leaves: a peer that begins later finds it too. Each inbox has
+an empty file `inbox-<random>`. Only while that is there is a letter that is gone believed to have been collected: a
+share that vanished, or was made anew, has collected nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 import fsspec
@@ -24,7 +25,7 @@ from wsi_fl.federation.letters import HELLO, Buffer
 from wsi_fl.federation.relayed import MOST_BYTES, Answer
 from wsi_fl.types import UsageError, one_line
 
-_INBOX, _LETTER, _REFUSED, _PARTIAL = "inbox", ".letter", ".refused", ".partial"
+_INBOX, _LETTER, _REFUSED, _PARTIAL = "inbox-", ".letter", ".refused", ".partial"
 _FILE = re.compile(
     r"(?P<sender>[A-Za-z0-9][A-Za-z0-9._-]{0,199})~(?P<place>[a-z0-9.]{1,30})~(?P<digest>[0-9a-f]{32})\.letter"
 )
@@ -147,6 +148,10 @@ class _Share:
         self.do(lambda fs, root: fs.rm_file("/".join([root, *parts])))
 
 
+def _inboxes(there: Mapping[str, _Entry]) -> set[str]:
+    return {name for name in there if name.startswith(_INBOX)}
+
+
 def _protocols(fs: Any) -> set[str]:
     said = fs.protocol
     return {said} if isinstance(said, str) else set(said)
@@ -208,7 +213,7 @@ class FolderLine:
     def _forget(self) -> None:
         """Know nothing of letters: those of an earlier session are others."""
         self._clean = False
-        self._laid: set[tuple[str, str]] = set()
+        self._laid: dict[tuple[str, str], set[str]] = {}
         self._met: set[str] = set()
         self._growing: dict[str, tuple[int, float]] = {}
 
@@ -230,9 +235,10 @@ class FolderLine:
         try:
             self._begin()
             if (to, file) not in self._laid:
+                before = _inboxes(self._there(self._sending, to))
                 self._sending.write(letter, self._topic, to, file)
                 with self._beginning:
-                    self._laid.add((to, file))
+                    self._laid[to, file] = before
                     self.written_bytes += len(letter)
             return "" if name == HELLO else self._await(to, file, min(timeout_s, _ANSWER_S))
         except Exception as error:
@@ -278,12 +284,14 @@ class FolderLine:
         """Watch a letter until it was collected; return "" when it was taken, or what became of it."""
         deadline, pause = time.monotonic() + limit_s, self._pauses[0]
         while True:
-            try:
-                there: Mapping[str, _Entry] = self._sending.entries(self._topic, to)
-            except FileNotFoundError:
-                there = {}
-            if file not in there and _INBOX in there:
-                self._laid.discard((to, file))
+            there = self._there(self._sending, to)
+            known, now = self._laid[to, file], _inboxes(there)
+            if file in there:
+                self._laid[to, file] = known | now
+            elif now:
+                del self._laid[to, file]
+                if known and not known & now:
+                    return "the folder was made anew"
                 if f"{file}{_REFUSED}" not in there:
                     return ""
                 self._sending.remove(self._topic, to, f"{file}{_REFUSED}")
@@ -309,12 +317,9 @@ class FolderLine:
 
     def _collect(self, take: Callable[[Buffer], Answer], stop: threading.Event) -> bool:
         """Look once into the inbox; return whether something was taken or refused."""
-        try:
-            there = self._looking.entries(self._topic, self._me)
-        except FileNotFoundError:
-            there = {}
-        if _INBOX not in there:
-            self._looking.write(b"", self._topic, self._me, _INBOX)
+        there = self._there(self._looking, self._me)
+        if not _inboxes(there):
+            self._looking.write(b"", self._topic, self._me, f"{_INBOX}{token_hex(4)}")
         found = [(said, there[name]) for name in there if (said := _FILE.fullmatch(name))]
         self._growing = {name: known for name, known in self._growing.items() if name in there}
         busy = False
@@ -361,6 +366,13 @@ class FolderLine:
             since = time.monotonic()
             self._growing[entry.name] = (size, since)
         return time.monotonic() - since < self._settled_s
+
+    def _there(self, share: _Share, to: str) -> Mapping[str, _Entry]:
+        """What lies in an inbox; nothing where there is none."""
+        try:
+            return share.entries(self._topic, to)
+        except FileNotFoundError:
+            return {}
 
     def _discard(self, share: _Share, to: str, file: str) -> None:
         try:
