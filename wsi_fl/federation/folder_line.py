@@ -15,159 +15,24 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import Any
-
-import fsspec
 
 from wsi_fl.federation.letters import HELLO, Buffer
 from wsi_fl.federation.relayed import MOST_BYTES, Answer
-from wsi_fl.types import UsageError, one_line
+from wsi_fl.federation.share import Entry, Share
+from wsi_fl.types import one_line
 
-_INBOX, _LETTER, _REFUSED, _PARTIAL = "inbox-", ".letter", ".refused", ".partial"
+_INBOX, _LETTER, _REFUSED = "inbox-", ".letter", ".refused"
 _FILE = re.compile(
     r"(?P<sender>[A-Za-z0-9][A-Za-z0-9._-]{0,199})~(?P<place>[a-z0-9.]{1,30})~(?P<digest>[0-9a-f]{32})\.letter"
 )
-_WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
-"""What shows an object when all of it has arrived; elsewhere a letter is moved to its name when it is whole."""
 _LAG_S = 30 * 86400.0
 _ANSWER_S = 5.0
 """Longest time that one call of `send` watches a letter: who waits must notice other things too."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A file of an inbox."""
-
-    name: str
-    size: int
-
-
-@dataclass
-class _Share:
-    """The folder, for one thread at a time; connected anew after a failure.
-
-    Every failure of a share is an `Exception` of its own: each backend of fsspec has others.
-    """
-
-    address: str
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _connected: tuple[Any, str] | None = None
-
-    def do(self, action: Callable[[Any, str], Any]) -> Any:
-        """Do something, given the file system and the root's path in it."""
-        with self._lock:
-            try:
-                if self._connected is None:
-                    self._connected = fsspec.core.url_to_fs(self.address, skip_instance_cache=True)
-                return action(*self._connected)
-            except FileNotFoundError:
-                raise
-            except Exception:
-                self._connected = None
-                raise
-
-    def check(self) -> None:
-        """Refuse an address that can be none, or a folder of this machine that is not there."""
-        try:
-            self.do(_require_root)
-        except (ValueError, ImportError) as error:
-            raise UsageError(f"{self.address}: no address of a folder: {one_line(error)}") from None
-        except FileNotFoundError:
-            raise UsageError(
-                f"{self.address}: no such folder; mount the share, or correct the address"
-            ) from None
-        except Exception:  # not reached now, perhaps later
-            return
-
-    def entries(self, *parts: str) -> dict[str, _Entry]:
-        """Return the files of a folder by name; FileNotFoundError where it is not there."""
-
-        def look(fs: Any, root: str) -> dict[str, _Entry]:
-            fs.invalidate_cache()
-            listed = fs.ls("/".join([root, *parts]), detail=True)
-            files = [one for one in listed if one.get("type") == "file" and not one.get("islink")]
-            found = (_Entry(str(one["name"]).rsplit("/", 1)[-1], int(one.get("size") or 0)) for one in files)
-            return {one.name: one for one in found}
-
-        found: dict[str, _Entry] = self.do(look)
-        return found
-
-    def folders(self, *parts: str) -> list[str]:
-        """Return the names of the folders in a folder; none where it is not there."""
-
-        def look(fs: Any, root: str) -> list[str]:
-            fs.invalidate_cache()
-            listed = fs.ls("/".join([root, *parts]), detail=True)
-            return [
-                str(one["name"]).rstrip("/").rsplit("/", 1)[-1]
-                for one in listed
-                if one["type"] == "directory"
-            ]
-
-        try:
-            found: list[str] = self.do(look)
-        except FileNotFoundError:
-            return []
-        return found
-
-    def read(self, most_bytes: int, *parts: str) -> bytes:
-        """Return the content of a file, and no more than one byte beyond what is allowed."""
-
-        def read(fs: Any, root: str) -> bytes:
-            with fs.open("/".join([root, *parts]), "rb") as file:
-                return bytes(file.read(most_bytes + 1))
-
-        content: bytes = self.do(read)
-        return content
-
-    def write(self, content: bytes, *parts: str) -> None:
-        """Write a file, which is there whole or not at all."""
-
-        def write(fs: Any, root: str) -> None:
-            _require_root(fs, root)
-            folder, path = "/".join([root, *parts[:-1]]), "/".join([root, *parts])
-            fs.makedirs(folder, exist_ok=True)
-            if not _protocols(fs).isdisjoint(_WHOLE_AT_ONCE):
-                fs.pipe_file(path, content)
-                return
-            temporary = f"{folder}/.{parts[-1]}{_PARTIAL}"
-            try:
-                with fs.open(temporary, "wb") as file:
-                    file.write(content)
-                fs.mv(temporary, path)
-            except Exception:
-                _remove(fs, temporary)
-                raise
-
-        self.do(write)
-
-    def remove(self, *parts: str) -> None:
-        """Delete a file that may be gone already."""
-        self.do(lambda fs, root: fs.rm_file("/".join([root, *parts])))
-
-
-def _inboxes(there: Mapping[str, _Entry]) -> set[str]:
+def _inboxes(there: Mapping[str, Entry]) -> set[str]:
     return {name for name in there if name.startswith(_INBOX)}
-
-
-def _protocols(fs: Any) -> set[str]:
-    said = fs.protocol
-    return {said} if isinstance(said, str) else set(said)
-
-
-def _require_root(fs: Any, root: str) -> None:
-    """A folder of this machine is never made: where a share is not mounted, letters would lie beneath it."""
-    if "file" in _protocols(fs) and not fs.isdir(root):
-        raise FileNotFoundError(root)
-
-
-def _remove(fs: Any, path: str) -> None:
-    try:
-        fs.rm_file(path)
-    except Exception:  # the share is what failed
-        return
 
 
 class FolderLine:
@@ -204,7 +69,7 @@ class FolderLine:
         """All that was written: letters, as often as they were."""
         self._me, self._topic = me, f"wsi-fl-{topic[:16]}"
         self._most, self._pauses, self._settled_s = most_bytes, pauses_s, settled_s
-        self._looking, self._sending = _Share(address), _Share(address)
+        self._looking, self._sending = Share(address), Share(address)
         self._sending.check()
         self._stop, self._beginning = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -334,7 +199,7 @@ class FolderLine:
                 self._note(error)
         return busy
 
-    def _judge(self, said: re.Match[str], entry: _Entry, take: Callable[[Buffer], Answer]) -> bool:
+    def _judge(self, said: re.Match[str], entry: Entry, take: Callable[[Buffer], Answer]) -> bool:
         """Hand over a file that is whole; return whether it is done with."""
         name, hello = entry.name, said["place"] == HELLO
         if hello and name in self._met:
@@ -359,7 +224,7 @@ class FolderLine:
             self._discard(self._looking, self._me, name)
         return answer != "later"
 
-    def _may_grow(self, entry: _Entry, size: int) -> bool:
+    def _may_grow(self, entry: Entry, size: int) -> bool:
         """Return whether a file that is not whole may still be on its way."""
         known, since = self._growing.get(entry.name, (-1, 0.0))
         if known != size:
@@ -367,14 +232,14 @@ class FolderLine:
             self._growing[entry.name] = (size, since)
         return time.monotonic() - since < self._settled_s
 
-    def _there(self, share: _Share, to: str) -> Mapping[str, _Entry]:
+    def _there(self, share: Share, to: str) -> Mapping[str, Entry]:
         """What lies in an inbox; nothing where there is none."""
         try:
             return share.entries(self._topic, to)
         except FileNotFoundError:
             return {}
 
-    def _discard(self, share: _Share, to: str, file: str) -> None:
+    def _discard(self, share: Share, to: str, file: str) -> None:
         try:
             share.remove(self._topic, to, file)
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError
+
+_LEAVING_S = 10.0
+"""How long a site that has the last letter of a run may take to write its summary and to leave."""
 
 
 class _NobodyWaits(Interrupted):
@@ -45,8 +49,8 @@ def take_part_by_folder(
 
     Raises:
         UsageError: when no folder is known, no plan was signed, or wsi-fl is another than the plan's.
-        PeerLate: when a site did not answer within `comm.timeout_s`.
-        WsiFlError: when another process of this study takes part already, or the sites' runs do not fit together.
+        WsiFlError: when a site did not answer within `comm.timeout_s`, another process of this study takes part
+            already, or the sites' runs do not fit together.
     """
     address = folder or kit.folder
     if address is None:
@@ -64,26 +68,34 @@ def _until_done(
 ) -> dict[str, Any]:
     """Take part, and begin again whenever a peer does."""
     identity = kit.identity()
-    writer, finished = Writer(identity), finished_summary(study, plan, without)
-    peers = set(plan.sites) - {identity.name, *without}
+    writer, peers = Writer(identity), set(plan.sites) - {identity.name, *without}
+    finished = finished_summary(study, plan, without)
 
     def notice() -> None:
         if finished is not None and not peers & line.waiting():
             raise _NobodyWaits
 
-    try:
-        while True:
-            try:
-                notice()
-                return take_part(
-                    study, identity, line, without=without, go_on=True, writer=writer, waiting=notice
-                )
-            except SiteReturned as returned:
-                say(f"  {returned}; all begin again from their checkpoints")
-            except _NobodyWaits:
-                assert finished is not None
-                return finished
-            finally:
-                line.close()
-    finally:
-        line.close()
+    if finished is not None and not _still_wait(line, peers):
+        return finished
+    while True:
+        try:
+            return take_part(
+                study, identity, line, without=without, go_on=True, writer=writer, waiting=notice
+            )
+        except SiteReturned as returned:
+            say(f"  {returned}; all begin again from their checkpoints")
+        except _NobodyWaits:
+            assert finished is not None
+            return finished
+        finally:
+            line.close()
+
+
+def _still_wait(line: FolderLine, peers: set[str]) -> bool:
+    """Whether a peer waits for a run that has finished here, and is not just about to leave it too."""
+    deadline = time.monotonic() + _LEAVING_S
+    while peers & line.waiting():
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(_LEAVING_S / 50)
+    return False
