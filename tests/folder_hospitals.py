@@ -1,7 +1,8 @@
 """Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
-same time: {"study", "kit", "kill": {"where", "round"}, "calls"}. Who was killed is started again, as cron would.
+same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s"}. Who was killed is
+started again, as cron would, unless it is gone for good.
 """
 
 import json
@@ -12,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from wsi_fl.federation import loop
+from wsi_fl.stages.hospitals import by_folder
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
 from wsi_fl.stages.hospitals.kits import Kit
 from wsi_fl.stages.training import mpcpa, ranks  # noqa: F401
@@ -27,10 +29,12 @@ def be(job, killed):
     os.dup2(log, 2)
     if job.get("kill") is not None and not killed:
         _die_in(job["kill"])
+    by_folder._LEAVING_S = job.get("leaving_s", by_folder._LEAVING_S)
     try:
-        found = take_part_by_folder(Study(study), Kit.open(Path(job["kit"])))
-        for _ in range(job.get("calls", 1) - 1):
-            found = take_part_by_folder(Study(study), Kit.open(Path(job["kit"])))
+        for _ in range(job.get("calls", 1)):
+            found = take_part_by_folder(
+                Study(study), Kit.open(Path(job["kit"])), without=job.get("without", ())
+            )
         document = {"summary": found}
     except Exception as error:
         traceback.print_exc()
@@ -39,15 +43,16 @@ def be(job, killed):
 
 
 def _die_in(kill):
-    """SIGKILL where a function of the loop is about to be called in a round."""
-    real = getattr(loop, kill["where"])
+    """SIGKILL where a function of the loop is about to be called in a round, or of the rank in none."""
+    module = loop if kill["round"] else ranks
+    real = getattr(module, kill["where"])
 
     def deadly(*args, **kwargs):
-        if kill["round"] in (*args, *kwargs.values()):
+        if not kill["round"] or kill["round"] in (*args, *kwargs.values()):
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*args, **kwargs)
 
-    setattr(loop, kill["where"], deadly)
+    setattr(module, kill["where"], deadly)
 
 
 def start(job, killed=False):
@@ -68,7 +73,8 @@ def main(groups):
             job = alive.pop(pid)
             if os.WIFSIGNALED(status):
                 (Path(job["study"]) / "killed").touch()
-                alive[start(job, killed=True)] = job
+                if not job.get("gone"):
+                    alive[start(job, killed=True)] = job
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -21,13 +23,18 @@ from tests.test_relayed import NAMES, Federation, rounds_of, together
 from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.relayed import KnownToAll
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
+from wsi_fl.stages.hospitals.choosing import begin_or_go_on, choose_run
 from wsi_fl.stages.hospitals.kits import Kit
 from wsi_fl.stages.hospitals.plan import FORMAT, VERSION, Plan, approve, code_digest
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
+from wsi_fl.system.locks import alone
+from wsi_fl.types import WsiFlError
 
 TOPIC = "ab" * 32
+FILE = re.compile(r"S\d~(hello|end|g\d+|x\d+\.\d)~[0-9a-f]{32}\.letter")
 PAUSES = {"pauses_s": (0.01, 0.1), "settled_s": 0.2}
 
 
@@ -392,15 +399,15 @@ def furnish(study, method, site, k):
         plant(study, site, seed=k)
 
 
-def plan_of(study, method, overrides):
+def plan_of(study, method, overrides, sites=SITES):
     pipeline = study.pipeline("small", overrides)
     document = {
         "format": FORMAT,
         "version": VERSION,
         "pipeline": "small",
         "method": method,
-        "sites": [{"name": site} for site in SITES],
-        "settings": dump_toml(pipeline.model_copy(update={"sites": list(SITES)}), "# of a test"),
+        "sites": [{"name": site} for site in sites],
+        "settings": dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test"),
         "wsi_fl": "test",
         "code": code_digest(),
         "most_bytes": 1 << 24,
@@ -509,9 +516,45 @@ def groups(tmp_path_factory, federation):
     made["killed"] = Group(root / "killed", "proxyfl", BASE, federation, share)
     made["killed"].jobs[1]["kill"] = {"where": "_communicate", "round": 2}
     made["killed"].jobs[2]["kill"] = {"where": "_train_round", "round": 3}
+    made["late"] = Group(root / "late", "cwt", [*BASE, "train.rounds=1"], federation, share)
+    made["late"].jobs[2]["kill"] = {"where": "_summary", "round": 0}
+    for job in made["late"].jobs[:2]:
+        job |= {"calls": 2, "leaving_s": 0.5}
     made["proxyfl"].jobs[0]["calls"] = 3
-    start(root, list(made.values()))
+    made["seen"], stop = {}, threading.Event()
+    owner = threading.Thread(target=meddling, args=(share, partial(note, made["seen"]), stop), daemon=True)
+    owner.start()
+    start(root, [group for name, group in made.items() if name != "seen"])
+    stop.set()
+    owner.join()
     return made
+
+
+def note(seen, path):
+    """What the owner of a share can read."""
+    seen[path.name] = path.read_bytes()
+    return True
+
+
+def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
+    seen = groups["seen"]
+    assert len(seen) > 100 and sum(map(len, seen.values())) > 1e6
+    everything = b"".join(seen.values()) + " ".join(seen).encode()
+    assert b"S0" in everything and b'"digest"' in everything
+    for secret in (b"_patient_", b"_slide_", b"slide", b"epsilon", b"settings", b"shape", b"runs/"):
+        assert secret not in everything
+    assert all(FILE.fullmatch(name) for name in seen), sorted(seen)[:3]
+
+
+def test_who_was_killed_after_its_last_letter_is_helped_to_finish(groups):
+    """The others had their summaries already, and are called again."""
+    group = groups["late"]
+    assert [(group.root / site / "killed").exists() for site in SITES] == [False, False, True]
+    for site in SITES:
+        assert group.result(site)["lost"] == []
+        (charge,) = charged(group.study(site), site)
+        assert charge[0] == 1
+        assert (group.run(site) / "summary.json").exists()
 
 
 @pytest.mark.parametrize("method", JOBS)
@@ -543,3 +586,108 @@ def test_a_finished_plan_is_not_run_again(groups):
         began = time.monotonic()
         assert take_part_by_folder(study, kit) == group.result(site)
         assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_who_is_gone(tmp_path, federation):
+    (tmp_path / "share").mkdir()
+    settings = [*BASE[:3], "comm.timeout_s=8"]
+    group = Group(tmp_path / "gone", "proxyfl", settings, federation, tmp_path / "share")
+    group.jobs[2] |= {"kill": {"where": "_communicate", "round": 2}, "gone": True}
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        error = json.loads((group.root / site / "result.json").read_text())["error"]
+        assert "site S2" in error and "for 8 s" in error, error
+    left = [job | {"without": ["S2"]} for job in group.jobs[:2]]
+    group.jobs = left
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        assert group.result(site)["lost"] == ["S2"]
+        assert [round_ for round_, _ in charged(group.study(site), site)] == [1, 2, 3]
+
+
+# which run
+
+
+def has(*runs):
+    return {"runs": [{"identity": identity * 32, "rounds": rounds} for identity, rounds in runs]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        (has(), has(), ""),
+        (has(("a", 0)), has(), ""),
+        (has(), has(("a", 0)), ""),
+        (has(("a", 0)), has(("b", 0)), ""),
+        (has(("a", 0)), has(("a", 0)), "a"),
+        (has(("a", 3)), has(("a", 2)), "a"),
+        (has(("a", 3), ("b", 0)), has(("a", 3)), "a"),
+        (has(("a", 3), ("b", 0)), has(("a", 3), ("b", 0)), "a"),
+        (has(("a", 3), ("b", 1)), has(("a", 3), ("b", 0)), "b"),
+    ],
+)
+def test_sites_go_on_with_the_last_run_that_all_have(first, second, chosen):
+    assert choose_run({"C1": first, "C2": second}) == chosen * 32
+    assert choose_run({"C1": second, "C2": first}) == chosen * 32
+
+
+@pytest.mark.parametrize(("first", "second"), [(has(("a", 2)), has()), (has(("b", 0)), has(("a", 1)))])
+def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, second):
+    refused(
+        lambda: choose_run({"C1": first, "C2": second}),
+        "has not; put its folder back into runs/",
+        "costs its ε on top",
+        error=KnownToAll,
+    )
+
+
+class Told:
+    """A communicator whose other site says what a test lets it say."""
+
+    sites, running, n_sites = (1,), (0, 1), 2
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def gather(self, documents, kind, *, patient=False):
+        return [self.answers.pop(0), *documents]
+
+
+def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
+    """The other was killed before its folder was made."""
+    study = make_study(tmp_path / "study", n_sites=2)
+    plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
+    party = Party.of(study, plan.pipeline(), "proxyfl")
+
+    def told(identity, *runs):
+        offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
+        return Told({"runs": list(runs)}, offered, {"claimed": True})
+
+    first = begin_or_go_on(party, plan, (), told("1"))
+    second = begin_or_go_on(party, plan, (), told("2"))
+    assert first.name == second.name and [p.name for p in study.runs.glob("0*")] == [second.name]
+    assert second.agreement == plan.digest
+    both = {"identity": second.id, "rounds": 0}
+    assert begin_or_go_on(party, plan, (), told("3", both)).id == second.id
+    refused(
+        lambda: begin_or_go_on(party, plan, ["S0"], told("4")), "begins with all its sites", error=KnownToAll
+    )
+
+
+def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation):
+    (tmp_path / "share").mkdir()
+    group = Group(tmp_path / "two", "proxyfl", BASE, federation, tmp_path / "share")
+    study, kit = group.study("S0"), Kit.open(group.root / "kit-S0")
+    with alone(study.root / "federation" / ".lock"):
+        refused(
+            lambda: take_part_by_folder(study, kit),
+            "another process of this study takes part",
+            error=WsiFlError,
+        )
+    unknown = Kit(kit.path, {**kit.document, "folder": None})
+    refused(lambda: take_part_by_folder(study, unknown), "names no folder")
+    refused(lambda: take_part_by_folder(study, kit, without=["X"]), "unknown site 'X'")
+    path = study.root / "federation" / "plan.json"
+    path.write_text(path.read_text().replace("wsi_fl", "wsi_fi"))
+    refused(lambda: take_part_by_folder(study, kit), "signed another plan")

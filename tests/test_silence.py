@@ -23,6 +23,7 @@ from wsi_fl.learning.metrics import scores
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.hospitals.choosing import Begun, Runs
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, mpcpa
@@ -112,6 +113,7 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
     kinds = (Brought, Standing, Answer, Arrival, Row, _Proposal, _Claimed, Size)
+    kinds += (Begun, Runs)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:
