@@ -399,12 +399,12 @@ def furnish(study, method, site, k):
         plant(study, site, seed=k)
 
 
-def plan_of(study, method, overrides, sites=SITES):
-    pipeline = study.pipeline("small", overrides)
+def plan_of(study, method, overrides, sites=SITES, name="small"):
+    pipeline = study.pipeline(name, overrides)
     document = {
         "format": FORMAT,
         "version": VERSION,
-        "pipeline": "small",
+        "pipeline": name,
         "method": method,
         "sites": [{"name": site} for site in sites],
         "settings": dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test"),
@@ -691,3 +691,32 @@ def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation)
     path = study.root / "federation" / "plan.json"
     path.write_text(path.read_text().replace("wsi_fl", "wsi_fi"))
     refused(lambda: take_part_by_folder(study, kit), "signed another plan")
+
+
+@pytest.mark.slow
+def test_generators_travel_over_a_folder_as_in_one_process(tmp_path, federation):
+    """Method mpcpa: denoisers up, packages down, classifiers up."""
+    from tests import test_mpcpa
+
+    (tmp_path / "share").mkdir()
+    study = test_mpcpa.make_study(tmp_path / "one")
+    sites, jobs = ("S1", "S2", "S3"), []
+    for site in sites:
+        folder = tmp_path / site
+        shutil.copytree(study.root, folder, ignore=shutil.ignore_patterns("stores", "data.npz"))
+        shutil.copytree(study.root / "stores" / site, folder / "stores" / site)
+        for one in sites:
+            file = folder / "sites" / f"{one}.toml"
+            file.write_text(file.read_text().replace("real = false", REAL))
+        plan = plan_of(Study(folder), "mpcpa", [], sites, "mpcpa_tiny")
+        identity = federation.identity(site)
+        approve(Study(folder), plan, identity)
+        kit = kit_of(tmp_path / f"kit-{site}", identity, federation, site, tmp_path / "share")
+        jobs.append({"study": str(folder), "kit": str(kit)})
+    group = Group.__new__(Group)
+    group.root, group.jobs = tmp_path, jobs
+    start(tmp_path, [group])
+    summary = train(study, method="mpcpa", backend="local")
+    for site in sites:
+        assert group.result(site)["communication"]["messages"] == 3 * 3
+        assert models(group.run(site), site) == models(study.root / summary["run"], site)

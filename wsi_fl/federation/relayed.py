@@ -130,7 +130,7 @@ class RelayedComm:
         self.n_sites, self.sites = len(self.names), cast("tuple[int, ...]", (me,))
         self.traffic: dict[int, Traffic] = {me: Traffic()}
         self._others = {self.names[k]: k for k in self.running if k != me}
-        self._writer = self.writer or Writer(self.identity)
+        self._writer = self.writer or Writer(self.identity, since=time.time())
         self._gathered, self._session = 0, ""
         self._peers: dict[str, _Peer] = {}
         self._held: dict[tuple[str, str], Letter] = {}
