@@ -20,8 +20,10 @@ from conftest import make_study, refused, write_store
 
 from tests.test_oneshot import HEADS, rows_of
 from tests.test_relayed import NAMES, Federation, rounds_of, together
+from wsi_fl.federation.comm import PeerLate
 from wsi_fl.federation.folder_line import FolderLine
-from wsi_fl.federation.relayed import KnownToAll
+from wsi_fl.federation.letters import Writer
+from wsi_fl.federation.relayed import KnownToAll, RelayedComm
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on, choose_run
 from wsi_fl.stages.hospitals.kits import Kit
@@ -267,6 +269,47 @@ def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of)
     assert sender.send("C2", "g0", b"a", 5.0) == ""
     assert sender.send("C2", "g1", b"b", 5.0) == ""
     assert desk.seen[-2:] == [b"a", b"b"]
+
+
+def test_letters_can_be_used_by_whoever_can_use_the_folder(share, line_of):
+    """Commands write for their owner alone, and the receiver is somebody else."""
+    share.chmod(0o770)
+    before = os.umask(0o077)
+    try:
+        assert "not collected" in line_of("C1").send("C2", "g0", b"a", 0.0)
+    finally:
+        os.umask(before)
+    assert (inbox(share, "C2").stat().st_mode & 0o777, inbox(share, "C2").parent.stat().st_mode & 0o777) == (
+        0o770,
+        0o770,
+    )
+    (letter,) = inbox(share, "C2").glob("*.letter")
+    assert letter.stat().st_mode & 0o777 == 0o660
+
+
+def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, line_of):
+    """C1 has met a newer process of C2 before it begins again itself."""
+    old, new = (Writer(identities["C2"], since=time.time() - age) for age in (60, 1))
+    writer = Writer(identities["C1"])
+
+    def hello(of):
+        said = {"certificate": of.identity.certificate, "public": of.public, "time": of.since}
+        return of.hello({**said, "version": "", "code": "0" * 64}, "")
+
+    def session(limit_s):
+        comm = RelayedComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, writer=writer)
+        comm.close()
+        return comm._session
+
+    line = line_of("C2")
+    line.send("C1", "hello", hello(new), 1.0)
+    first = session(5.0)
+    line.close()
+    line.send("C1", "hello", hello(old), 1.0)
+    with pytest.raises(PeerLate):
+        session(0.5)
+    line.send("C1", "hello", hello(new), 1.0)
+    assert session(5.0) == first
 
 
 def test_an_address_that_can_be_none_is_one_line(tmp_path):
@@ -679,7 +722,7 @@ def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation)
     (tmp_path / "share").mkdir()
     group = Group(tmp_path / "two", "proxyfl", BASE, federation, tmp_path / "share")
     study, kit = group.study("S0"), Kit.open(group.root / "kit-S0")
-    with alone(study.root / "federation" / ".lock"):
+    with alone(study.root / "federation" / ".S0.lock"):
         refused(
             lambda: take_part_by_folder(study, kit),
             "another process of this study takes part",

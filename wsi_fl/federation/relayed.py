@@ -215,6 +215,8 @@ class RelayedComm:
         known = self._peers.get(holder.name)
         if known is not None and said["time"] <= known.hello["time"]:
             return "taken"  # again, or an old one
+        if said["time"] < self._writer.heard.get(holder.name, 0.0):
+            return "taken"  # played back to a later session of this process
         if holder.name not in self._others:
             return self._refuse(f"{holder.name} said hello, and takes no part in this run")
         ahead = said["time"] - time.time()
@@ -234,6 +236,8 @@ class RelayedComm:
             self._over = SiteReturned(f"site {holder.name} began anew")
         else:
             self._peers[holder.name] = _Peer(said, holder)
+        if not problem:
+            self._writer.heard[holder.name] = said["time"]
         self._changed.notify_all()
         return "taken"
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -40,11 +43,15 @@ class Share:
             try:
                 if self._connected is None:
                     self._connected = fsspec.core.url_to_fs(self.address, skip_instance_cache=True)
-                return action(*self._connected)
-            except FileNotFoundError:
-                raise
-            except Exception:
-                self._connected = None
+                fs, root = self._connected
+                return action(fs, root.rstrip("/"))
+            except Exception as error:
+                if (
+                    isinstance(error, OSError) and error.errno == errno.ENOENT
+                ):  # some have no class of their own for it
+                    raise FileNotFoundError(str(error)) from error
+                if not isinstance(error, FileNotFoundError):
+                    self._connected = None
                 raise
 
     def check(self) -> None:
@@ -107,7 +114,8 @@ class Share:
         def write(fs: Any, root: str) -> None:
             _require_root(fs, root)
             folder, path = "/".join([root, *parts[:-1]]), "/".join([root, *parts])
-            fs.makedirs(folder, exist_ok=True)
+            for depth in range(1, len(parts)):
+                _make_folder(fs, root, "/".join([root, *parts[:depth]]))
             if not _protocols(fs).isdisjoint(_WHOLE_AT_ONCE):
                 fs.pipe_file(path, content)
                 return
@@ -115,6 +123,7 @@ class Share:
             try:
                 with fs.open(temporary, "wb") as file:
                     file.write(content)
+                _open_up(fs, root, temporary)
                 fs.mv(temporary, path)
             except Exception:
                 _remove(fs, temporary)
@@ -136,6 +145,19 @@ def _require_root(fs: Any, root: str) -> None:
     """A folder of this machine is never made: where a share is not mounted, letters would lie beneath it."""
     if "file" in _protocols(fs) and not fs.isdir(root):
         raise FileNotFoundError(root)
+
+
+def _make_folder(fs: Any, root: str, path: str) -> None:
+    if not fs.isdir(path):
+        fs.makedirs(path, exist_ok=True)
+        _open_up(fs, root, path)
+
+
+def _open_up(fs: Any, root: str, path: str) -> None:
+    """Let whoever may use the root use this too: what wsi-fl writes is its owner's alone elsewhere."""
+    if "file" in _protocols(fs):
+        mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o2777
+        Path(path).chmod(mode if Path(path).is_dir() else mode & 0o666)
 
 
 def _remove(fs: Any, path: str) -> None:

@@ -59,7 +59,7 @@ def take_part_by_folder(
     plan = approved_plan(study, identity)
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
-    with alone(study.root / "federation" / ".lock", busy):
+    with alone(study.root / "federation" / f".{identity.name}.lock", busy):
         return _until_done(study, kit, plan, line, without)
 
 
@@ -69,14 +69,18 @@ def _until_done(
     """Take part, and begin again whenever a peer does."""
     identity = kit.identity()
     writer, peers = Writer(identity), set(plan.sites) - {identity.name, *without}
-    finished = finished_summary(study, plan, without)
+    finished, told = finished_summary(study, plan, without), {""}
 
     def notice() -> None:
+        if (trouble := line.trouble) not in told:
+            told.add(trouble)
+            say(f"  {trouble}; it is tried again", "yellow")
         if finished is not None and not peers & line.waiting():
             raise _NobodyWaits
 
     if finished is not None and not _still_wait(line, peers):
         return finished
+    say(f"  {identity.name} takes part in plan {plan.digest[:8]}, as soon as all others do")
     while True:
         try:
             return take_part(
