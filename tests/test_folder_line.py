@@ -393,9 +393,10 @@ def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, w
             (path.parent / name_of("C3", place, forged)).write_bytes(forged)
         return True
 
+    limit_s = 3.0 if what == "deletes" else 30.0
     owner = threading.Thread(target=meddling, args=(share, do, stop), daemon=True)
     owner.start()
-    found = together(identities, rounds_of(ledgers), lines=lines(line_of), timeout_s=4.0)
+    found = together(identities, rounds_of(ledgers), lines=lines(line_of), timeout_s=limit_s)
     stop.set()
     owner.join()
     for me, name in enumerate(NAMES):
@@ -581,7 +582,7 @@ def note(seen, path):
 
 def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
     seen = groups["seen"]
-    assert len(seen) > 100 and sum(map(len, seen.values())) > 1e6
+    assert len(seen) > 50 and sum(map(len, seen.values())) > 1e5
     everything = b"".join(seen.values()) + " ".join(seen).encode()
     assert b"S0" in everything and b'"digest"' in everything
     for secret in (b"_patient_", b"_slide_", b"slide", b"epsilon", b"settings", b"shape", b"runs/"):
