@@ -16,6 +16,7 @@ from conftest import REAL, make_study, refused, write_store
 from wsi_fl.federation import loop
 from wsi_fl.federation.courier import Size
 from wsi_fl.federation.exam import Counted, Present
+from wsi_fl.federation.letters import Head, Hello
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Answer, Arrival, Standing
 from wsi_fl.learning.examples import Examples
@@ -24,6 +25,8 @@ from wsi_fl.learning.metrics import scores
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.hospitals.choosing import Begun, Runs
+from wsi_fl.stages.hospitals.taking_part import Seen
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, mpcpa
@@ -113,6 +116,7 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
     kinds = (Brought, Standing, Answer, Arrival, Row, _Proposal, _Claimed, Size, Present, Counted)
+    kinds += (Begun, Runs, Hello, Head, Seen)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
     for folder in folders:

@@ -157,14 +157,32 @@ def start(
     study: Annotated[
         Path | None, typer.Option(help="The hospital's study, the only folder that jobs read and write.")
     ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="Over a folder: go on without it. Repeatable.")
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Start a hospital's client, or the server, in the foreground; over a folder, take part until the run is done."""
+    """Start a hospital's client, or the server; over a folder, take part until the run is done."""
     from wsi_fl.stages.hospitals.kits import Kit
     from wsi_fl.stages.hospitals.start import start
     from wsi_fl.stages.work.console import say
     from wsi_fl.study.folder import Study
 
-    start(Kit.open(kit), Study.find(study) if study else None, told=say)
+    opened, found = Kit.open(kit), Study.find(study) if study else None
+    if shared is None and opened.folder is None:
+        if without:
+            raise UsageError("--without is for a folder; with a server the coordinator says it, in `submit`")
+        start(opened, found, told=say)
+    if found is None:
+        raise UsageError("a hospital's kit needs --study DIR")
+    from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
+    from wsi_fl.stages.training.train import print_summary
+
+    show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, print_summary)
 
 
 @app.command()

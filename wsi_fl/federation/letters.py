@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -125,9 +126,14 @@ class Writer:
 
     Attributes:
         identity: whose letters they are.
+        since: when the process began, in seconds since 1970.
+        heard: the time of the newest hello of each site that the process has met; older ones are of processes that
+            ended.
     """
 
     identity: Identity
+    since: float = field(default_factory=time.time)
+    heard: dict[str, float] = field(default_factory=dict, compare=False)
     _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
 
     @property

@@ -70,7 +70,11 @@ class Line(Protocol):
         ...
 
 
-class SiteReturned(KnownToAll):
+class Interrupted(KnownToAll):
+    """Nothing failed, and this process does not go on as it is: whoever called knows how."""
+
+
+class SiteReturned(Interrupted):
     """A peer's process began anew, so that all begin again from their checkpoints."""
 
 
@@ -96,6 +100,7 @@ class RelayedComm:
         plan: SHA-256 of the signed plan; "" without one.
         most_bytes: of a letter.
         waiting: called now and then while this process waits.
+        writer: of this process; the same one when it begins again, so that its peers need not. Default: a new one.
 
     Raises:
         PeerLate: when a site did not introduce itself in time.
@@ -112,6 +117,7 @@ class RelayedComm:
     plan: str = ""
     most_bytes: int = MOST_BYTES
     waiting: Callable[[], None] | None = None
+    writer: Writer | None = None
     line_bytes: int = 0
     """All that was sent: letters with heads and signatures, documents too."""
     refused: list[str] = field(default_factory=list)
@@ -124,7 +130,7 @@ class RelayedComm:
         self.n_sites, self.sites = len(self.names), cast("tuple[int, ...]", (me,))
         self.traffic: dict[int, Traffic] = {me: Traffic()}
         self._others = {self.names[k]: k for k in self.running if k != me}
-        self._writer = Writer(self.identity)
+        self._writer = self.writer or Writer(self.identity, since=time.time())
         self._gathered, self._session = 0, ""
         self._peers: dict[str, _Peer] = {}
         self._held: dict[tuple[str, str], Letter] = {}
@@ -190,7 +196,7 @@ class RelayedComm:
         said = Hello(
             certificate=self.identity.certificate,
             public=self._writer.public,
-            time=time.time(),
+            time=self._writer.since,
             version=self.version,
             code=self.code,
         )
@@ -209,6 +215,8 @@ class RelayedComm:
         known = self._peers.get(holder.name)
         if known is not None and said["time"] <= known.hello["time"]:
             return "taken"  # again, or an old one
+        if said["time"] < self._writer.heard.get(holder.name, 0.0):
+            return "taken"  # played back to a later session of this process
         if holder.name not in self._others:
             return self._refuse(f"{holder.name} said hello, and takes no part in this run")
         ahead = said["time"] - time.time()
@@ -228,6 +236,8 @@ class RelayedComm:
             self._over = SiteReturned(f"site {holder.name} began anew")
         else:
             self._peers[holder.name] = _Peer(said, holder)
+        if not problem:
+            self._writer.heard[holder.name] = said["time"]
         self._changed.notify_all()
         return "taken"
 

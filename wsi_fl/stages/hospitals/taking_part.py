@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,10 @@ from typing_extensions import TypedDict
 from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity
 from wsi_fl.federation.documents import Name
+from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.hospitals.choosing import begin_or_go_on
 from wsi_fl.stages.hospitals.plan import Plan, approved_plan, code_digest
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
@@ -31,6 +34,9 @@ def take_part(
     resume: str | None = None,
     without: Sequence[str] = (),
     plan: str | None = None,
+    go_on: bool = False,
+    writer: Writer | None = None,
+    waiting: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
 
@@ -40,15 +46,25 @@ def take_part(
         resume: a run of this plan to go on with; default: a new one.
         without: sites that were lost.
         plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
+        go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
+        writer: of this process, where it begins again; default: a new one.
+        waiting: called now and then while this process waits for others.
 
     Raises:
+        SiteReturned: when a peer's process began anew, so that all begin again.
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
     agreed = _agreed(study, identity, plan)
-    if resume is None:
+    run_of: Callable[[RelayedComm], RunFolder]
+    if go_on or resume is None:
         party = Party.of(study, agreed.pipeline(), agreed.method)
         check(party, "mpi", stores=False)
-        running = tuple(range(len(party.sites)))
+        running = _remaining(party, without if go_on else ())
+        run_of = (
+            partial(begin_or_go_on, party, agreed, without)
+            if go_on
+            else partial(agree_on_run, party, agreed.name, agreement=agreed.digest)
+        )
     else:
         party, finished = resumed(study, resume, without=without)
         if party.run.agreement != agreed.digest:
@@ -60,15 +76,12 @@ def take_part(
         check(party, "mpi", stores=False)
         note_who_goes_on(party, without)
         running = running_sites(party)
+        run_of = lambda _: party.run  # noqa: E731
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
-    comm = _introduced(identity, agreed, running, line, party.pipeline.comm.timeout_s)
+    seconds = party.pipeline.comm.timeout_s
+    comm = _introduced(identity, agreed, running, line, seconds, waiting=waiting, writer=writer)
     try:
-        run_of = (
-            partial(agree_on_run, party, agreed.name, agreement=agreed.digest)
-            if resume is None
-            else lambda _: party.run
-        )
         return ranks.take_part(party, comm, run_of)
     finally:
         comm.close()
@@ -97,8 +110,22 @@ def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = No
     return {"site": identity.name, "peers": peers, "seconds": round(time.perf_counter() - began, 3)}
 
 
+def _remaining(party: Party, without: Sequence[str]) -> tuple[int, ...]:
+    """The indices of the sites that are not left out."""
+    if unknown := sorted(set(without) - set(party.names)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
+    return tuple(k for k, name in enumerate(party.names) if name not in without)
+
+
 def _introduced(
-    identity: Identity, agreed: Plan, running: tuple[int, ...], line: Line, timeout_s: float
+    identity: Identity,
+    agreed: Plan,
+    running: tuple[int, ...],
+    line: Line,
+    timeout_s: float,
+    *,
+    waiting: Callable[[], None] | None = None,
+    writer: Writer | None = None,
 ) -> RelayedComm:
     """The sites of a plan, once all have said hello."""
     return RelayedComm(
@@ -111,6 +138,8 @@ def _introduced(
         code=code_digest(),
         plan=agreed.digest,
         most_bytes=agreed.most_bytes,
+        waiting=waiting,
+        writer=writer,
     )
 
 

@@ -20,6 +20,7 @@ from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.between import Scoring
 from wsi_fl.federation.comm import Comm, MpiComm
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
+from wsi_fl.federation.relayed import Interrupted
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.runs import RunFolder, hold_alone, note
@@ -173,6 +174,8 @@ def _guarded(
                 warnings.showwarning = partial(_note_warning, study.runs / f"{me}.log")
             run = run_of()
             return work(run)
+    except Interrupted:  # nothing failed here: whoever called begins again
+        raise
     except BaseException as error:
         kind = UsageError if isinstance(error, UsageError) else WsiFlError
         text = _in_a_line(error, study)

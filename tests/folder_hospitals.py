@@ -1,0 +1,81 @@
+"""Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
+
+`python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
+same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s"}. Who was killed is
+started again, as cron would, unless it is gone for good.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from wsi_fl.federation import loop
+from wsi_fl.stages.hospitals import by_folder
+from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.training import mpcpa, ranks  # noqa: F401
+from wsi_fl.study.folder import Study
+
+
+def be(job, killed):
+    """Be a hospital: take part, and leave what came of it in its study."""
+    study = Path(job["study"])
+    os.environ["XDG_STATE_HOME"] = str(study / "state")
+    log = os.open(study / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if job.get("kill") is not None and not killed:
+        _die_in(job["kill"])
+    by_folder._LEAVING_S = job.get("leaving_s", by_folder._LEAVING_S)
+    try:
+        for _ in range(job.get("calls", 1)):
+            found = take_part_by_folder(
+                Study(study), Kit.open(Path(job["kit"])), without=job.get("without", ())
+            )
+        document = {"summary": found}
+    except Exception as error:
+        traceback.print_exc()
+        document = {"error": f"{type(error).__name__}: {error}"}
+    (study / "result.json").write_text(json.dumps(document))
+
+
+def _die_in(kill):
+    """SIGKILL where a function of the loop is about to be called in a round, or of the rank in none."""
+    module = loop if kill["round"] else ranks
+    real = getattr(module, kill["where"])
+
+    def deadly(*args, **kwargs):
+        if not kill["round"] or kill["round"] in (*args, *kwargs.values()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(module, kill["where"], deadly)
+
+
+def start(job, killed=False):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            be(job, killed)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def main(groups):
+    for jobs in groups:
+        alive = {start(job): job for job in jobs}
+        while alive:
+            pid, status = os.wait()
+            job = alive.pop(pid)
+            if os.WIFSIGNALED(status):
+                (Path(job["study"]) / "killed").touch()
+                if not job.get("gone"):
+                    alive[start(job, killed=True)] = job
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

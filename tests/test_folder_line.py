@@ -1,0 +1,766 @@
+"""Hospitals that reach each other by files in a folder: what the line does, and the models that come of it."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from conftest import make_study, refused, write_store
+
+from tests.test_oneshot import HEADS, rows_of
+from tests.test_relayed import NAMES, Federation, rounds_of, together
+from wsi_fl.federation.comm import PeerLate
+from wsi_fl.federation.folder_line import FolderLine
+from wsi_fl.federation.letters import Writer
+from wsi_fl.federation.relayed import KnownToAll, RelayedComm
+from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
+from wsi_fl.stages.hospitals.choosing import begin_or_go_on, choose_run
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.plan import FORMAT, VERSION, Plan, approve, code_digest
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import Study
+from wsi_fl.study.toml import dump_toml
+from wsi_fl.system.locks import alone
+from wsi_fl.types import WsiFlError
+
+TOPIC = "ab" * 32
+FILE = re.compile(r"S\d~(hello|end|g\d+|x\d+\.\d)~[0-9a-f]{32}\.letter")
+PAUSES = {"pauses_s": (0.01, 0.1), "settled_s": 0.2}
+
+
+@pytest.fixture(scope="module")
+def federation():
+    return Federation()
+
+
+@pytest.fixture(scope="module")
+def identities(federation):
+    return {name: federation.identity(name) for name in NAMES}
+
+
+@pytest.fixture
+def share(tmp_path):
+    (tmp_path / "share").mkdir()
+    return tmp_path / "share"
+
+
+@pytest.fixture
+def line_of(share):
+    """Makes ends of the line, and closes them after the test."""
+    made = []
+
+    def make(name, address=None, **options):
+        made.append(FolderLine(str(address or share), name, TOPIC, **(PAUSES | options)))
+        return made[-1]
+
+    yield make
+    for line in made:
+        line.close()
+
+
+class Desk:
+    """A receiver that notes what it was handed, and answers as it is told to."""
+
+    def __init__(self, answer="taken"):
+        self.seen, self.answer = [], answer
+
+    def __call__(self, letter):
+        self.seen.append(bytes(letter))
+        return self.answer
+
+
+def until(true, limit_s=5.0):
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def inbox(share, name):
+    return share / f"wsi-fl-{TOPIC[:16]}" / name
+
+
+def letters(share, name):
+    folder = inbox(share, name)
+    return sorted(p.name for p in folder.iterdir() if "inbox-" not in p.name) if folder.is_dir() else []
+
+
+def name_of(sender, place, content):
+    return f"{sender}~{place}~{hashlib.sha256(content).hexdigest()[:32]}.letter"
+
+
+# the line
+
+
+@pytest.mark.parametrize("where", ["a folder", "an object store"])
+def test_a_letter_is_carried_and_collected(share, line_of, where):
+    address = None if where == "a folder" else f"memory://{share.name}-{random.random()}"
+    desk, sender, receiver = Desk(), line_of("C1", address), line_of("C2", address)
+    receiver.listen(desk)
+    sender.listen(Desk())
+    assert sender.send("C2", "g0", b"content" * 1000, 5.0) == ""
+    assert desk.seen == [b"content" * 1000]
+    assert sender.written_bytes == 7000
+    fs, root = fsspec.core.url_to_fs(address or str(share))
+    left = [path for path in fs.find(root) if "/inbox-" not in path]
+    assert left == []
+
+
+def test_no_letter_is_seen_before_it_is_whole(share, line_of, monkeypatch):
+    """A share that writes one byte at a time and then fails leaves nothing for the receiver."""
+    desk, sender = Desk(), line_of("C1")
+    line_of("C2").listen(desk)
+    until(lambda: any(inbox(share, "C2").glob("inbox-*")))
+    seen = []
+
+    def fails(fs, path, target, **_):
+        seen.extend(letters(share, "C2"))
+        raise OSError(28, "No space left on device")
+
+    local = type(fsspec.filesystem("file"))
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "mv", fails)
+        said = sender.send("C2", "g0", b"x" * 100, 1.0)
+    assert "No space left" in said and "\n" not in said
+    assert seen and all(name.startswith(".") for name in seen)
+    assert (desk.seen, letters(share, "C2")) == ([], [])
+    assert sender.send("C2", "g0", b"x" * 100, 5.0) == ""
+    assert desk.seen == [b"x" * 100]
+
+
+def test_half_a_file_is_left_until_it_is_whole_and_refused_if_it_never_is(share, line_of):
+    desk = Desk("refused")
+    line_of("C2", settled_s=0.5).listen(desk)
+    until(lambda: any(inbox(share, "C2").glob("inbox-*")))
+    whole, never = b"whole" * 50, b"never" * 50
+    for content in (whole, never):
+        (inbox(share, "C2") / name_of("C1", "g1", content)).write_bytes(content[:7])
+    time.sleep(0.2)
+    assert desk.seen == []
+    desk.answer = "taken"
+    (inbox(share, "C2") / name_of("C1", "g1", whole)).write_bytes(whole)
+    until(lambda: desk.seen)
+    assert desk.seen == [whole]
+    desk.answer = "refused"
+    until(lambda: len(desk.seen) > 1)
+    until(lambda: letters(share, "C2") == [name_of("C1", "g1", never) + ".refused"])
+    assert desk.seen == [whole, never[:7]]
+
+
+def test_what_cannot_be_judged_yet_stays_and_is_offered_again(share, line_of):
+    desk, sender = Desk("later"), line_of("C1")
+    line_of("C2").listen(desk)
+    assert "has not collected it" in sender.send("C2", "x1.0", b"a", 0.2)
+    assert letters(share, "C2") == [name_of("C1", "x1.0", b"a")]
+    assert len(desk.seen) > 1
+    desk.answer = "taken"
+    assert sender.send("C2", "x1.0", b"a", 5.0) == ""
+    assert sender.written_bytes == 1  # written once, watched twice
+
+
+def test_what_is_refused_is_collected_and_its_sender_hears_of_it(share, line_of):
+    desk, sender = Desk("refused"), line_of("C1")
+    line_of("C2").listen(desk)
+    assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it"
+    assert letters(share, "C2") == []
+    desk.answer = "taken"
+    assert sender.send("C2", "g0", b"a", 5.0) == ""
+    assert sender.written_bytes == 2
+
+
+def test_a_file_that_is_too_long_is_never_read(share, line_of):
+    desk, sender = Desk(), line_of("C1")
+    receiver = line_of("C2", most_bytes=1000)
+    receiver.listen(desk)
+    assert sender.send("C2", "g0", b"a" * 1001, 5.0) == "site C2 refused it"
+    assert desk.seen == []
+    assert "1001 bytes, at most 1000" in receiver.trouble
+    assert sender.send("C2", "g0", b"a" * 1000, 5.0) == ""
+
+
+def test_a_hello_stays_for_whoever_begins_later_and_goes_with_its_sender(share, line_of):
+    first, second, sender = Desk(), Desk(), line_of("C1")
+    assert sender.send("C2", "hello", b"here I am", 5.0) == ""
+    for desk in (first, second):
+        receiver = line_of("C2")
+        receiver.listen(desk)
+        until(lambda desk=desk: desk.seen)
+        time.sleep(0.1)
+        assert desk.seen == [b"here I am"]  # once to each
+        assert receiver.waiting() == {"C1"}
+        receiver.close()
+    sender.close()
+    assert letters(share, "C2") == []
+
+
+def test_what_an_earlier_process_left_is_removed_when_the_next_begins(share, line_of):
+    dead = line_of("C1")
+    dead.send("C2", "hello", b"1", 0.0)
+    dead.send("C2", "g0", b"2", 0.0)
+    dead.send("C3", "g0", b"2", 0.0)
+    line_of("C3").send("C2", "g0", b"of another", 0.0)
+    partial = inbox(share, "C2") / f".{name_of('C1', 'g0', b'2')}.partial"
+    partial.write_bytes(b"half")
+    (inbox(share, "C2") / f"{name_of('C1', 'g0', b'0')}.refused").touch()
+    line_of("C1").send("C2", "hello", b"3", 0.0)
+    assert letters(share, "C2") == sorted([name_of("C1", "hello", b"3"), name_of("C3", "g0", b"of another")])
+    assert letters(share, "C3") == []
+
+
+def test_rubbish_hides_no_letter(share, line_of):
+    desk, sender = Desk(), line_of("C1")
+    folder = inbox(share, "C2")
+    folder.mkdir(parents=True)
+    (folder / "Thumbs.db").write_bytes(b"x" * 5000)
+    (folder / "x~y~z.letter").write_bytes(b"x")
+    (folder / name_of("C1", "g7", b"a folder")).mkdir()
+    (folder / name_of("C1", "g8", b"a link")).symlink_to("/etc/passwd")
+    (folder / name_of("C1", "g9", b"nowhere")).symlink_to("/nowhere")
+    os.mkfifo(folder / name_of("C1", "g6", b"a pipe"))
+    line_of("C2").listen(desk)
+    assert sender.send("C2", "g0", b"a", 5.0) == ""
+    assert desk.seen == [b"a"]
+
+
+def test_one_file_that_cannot_be_read_hides_no_other(share, line_of, monkeypatch):
+    local = type(fsspec.filesystem("file"))
+    opened = local.open
+
+    def some(fs, path, *args, **kwargs):
+        if "~g1~" in str(path) and ".partial" not in str(path):
+            raise PermissionError(13, "Permission denied")
+        return opened(fs, path, *args, **kwargs)
+
+    desk, sender = Desk(), line_of("C1")
+    line_of("C2").listen(desk)
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "open", some)
+        assert "not collected" in sender.send("C2", "g1", b"closed", 0.2)
+        assert sender.send("C2", "g2", b"open", 5.0) == ""
+    assert sender.send("C2", "g1", b"closed", 5.0) == ""
+
+
+def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of):
+    desk, sender, receiver = Desk("later"), line_of("C1"), line_of("C2")
+    receiver.listen(desk)
+    sender.send("C2", "g0", b"a", 0.1)
+    away = share.with_name("away")
+    share.rename(away)
+    for _ in range(2):
+        assert sender.send("C2", "g0", b"a", 0.1) != ""
+        assert "cannot be used" in sender.send("C2", "g1", b"b", 0.1)
+    share.mkdir()  # the place where it is mounted
+    assert sender.send("C2", "g0", b"a", 0.1) != ""
+    shutil.rmtree(share)
+    away.rename(share)
+    desk.answer = "taken"
+    assert sender.send("C2", "g0", b"a", 5.0) == ""
+    assert sender.send("C2", "g1", b"b", 5.0) == ""
+    assert desk.seen[-2:] == [b"a", b"b"]
+
+
+def test_letters_can_be_used_by_whoever_can_use_the_folder(share, line_of):
+    """Commands write for their owner alone, and the receiver is somebody else."""
+    share.chmod(0o770)
+    before = os.umask(0o077)
+    try:
+        assert "not collected" in line_of("C1").send("C2", "g0", b"a", 0.0)
+    finally:
+        os.umask(before)
+    assert (inbox(share, "C2").stat().st_mode & 0o777, inbox(share, "C2").parent.stat().st_mode & 0o777) == (
+        0o770,
+        0o770,
+    )
+    (letter,) = inbox(share, "C2").glob("*.letter")
+    assert letter.stat().st_mode & 0o777 == 0o660
+
+
+def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, line_of):
+    """C1 has met a newer process of C2 before it begins again itself."""
+    old, new = (Writer(identities["C2"], since=time.time() - age) for age in (60, 1))
+    writer = Writer(identities["C1"])
+
+    def hello(of):
+        said = {"certificate": of.identity.certificate, "public": of.public, "time": of.since}
+        return of.hello({**said, "version": "", "code": "0" * 64}, "")
+
+    def session(limit_s):
+        comm = RelayedComm(identities["C1"], NAMES, (0, 1), line_of("C1"), limit_s, writer=writer)
+        comm.close()
+        return comm._session
+
+    line = line_of("C2")
+    line.send("C1", "hello", hello(new), 1.0)
+    first = session(5.0)
+    line.close()
+    line.send("C1", "hello", hello(old), 1.0)
+    with pytest.raises(PeerLate):
+        session(0.5)
+    line.send("C1", "hello", hello(new), 1.0)
+    assert session(5.0) == first
+
+
+def test_an_address_that_can_be_none_is_one_line(tmp_path):
+    refused(lambda: FolderLine(str(tmp_path / "none"), "C1", TOPIC), "no such folder; mount the share")
+    refused(lambda: FolderLine("nosuch://x/y", "C1", TOPIC), "nosuch://x/y: no address of a folder")
+
+
+# a comm over it
+
+
+def lines(line_of, **options):
+    return {name: line_of(name, **options) for name in NAMES}
+
+
+@pytest.fixture
+def ledgers(tmp_path):
+    for name in NAMES:
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def right(found, n=4):
+    for me, name in enumerate(NAMES):
+        left = (me - 1) % 3
+        assert found[name][0] == [((np.arange(5) + 10 * r + left) / 2).tolist() for r in range(1, n + 1)]
+
+
+def test_a_relayed_exchange_over_a_folder_costs_little_more_than_its_bytes(
+    identities, ledgers, share, line_of
+):
+    ends = lines(line_of)
+    found = together(identities, rounds_of(ledgers), lines=ends)
+    right(found)
+    for name in NAMES:
+        _, messages, n_bytes, _ = found[name]
+        documents = 2 * 4  # to two others in each round
+        assert ends[name].written_bytes - n_bytes < 2 * 4000 + 2000 * (messages + documents)
+    for end in ends.values():
+        end.close()
+    assert [letters(share, name) for name in NAMES] == [[], [], []]
+
+
+def meddling(share, do, stop):
+    """The owner of the share, who does something to every file as long as it is there."""
+    done = set()
+    while not stop.is_set():
+        for path in share.rglob("*.letter"):
+            if path.name not in done and not path.name.startswith("."):
+                try:
+                    if do(path):
+                        done.add(path.name)
+                except OSError:
+                    continue
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("what", ["alters", "deletes", "replays", "forges", "cuts"])
+def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, what):
+    """Whatever is done to files: all have the right values, or a site is named that was not heard."""
+    kept, stop = {}, threading.Event()
+    stranger = Federation().identity("C1")
+
+    def do(path):
+        place = path.name.split("~")[1]
+        if place == "hello" and what != "replays":
+            return True
+        content = path.read_bytes()
+        if what == "alters":
+            path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        elif what == "cuts":
+            path.write_bytes(content[: len(content) // 2])
+        elif what == "deletes" and place == "x2.0":
+            path.unlink()
+        elif what == "replays":
+            kept[path.parent, path.name] = content
+            for (folder, name), old in list(kept.items()):
+                if not (folder / name).exists():
+                    (folder / name).write_bytes(old)
+        elif what == "forges":
+            forged = content.replace(b'"sender": "C1"', b'"sender": "C3"') + stranger.sign(content)
+            (path.parent / name_of("C3", place, forged)).write_bytes(forged)
+        return True
+
+    limit_s = 3.0 if what == "deletes" else 30.0
+    owner = threading.Thread(target=meddling, args=(share, do, stop), daemon=True)
+    owner.start()
+    found = together(identities, rounds_of(ledgers), lines=lines(line_of), timeout_s=limit_s)
+    stop.set()
+    owner.join()
+    for me, name in enumerate(NAMES):
+        if isinstance(found[name], Exception):
+            assert isinstance(found[name], KnownToAll), found[name]
+            assert "\n" not in str(found[name])
+            continue
+        assert found[name][0] == [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in range(1, 5)]
+    if what in ("replays", "forges", "alters", "cuts"):  # what was spoilt once is written again
+        right(found)
+    if what == "deletes":
+        assert any(isinstance(one, Exception) for one in found.values())
+
+
+# hospitals
+
+
+SITES = ("S0", "S1", "S2")
+BASE = ["train.rounds=3", "privacy.insecure_seed=5", "privacy.sigma=4", "comm.timeout_s=60"]
+OPEN = [*BASE[:1], "privacy.enabled=false", BASE[3]]
+REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator"]'
+JOBS = {
+    "proxyfl": BASE,
+    "fedavg": BASE,
+    "cwt": BASE,
+    "replay": OPEN,
+    "oneshot": [*HEADS, *BASE[1:]],
+}
+
+
+def furnish(study, method, site, k):
+    """What a site has of its own."""
+    if method == "oneshot":
+        from conftest import write_features
+
+        x, labels = rows_of(40, k, (0.0, 1.0, 0.5)[k])
+        splits = ["train"] * 30 + ["test"] * 10
+        write_features(study, site, x, labels, [f"p{i // 3}" for i in range(40)], splits)
+        return
+    write_store(study, site, seed=k)
+    if method == "replay":
+        from tests.test_replay import plant
+
+        plant(study, site, seed=k)
+
+
+def plan_of(study, method, overrides, sites=SITES, name="small"):
+    pipeline = study.pipeline(name, overrides)
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "pipeline": name,
+        "method": method,
+        "sites": [{"name": site} for site in sites],
+        "settings": dump_toml(pipeline.model_copy(update={"sites": list(sites)}), "# of a test"),
+        "wsi_fl": "test",
+        "code": code_digest(),
+        "most_bytes": 1 << 24,
+    }
+    return Plan(json.dumps(document))
+
+
+def kit_of(folder, identity, federation, site, share):
+    """A kit, made by hand."""
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    startup = folder / "startup"
+    startup.mkdir(parents=True)
+    key = identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+    for name, text in (
+        ("client.key", key),
+        ("client.crt", identity.certificate),
+        ("rootCA.pem", federation.root),
+    ):
+        (startup / name).write_text(text)
+    document = {"name": site, "role": "hospital", "folder": str(share)}
+    (folder / "federation.json").write_text(json.dumps(document))
+    return folder
+
+
+class Group:
+    """Hospitals of one plan, each with a study and a store of its own, and one process that does as they should."""
+
+    def __init__(self, root, method, overrides, federation, share, extra="[replay]\nbuffer = 10\n"):
+        self.root, self.method, self.overrides, self.extra = root, method, overrides, extra
+        self.jobs = []
+        for k, site in enumerate(SITES):
+            study = make_study(root / site, n_sites=0, extra=extra)
+            for one in SITES:
+                (study.root / "sites" / f"{one}.toml").write_text(f'name = "{one}"\n{REAL}\n')
+            furnish(study, method, site, k)
+            identity = federation.identity(site)
+            approve(study, plan_of(study, method, overrides), identity)
+            kit = kit_of(root / f"kit-{site}", identity, federation, site, share)
+            self.jobs.append({"study": str(study.root), "kit": str(kit)})
+
+    def study(self, site):
+        return Study(self.root / site)
+
+    def expected(self):
+        """The run of one process that has everything."""
+        study = make_study(self.root / "one", n_sites=0, extra=self.extra)
+        for k, site in enumerate(SITES):
+            (study.root / "sites" / f"{site}.toml").write_text(
+                f'name = "{site}"\nreal = false\ndelta = 1e-5\n'
+            )
+            furnish(study, self.method, site, k)
+        train(
+            study,
+            method=self.method,
+            overrides=[*self.overrides, f"sites={list(SITES)}"],
+            backend="local",
+        )
+        return study
+
+    def result(self, site):
+        document = json.loads((self.root / site / "result.json").read_text())
+        log = (self.root / site / "stderr.txt").read_text()
+        assert "error" not in document, (document, log[-3000:])
+        return document["summary"]
+
+    def run(self, site):
+        """The folder of a site's only run of the plan."""
+        (path,) = (self.root / site / "runs").glob("0*")
+        return path
+
+
+def models(run, site):
+    """SHA-256 of a site's models in a run."""
+    files = sorted((run / "sites" / site).glob("*.safetensors"))
+    found = {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files if p.stem in ("private", "proxy")
+    }
+    assert found
+    return found
+
+
+def charged(study, site):
+    """(round, mechanism) of all that a ledger was charged, in order."""
+    lines = [json.loads(line) for line in study.ledger(site).read_text().splitlines()]
+    return [(line["round"], line["mechanism"]) for line in lines if line.get("mechanism")]
+
+
+def start(root, groups):
+    (root / "jobs.json").write_text(json.dumps([group.jobs for group in groups]))
+    command = [sys.executable, str(Path(__file__).with_name("folder_hospitals.py")), str(root / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory, federation):
+    """One group per method, and two of which hospitals are killed."""
+    root = tmp_path_factory.mktemp("hospitals")
+    share = root / "share"
+    share.mkdir()
+    made = {
+        method: Group(root / method, method, overrides, federation, share)
+        for method, overrides in JOBS.items()
+    }
+    made["killed"] = Group(root / "killed", "proxyfl", BASE, federation, share)
+    made["killed"].jobs[1]["kill"] = {"where": "_communicate", "round": 2}
+    made["killed"].jobs[2]["kill"] = {"where": "_train_round", "round": 3}
+    made["late"] = Group(root / "late", "cwt", [*BASE, "train.rounds=1"], federation, share)
+    made["late"].jobs[2]["kill"] = {"where": "_summary", "round": 0}
+    for job in made["late"].jobs[:2]:
+        job |= {"calls": 2, "leaving_s": 0.5}
+    made["proxyfl"].jobs[0]["calls"] = 3
+    made["seen"], stop = {}, threading.Event()
+    owner = threading.Thread(target=meddling, args=(share, partial(note, made["seen"]), stop), daemon=True)
+    owner.start()
+    start(root, [group for name, group in made.items() if name != "seen"])
+    stop.set()
+    owner.join()
+    return made
+
+
+def note(seen, path):
+    """What the owner of a share can read."""
+    seen[path.name] = path.read_bytes()
+    return True
+
+
+def test_the_owner_of_the_share_reads_no_name_of_a_patient_or_a_slide(groups):
+    seen = groups["seen"]
+    assert len(seen) > 50 and sum(map(len, seen.values())) > 1e5
+    everything = b"".join(seen.values()) + " ".join(seen).encode()
+    assert b"S0" in everything and b'"digest"' in everything
+    for secret in (b"_patient_", b"_slide_", b"slide", b"epsilon", b"settings", b"shape", b"runs/"):
+        assert secret not in everything
+    assert all(FILE.fullmatch(name) for name in seen), sorted(seen)[:3]
+
+
+def test_who_was_killed_after_its_last_letter_is_helped_to_finish(groups):
+    """The others had their summaries already, and are called again."""
+    group = groups["late"]
+    assert [(group.root / site / "killed").exists() for site in SITES] == [False, False, True]
+    for site in SITES:
+        assert group.result(site)["lost"] == []
+        (charge,) = charged(group.study(site), site)
+        assert charge[0] == 1
+        assert (group.run(site) / "summary.json").exists()
+
+
+@pytest.mark.parametrize("method", JOBS)
+def test_models_over_a_folder_are_those_of_one_process(groups, method):
+    group = groups[method]
+    study = group.expected()
+    (run,) = study.runs.glob("0*")
+    for site in SITES:
+        group.result(site)
+        assert models(group.run(site), site) == models(run, site)
+        assert charged(group.study(site), site) == charged(study, site)
+
+
+def test_hospitals_that_were_killed_and_started_again_have_the_same_models_and_charge_once(groups):
+    calm, group = groups["proxyfl"], groups["killed"]
+    assert [(group.root / site / "killed").exists() for site in SITES] == [False, True, True]
+    for site in SITES:
+        rows = {row["site"]: row for row in group.result(site)["sites"]}
+        assert models(group.run(site), site) == models(calm.run(site), site)
+        assert charged(group.study(site), site) == charged(calm.study(site), site)
+        assert rows[site]["epsilon"] == {r["site"]: r for r in calm.result(site)["sites"]}[site]["epsilon"]
+
+
+def test_a_finished_plan_is_not_run_again(groups):
+    group = groups["proxyfl"]  # whose first hospital was called three times
+    for site in SITES:
+        group.run(site)  # one
+        study, kit = group.study(site), Kit.open(group.root / f"kit-{site}")
+        began = time.monotonic()
+        assert take_part_by_folder(study, kit) == group.result(site)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.slow
+def test_the_others_go_on_without_who_is_gone(tmp_path, federation):
+    (tmp_path / "share").mkdir()
+    settings = [*BASE[:3], "comm.timeout_s=8"]
+    group = Group(tmp_path / "gone", "proxyfl", settings, federation, tmp_path / "share")
+    group.jobs[2] |= {"kill": {"where": "_communicate", "round": 2}, "gone": True}
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        error = json.loads((group.root / site / "result.json").read_text())["error"]
+        assert "site S2" in error and "for 8 s" in error, error
+    left = [job | {"without": ["S2"]} for job in group.jobs[:2]]
+    group.jobs = left
+    start(tmp_path, [group])
+    for site in SITES[:2]:
+        assert group.result(site)["lost"] == ["S2"]
+        assert [round_ for round_, _ in charged(group.study(site), site)] == [1, 2, 3]
+
+
+# which run
+
+
+def has(*runs):
+    return {"runs": [{"identity": identity * 32, "rounds": rounds} for identity, rounds in runs]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen"),
+    [
+        (has(), has(), ""),
+        (has(("a", 0)), has(), ""),
+        (has(), has(("a", 0)), ""),
+        (has(("a", 0)), has(("b", 0)), ""),
+        (has(("a", 0)), has(("a", 0)), "a"),
+        (has(("a", 3)), has(("a", 2)), "a"),
+        (has(("a", 3), ("b", 0)), has(("a", 3)), "a"),
+        (has(("a", 3), ("b", 0)), has(("a", 3), ("b", 0)), "a"),
+        (has(("a", 3), ("b", 1)), has(("a", 3), ("b", 0)), "b"),
+    ],
+)
+def test_sites_go_on_with_the_last_run_that_all_have(first, second, chosen):
+    assert choose_run({"C1": first, "C2": second}) == chosen * 32
+    assert choose_run({"C1": second, "C2": first}) == chosen * 32
+
+
+@pytest.mark.parametrize(("first", "second"), [(has(("a", 2)), has()), (has(("b", 0)), has(("a", 1)))])
+def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, second):
+    refused(
+        lambda: choose_run({"C1": first, "C2": second}),
+        "has not; put its folder back into runs/",
+        "costs its ε on top",
+        error=KnownToAll,
+    )
+
+
+class Told:
+    """A communicator whose other site says what a test lets it say."""
+
+    sites, running, n_sites = (1,), (0, 1), 2
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def gather(self, documents, kind, *, patient=False):
+        return [self.answers.pop(0), *documents]
+
+
+def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
+    """The other was killed before its folder was made."""
+    study = make_study(tmp_path / "study", n_sites=2)
+    plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
+    party = Party.of(study, plan.pipeline(), "proxyfl")
+
+    def told(identity, *runs):
+        offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
+        return Told({"runs": list(runs)}, offered, {"claimed": True})
+
+    first = begin_or_go_on(party, plan, (), told("1"))
+    second = begin_or_go_on(party, plan, (), told("2"))
+    assert first.name == second.name and [p.name for p in study.runs.glob("0*")] == [second.name]
+    assert second.agreement == plan.digest
+    both = {"identity": second.id, "rounds": 0}
+    assert begin_or_go_on(party, plan, (), told("3", both)).id == second.id
+    refused(
+        lambda: begin_or_go_on(party, plan, ["S0"], told("4")), "begins with all its sites", error=KnownToAll
+    )
+
+
+def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation):
+    (tmp_path / "share").mkdir()
+    group = Group(tmp_path / "two", "proxyfl", BASE, federation, tmp_path / "share")
+    study, kit = group.study("S0"), Kit.open(group.root / "kit-S0")
+    with alone(study.root / "federation" / ".S0.lock"):
+        refused(
+            lambda: take_part_by_folder(study, kit),
+            "another process of this study takes part",
+            error=WsiFlError,
+        )
+    unknown = Kit(kit.path, {**kit.document, "folder": None})
+    refused(lambda: take_part_by_folder(study, unknown), "names no folder")
+    refused(lambda: take_part_by_folder(study, kit, without=["X"]), "unknown site 'X'")
+    path = study.root / "federation" / "plan.json"
+    path.write_text(path.read_text().replace("wsi_fl", "wsi_fi"))
+    refused(lambda: take_part_by_folder(study, kit), "signed another plan")
+
+
+@pytest.mark.slow
+def test_generators_travel_over_a_folder_as_in_one_process(tmp_path, federation):
+    """Method mpcpa: denoisers up, packages down, classifiers up."""
+    from tests import test_mpcpa
+
+    (tmp_path / "share").mkdir()
+    study = test_mpcpa.make_study(tmp_path / "one")
+    sites, jobs = ("S1", "S2", "S3"), []
+    for site in sites:
+        folder = tmp_path / site
+        shutil.copytree(study.root, folder, ignore=shutil.ignore_patterns("stores", "data.npz"))
+        shutil.copytree(study.root / "stores" / site, folder / "stores" / site)
+        for one in sites:
+            file = folder / "sites" / f"{one}.toml"
+            file.write_text(file.read_text().replace("real = false", REAL))
+        plan = plan_of(Study(folder), "mpcpa", [], sites, "mpcpa_tiny")
+        identity = federation.identity(site)
+        approve(Study(folder), plan, identity)
+        kit = kit_of(tmp_path / f"kit-{site}", identity, federation, site, tmp_path / "share")
+        jobs.append({"study": str(folder), "kit": str(kit)})
+    group = Group.__new__(Group)
+    group.root, group.jobs = tmp_path, jobs
+    start(tmp_path, [group])
+    summary = train(study, method="mpcpa", backend="local")
+    for site in sites:
+        assert group.result(site)["communication"]["messages"] == 3 * 3
+        assert models(group.run(site), site) == models(study.root / summary["run"], site)

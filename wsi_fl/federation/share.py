@@ -1,0 +1,167 @@
+"""The one door to fsspec: files of a folder that lies anywhere, whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from wsi_fl.types import UsageError, one_line
+
+_WHOLE_AT_ONCE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "memory"})
+"""What shows an object when all of it has arrived; elsewhere a letter is moved to its name when it is whole."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file of an inbox."""
+
+    name: str
+    size: int
+
+
+@dataclass
+class Share:
+    """The folder, for one thread at a time; connected anew after a failure.
+
+    Every failure of a share is an `Exception` of its own: each backend of fsspec has others.
+    """
+
+    address: str
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+    _connected: tuple[Any, str] | None = None
+
+    def do(self, action: Callable[[Any, str], Any]) -> Any:
+        """Do something, given the file system and the root's path in it."""
+        with self._lock:
+            try:
+                if self._connected is None:
+                    self._connected = fsspec.core.url_to_fs(self.address, skip_instance_cache=True)
+                fs, root = self._connected
+                return action(fs, root.rstrip("/"))
+            except Exception as error:
+                if (
+                    isinstance(error, OSError) and error.errno == errno.ENOENT
+                ):  # some have no class of their own for it
+                    raise FileNotFoundError(str(error)) from error
+                if not isinstance(error, FileNotFoundError):
+                    self._connected = None
+                raise
+
+    def check(self) -> None:
+        """Refuse an address that can be none, or a folder of this machine that is not there."""
+        try:
+            self.do(_require_root)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"{self.address}: no address of a folder: {one_line(error)}") from None
+        except FileNotFoundError:
+            raise UsageError(
+                f"{self.address}: no such folder; mount the share, or correct the address"
+            ) from None
+        except Exception:  # not reached now, perhaps later
+            return
+
+    def entries(self, *parts: str) -> dict[str, Entry]:
+        """Return the files of a folder by name; FileNotFoundError where it is not there."""
+
+        def look(fs: Any, root: str) -> dict[str, Entry]:
+            fs.invalidate_cache()
+            listed = fs.ls("/".join([root, *parts]), detail=True)
+            files = [one for one in listed if one.get("type") == "file" and not one.get("islink")]
+            found = (Entry(str(one["name"]).rsplit("/", 1)[-1], int(one.get("size") or 0)) for one in files)
+            return {one.name: one for one in found}
+
+        found: dict[str, Entry] = self.do(look)
+        return found
+
+    def folders(self, *parts: str) -> list[str]:
+        """Return the names of the folders in a folder; none where it is not there."""
+
+        def look(fs: Any, root: str) -> list[str]:
+            fs.invalidate_cache()
+            listed = fs.ls("/".join([root, *parts]), detail=True)
+            return [
+                str(one["name"]).rstrip("/").rsplit("/", 1)[-1]
+                for one in listed
+                if one["type"] == "directory"
+            ]
+
+        try:
+            found: list[str] = self.do(look)
+        except FileNotFoundError:
+            return []
+        return found
+
+    def read(self, most_bytes: int, *parts: str) -> bytes:
+        """Return the content of a file, and no more than one byte beyond what is allowed."""
+
+        def read(fs: Any, root: str) -> bytes:
+            with fs.open("/".join([root, *parts]), "rb") as file:
+                return bytes(file.read(most_bytes + 1))
+
+        content: bytes = self.do(read)
+        return content
+
+    def write(self, content: bytes, *parts: str) -> None:
+        """Write a file, which is there whole or not at all."""
+
+        def write(fs: Any, root: str) -> None:
+            _require_root(fs, root)
+            folder, path = "/".join([root, *parts[:-1]]), "/".join([root, *parts])
+            for depth in range(1, len(parts)):
+                _make_folder(fs, root, "/".join([root, *parts[:depth]]))
+            if not _protocols(fs).isdisjoint(_WHOLE_AT_ONCE):
+                fs.pipe_file(path, content)
+                return
+            temporary = f"{folder}/.{parts[-1]}.partial"
+            try:
+                with fs.open(temporary, "wb") as file:
+                    file.write(content)
+                _open_up(fs, root, temporary)
+                fs.mv(temporary, path)
+            except Exception:
+                _remove(fs, temporary)
+                raise
+
+        self.do(write)
+
+    def remove(self, *parts: str) -> None:
+        """Delete a file that may be gone already."""
+        self.do(lambda fs, root: fs.rm_file("/".join([root, *parts])))
+
+
+def _protocols(fs: Any) -> set[str]:
+    said = fs.protocol
+    return {said} if isinstance(said, str) else set(said)
+
+
+def _require_root(fs: Any, root: str) -> None:
+    """A folder of this machine is never made: where a share is not mounted, letters would lie beneath it."""
+    if "file" in _protocols(fs) and not fs.isdir(root):
+        raise FileNotFoundError(root)
+
+
+def _make_folder(fs: Any, root: str, path: str) -> None:
+    if not fs.isdir(path):
+        fs.makedirs(path, exist_ok=True)
+        _open_up(fs, root, path)
+
+
+def _open_up(fs: Any, root: str, path: str) -> None:
+    """Let whoever may use the root use this too: what wsi-fl writes is its owner's alone elsewhere."""
+    if "file" in _protocols(fs):
+        mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o2777
+        Path(path).chmod(mode if Path(path).is_dir() else mode & 0o666)
+
+
+def _remove(fs: Any, path: str) -> None:
+    try:
+        fs.rm_file(path)
+    except Exception:  # the share is what failed
+        return
