@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -15,13 +14,13 @@ from hashlib import sha256
 from pathlib import Path
 
 from tests.conftest import make_study
-from wsi_fl import __version__
+from wsi_fl.stages.hospitals.approving import look, sign
 from wsi_fl.stages.hospitals.kits import Kit
 from wsi_fl.stages.hospitals.kits_making import provision
-from wsi_fl.stages.hospitals.plan import FORMAT, VERSION, Plan, approve, code_digest
+from wsi_fl.stages.hospitals.plan import Plan
+from wsi_fl.stages.hospitals.plan_making import make_plan
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
-from wsi_fl.study.toml import dump_toml
 
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
@@ -62,21 +61,13 @@ class Bed:
 
     def sign(self, method: str, *settings: str, by: list[str] | None = None) -> Plan:
         """A plan for the pipeline of the tests, which all hospitals sign."""
-        pipeline = self.study("S0").pipeline("small", [*INSECURE, *settings])
-        document = {
-            "format": FORMAT,
-            "version": VERSION,
-            "wsi_fl": __version__,
-            "code": code_digest(),
-            "method": method,
-            "pipeline": "small",
-            "settings": dump_toml(pipeline.model_copy(update={"sites": self.sites}), "# a plan of the tests"),
-            "sites": [{"name": site} for site in self.sites],
-            "most_bytes": 1 << 26,
-        }
-        plan = Plan(json.dumps(document, indent=2))
+        overrides = [*INSECURE, *settings]
+        file = self.root / "plan.json"
+        study = self.study("S0")
+        plan = make_plan(study, method=method, pipeline_name="small", overrides=overrides, out=file)
         for site in by or self.sites:
-            approve(self.study(site), plan, self.kit(site).identity())
+            looked = look(self.study(site), plan, site)
+            sign(self.study(site), looked, self.kit(site).identity())
         return plan
 
     def locally(self, method: str, *settings: str) -> dict[str, str]:

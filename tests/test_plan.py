@@ -1,10 +1,8 @@
 """The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
 
 import json
-import sys
 import threading
 from datetime import UTC, datetime, timedelta
-from types import ModuleType
 
 import pytest
 from conftest import REAL, make_study, refused, write_features
@@ -182,20 +180,6 @@ def test_the_command_writes_a_plan_and_says_what_next(coordinator, tmp_path, wsi
     plan = Plan.load(out)
     assert json.loads(done.stdout)["sha256"] == plan.digest and plan.pipeline().train.rounds == 2
     assert "wsi-fl federation approve agreed.json" in wsi_fl(*given, cwd=coordinator.root).stderr
-
-
-def test_a_certificate_request_is_handed_to_whom_it_belongs(tmp_path, wsi_fl, monkeypatch):
-    asked = []
-    making = ModuleType("kits_making")
-    making.approve_request = lambda *given: asked.append(given)
-    monkeypatch.setitem(sys.modules, "wsi_fl.stages.hospitals.kits_making", making)
-    request, kit = tmp_path / "S0.request", tmp_path / "kit"
-    request.write_text(json.dumps({"format": "wsi-fl federation request"}))
-    done = wsi_fl("federation", "approve", request, "--kit", kit, "--fingerprint", "AB:CD", cwd=tmp_path)
-    assert done.returncode == 0 and asked == [(request, kit, "AB:CD")]
-    request.write_text("[]")
-    refusal = wsi_fl("federation", "approve", request, "--kit", kit, "--study", tmp_path, cwd=tmp_path)
-    assert refusal.returncode == 2 and len(asked) == 1
 
 
 def test_nothing_is_written_before_somebody_says_yes(coordinator, tmp_path, kits, wsi_fl, monkeypatch):

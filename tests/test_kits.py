@@ -1,0 +1,122 @@
+"""Into a federation: request, approval, join; what does not fit is refused in one line."""
+
+import json
+
+import pytest
+from conftest import refused
+
+from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.kits_making import approve_request, join, provision, request
+from wsi_fl.stages.hospitals.reach import likely_reason, look
+from wsi_fl.types import UsageError
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("federation")
+    provision(folder / "one", federation="one", server="localhost:1")
+    provision(folder / "two", federation="two", shared_folder=str(folder / "share"), sites=["C9"])
+    return folder
+
+
+def asked(folder, name="C1", **given):
+    return request(folder / name, name=name, organization="A hospital", **given)
+
+
+def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
+    made = asked(tmp_path)
+    key = tmp_path / "C1" / "startup" / "client.key"
+    assert key.stat().st_mode & 0o077 == 0
+    sent = (tmp_path / "C1" / "request-C1.json").read_text()
+    assert "PRIVATE" not in sent
+    certificate = approve_request(tmp_path / "C1" / "request-C1.json", founded / "one", made["fingerprint"])
+    assert "PRIVATE" not in open(certificate["file"]).read()
+    joined = join(tmp_path / "C1" / "certificate-C1.json", tmp_path / "C1", certificate["root_fingerprint"])
+    assert joined["name"] == "C1"
+    assert Kit.open(tmp_path / "C1").identity().name == "C1"
+    allowed = json.loads((tmp_path / "C1" / "local" / "resources.json").read_text())
+    assert allowed["class_allow_list"] == ["wsi_fl.stages.hospitals.flare.Hospital"]
+    assert not allowed["allow_log_streaming"]
+    rights = json.loads((tmp_path / "C1" / "local" / "authorization.json").read_text())["permissions"]
+    assert set(rights) == {"project_admin"}
+    assert rights["project_admin"]["byoc"] == rights["project_admin"]["shell_commands"] == "none"
+    issued = (founded / "one" / "root" / "issued.jsonl").read_text()
+    assert "C1" in issued
+
+
+def test_a_fingerprint_that_was_read_out_must_fit(founded, tmp_path):
+    asked(tmp_path, "C2")
+    file = tmp_path / "C2" / "request-C2.json"
+    refused(
+        lambda: approve_request(file, founded / "one", "AB:" * 31 + "CD"),
+        "its fingerprint is",
+        "ask C2 again",
+    )
+    approve_request(file, founded / "one")
+    certificate = tmp_path / "C2" / "certificate-C2.json"
+    refused(lambda: join(certificate, tmp_path / "C2", "AB:CD"), "do not join")
+
+
+def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path):
+    asked(tmp_path, "C3")
+    approve_request(tmp_path / "C3" / "request-C3.json", founded / "one")
+    approve_request(tmp_path / "C3" / "request-C3.json", founded / "one")  # the same key may ask again
+    asked(tmp_path / "other", "C3")
+    refused(
+        lambda: approve_request(tmp_path / "other" / "C3" / "request-C3.json", founded / "one"), "another key"
+    )
+    for name, role in (
+        ("server", "hospital"),
+        ("coordinator", "hospital"),
+        ("C4", "coordinator"),
+        ("C4", "server"),
+    ):
+        folder = tmp_path / role
+        made = asked(folder, name, role=role)
+        refused(
+            lambda made=made: approve_request(
+                made["file"] and folder / name / f"request-{name}.json", founded / "one"
+            ),
+            "cannot be the name",
+        )
+    asked(tmp_path / "second", "server", role="server")
+    file = tmp_path / "second" / "server" / "request-server.json"
+    refused(lambda: approve_request(file, founded / "one"), "another key")
+
+
+def test_a_certificate_of_another_key_is_refused(founded, tmp_path):
+    asked(tmp_path / "a", "C5")
+    approve_request(tmp_path / "a" / "C5" / "request-C5.json", founded / "one")
+    asked(tmp_path / "b", "C5")
+    file = tmp_path / "a" / "C5" / "certificate-C5.json"
+    refused(lambda: join(file, tmp_path / "b" / "C5"), "of another key")
+
+
+def test_nonsense_is_refused(founded, tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    for action in (
+        lambda: approve_request(tmp_path / "x.json", founded / "one"),
+        lambda: approve_request(tmp_path / "none.json", founded / "one"),
+        lambda: join(tmp_path / "x.json", tmp_path),
+        lambda: Kit.open(tmp_path),
+        lambda: request(tmp_path / "kit", name="../up", organization="x"),
+        lambda: provision(founded, federation="again", server="localhost:1"),
+        lambda: provision(tmp_path / "new", federation="x"),
+        lambda: provision(tmp_path / "new", federation="x", server="localhost:http"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            action()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_named(founded):
+    steps = list(look(Kit.open(founded / "one" / "coordinator")))
+    assert [step.ok for step in steps] == [True, True, False]
+    assert "no way through to localhost port 1" in likely_reason(Kit.open(founded / "one" / "coordinator"))
+
+
+def test_over_a_folder_no_server_is_asked_for(founded):
+    kit = Kit.open(founded / "two" / "C9")
+    assert kit.folder == str(founded / "share")
+    assert [step.what for step in look(kit)] == ["certificate"]
+    assert not (founded / "two" / "C9" / "startup" / "fed_client.json").exists()
