@@ -1,6 +1,8 @@
 """Into a federation: request, approval, join; what does not fit is refused in one line."""
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 from conftest import refused
@@ -8,7 +10,7 @@ from conftest import refused
 from wsi_fl.stages.hospitals.kits import Kit
 from wsi_fl.stages.hospitals.kits_making import approve_request, join, provision, request
 from wsi_fl.stages.hospitals.reach import likely_reason, look
-from wsi_fl.types import UsageError
+from wsi_fl.types import WsiFlError
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
     sent = (tmp_path / "C1" / "request-C1.json").read_text()
     assert "PRIVATE" not in sent
     certificate = approve_request(tmp_path / "C1" / "request-C1.json", founded / "one", made["fingerprint"])
-    assert "PRIVATE" not in open(certificate["file"]).read()
+    assert "PRIVATE" not in Path(certificate["file"]).read_text()
     joined = join(tmp_path / "C1" / "certificate-C1.json", tmp_path / "C1", certificate["root_fingerprint"])
     assert joined["name"] == "C1"
     assert Kit.open(tmp_path / "C1").identity().name == "C1"
@@ -71,14 +73,9 @@ def test_a_name_is_given_to_one_key_and_some_to_none(founded, tmp_path):
         ("C4", "coordinator"),
         ("C4", "server"),
     ):
-        folder = tmp_path / role
-        made = asked(folder, name, role=role)
-        refused(
-            lambda made=made: approve_request(
-                made["file"] and folder / name / f"request-{name}.json", founded / "one"
-            ),
-            "cannot be the name",
-        )
+        asked(tmp_path / role, name, role=role)
+        file = tmp_path / role / name / f"request-{name}.json"
+        refused(partial(approve_request, file, founded / "one"), "cannot be the name")
     asked(tmp_path / "second", "server", role="server")
     file = tmp_path / "second" / "server" / "request-server.json"
     refused(lambda: approve_request(file, founded / "one"), "another key")
@@ -104,7 +101,7 @@ def test_nonsense_is_refused(founded, tmp_path):
         lambda: provision(tmp_path / "new", federation="x"),
         lambda: provision(tmp_path / "new", federation="x", server="localhost:http"),
     ):
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(WsiFlError) as caught:
             action()
         assert "\n" not in str(caught.value)
 
