@@ -15,7 +15,7 @@ from pathlib import Path
 from wsi_fl.federation import loop
 from wsi_fl.stages.hospitals import by_folder
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
-from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.training import mpcpa, ranks  # noqa: F401
 from wsi_fl.study.folder import Study
 

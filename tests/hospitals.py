@@ -14,11 +14,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from tests.conftest import make_study
-from wsi_fl.stages.hospitals.approving import look, sign
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.kits_making import provision
-from wsi_fl.stages.hospitals.plan import Plan
-from wsi_fl.stages.hospitals.plan_making import make_plan
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.stages.hospitals.plans.approving import look, sign
+from wsi_fl.stages.hospitals.plans.making import make_plan
+from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 

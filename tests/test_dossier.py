@@ -13,12 +13,12 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.privacy.terms import Terms
 from wsi_fl.report.dossier import render
-from wsi_fl.stages.hospitals import sbom
-from wsi_fl.stages.hospitals.approving import look, sign
-from wsi_fl.stages.hospitals.dossier import make_dossier
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.network import connections
-from wsi_fl.stages.hospitals.plan_making import document_of
+from wsi_fl.stages.hospitals.dossier import sbom
+from wsi_fl.stages.hospitals.dossier.network import connections
+from wsi_fl.stages.hospitals.dossier.page import make_dossier
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans.approving import look, sign
+from wsi_fl.stages.hospitals.plans.making import document_of
 from wsi_fl.system.files import write_json
 
 RUN = "00001-proxyfl-small"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.hospitals import Bed, digests
 from wsi_fl.privacy.book import Book
-from wsi_fl.stages.hospitals.kits_making import provision
+from wsi_fl.stages.hospitals.kits.making import provision
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.kits_making import approve_request, join, provision, request
-from wsi_fl.stages.hospitals.reach import likely_reason, look
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.kits.making import approve_request, join, provision, request
+from wsi_fl.stages.hospitals.kits.reach import likely_reason, look
 from wsi_fl.types import WsiFlError
 
 
@@ -37,7 +37,7 @@ def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
     assert joined["name"] == "C1"
     assert Kit.open(tmp_path / "C1").identity().name == "C1"
     allowed = json.loads((tmp_path / "C1" / "local" / "resources.json").read_text())
-    assert allowed["class_allow_list"] == ["wsi_fl.stages.hospitals.flare.Hospital"]
+    assert allowed["class_allow_list"] == ["wsi_fl.stages.hospitals.flare.roles.Hospital"]
     assert not allowed["allow_log_streaming"]
     rights = json.loads((tmp_path / "C1" / "local" / "authorization.json").read_text())["permissions"]
     assert set(rights) == {"project_admin"}

@@ -11,11 +11,12 @@ from wires import Wire
 from wsi_fl.federation import certificates
 from wsi_fl.federation.certificates import approved, new_key, new_request, new_root
 from wsi_fl.models import build
-from wsi_fl.stages.hospitals import approving, taking_part
-from wsi_fl.stages.hospitals.approving import look, sign
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.plan import Plan, approvals, plan_path
-from wsi_fl.stages.hospitals.plan_making import document_of, make_plan
+from wsi_fl.stages.hospitals import taking_part
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans import approving
+from wsi_fl.stages.hospitals.plans.approving import look, sign
+from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
+from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.types import Images
 

@@ -48,7 +48,7 @@ def provision(
     as_json: Json = False,
 ) -> None:
     """Found a federation: its root, and the kits of its server and its coordinator."""
-    from wsi_fl.stages.hospitals.kits_making import print_provisioned, provision
+    from wsi_fl.stages.hospitals.kits.making import print_provisioned, provision
 
     named = [site.strip() for site in sites.split(",") if site.strip()]
     document = provision(folder, federation=name, server=server, shared_folder=shared, sites=named)
@@ -67,7 +67,7 @@ def request(
     as_json: Json = False,
 ) -> None:
     """Make a key at a hospital, and the request that is sent to the coordinator."""
-    from wsi_fl.stages.hospitals.kits_making import print_requested, request
+    from wsi_fl.stages.hospitals.kits.making import print_requested, request
 
     show(request(kit, name=site, organization=organization), as_json, print_requested)
 
@@ -82,7 +82,7 @@ def join(
     as_json: Json = False,
 ) -> None:
     """Put the certificate beside the key; the kit is complete then."""
-    from wsi_fl.stages.hospitals.kits_making import join, print_joined
+    from wsi_fl.stages.hospitals.kits.making import join, print_joined
 
     show(join(file, kit, fingerprint), as_json, print_joined)
 
@@ -97,7 +97,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
-    from wsi_fl.stages.hospitals.plan_making import make_plan, print_made
+    from wsi_fl.stages.hospitals.plans.making import make_plan, print_made
 
     made = make_plan(_study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out)
     document = {"plan": str(out), "sha256": made.digest, "sites": made.sites, "most_bytes": made.most_bytes}
@@ -117,10 +117,10 @@ def approve(
     as_json: Json = False,
 ) -> None:
     """Read a plan, see what it costs your hospital, and sign it; or approve a hospital's certificate request."""
-    from wsi_fl.stages.hospitals.plan import is_request
+    from wsi_fl.stages.hospitals.plans.signed import is_request
 
     if is_request(file):
-        from wsi_fl.stages.hospitals.kits_making import approve_request, print_approved
+        from wsi_fl.stages.hospitals.kits.making import approve_request, print_approved
 
         show(approve_request(file, kit, fingerprint), as_json, print_approved)
         return
@@ -128,10 +128,10 @@ def approve(
 
 
 def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> None:
-    from wsi_fl.stages.hospitals.approving import look, sign
-    from wsi_fl.stages.hospitals.kits import Kit
-    from wsi_fl.stages.hospitals.plan import Plan
-    from wsi_fl.stages.hospitals.showing import print_look, print_signed
+    from wsi_fl.stages.hospitals.kits.kit import Kit
+    from wsi_fl.stages.hospitals.plans.approving import look, sign
+    from wsi_fl.stages.hospitals.plans.showing import print_look, print_signed
+    from wsi_fl.stages.hospitals.plans.signed import Plan
 
     identity = Kit.open(kit).identity()
     looked = look(study, Plan.load(file), identity.name)
@@ -154,9 +154,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> N
 @app.command()
 def start(
     kit: KitFolder,
-    study: Annotated[
-        Path | None, typer.Option(help="The hospital's study, the only folder that jobs read and write.")
-    ] = None,
+    study: StudyFolder = None,
     shared: Annotated[
         str | None,
         typer.Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
@@ -167,18 +165,18 @@ def start(
     as_json: Json = False,
 ) -> None:
     """Start a hospital's client, or the server; over a folder, take part until the run is done."""
-    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.start import start
     from wsi_fl.stages.work.console import say
-    from wsi_fl.study.folder import Study
 
-    opened, found = Kit.open(kit), Study.find(study) if study else None
+    opened = Kit.open(kit)
+    found = None if opened.role == "server" else _study(study)
     if shared is None and opened.folder is None:
         if without:
             raise UsageError("--without is for a folder; with a server the coordinator says it, in `submit`")
         start(opened, found, told=say)
     if found is None:
-        raise UsageError("a hospital's kit needs --study DIR")
+        raise UsageError(f"{kit} is the kit of a server, and a folder needs none")
     from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
     from wsi_fl.stages.training.train import print_summary
 
@@ -200,8 +198,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Let the hospitals of a signed plan do it together."""
-    from wsi_fl.stages.hospitals.kits import Kit
-    from wsi_fl.stages.hospitals.plan import Plan, plan_path
+    from wsi_fl.stages.hospitals.kits.kit import Kit
+    from wsi_fl.stages.hospitals.plans.signed import Plan, plan_path
     from wsi_fl.stages.hospitals.submit import print_submitted, submit
     from wsi_fl.stages.work.console import Bars
 
@@ -226,7 +224,7 @@ def submit(
 @app.command()
 def status(kit: KitOption, as_json: Json = False) -> None:
     """Say which hospitals are connected, and what became of the jobs."""
-    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.submit import print_status, status
 
     show(status(Kit.open(kit)), as_json, print_status)
@@ -239,7 +237,7 @@ def abort(
     as_json: Json = False,
 ) -> None:
     """End a job at all hospitals; what was finished stays."""
-    from wsi_fl.stages.hospitals.kits import Kit
+    from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.submit import abort
     from wsi_fl.stages.work.console import say
 
@@ -249,8 +247,8 @@ def abort(
 @app.command()
 def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
-    from wsi_fl.stages.hospitals.kits import Kit
-    from wsi_fl.stages.hospitals.plan import Plan
+    from wsi_fl.stages.hospitals.kits.kit import Kit
+    from wsi_fl.stages.hospitals.plans.signed import Plan
     from wsi_fl.stages.hospitals.submit import check, print_check
 
     document = check(Kit.open(kit), Plan.load(plan) if plan else None)
@@ -272,7 +270,7 @@ def dossier(
     as_json: Json = False,
 ) -> None:
     """Write one page for data protection and network people: what leaves, by which way, and what it cost so far."""
-    from wsi_fl.stages.hospitals.dossier import make_dossier
+    from wsi_fl.stages.hospitals.dossier.page import make_dossier
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
     show(dict(made), as_json, lambda _: print(out))

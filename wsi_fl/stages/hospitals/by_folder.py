@@ -10,8 +10,8 @@ from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Interrupted, SiteReturned
 from wsi_fl.stages.hospitals.choosing import finished_summary
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.plan import Plan, approved_plan
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study

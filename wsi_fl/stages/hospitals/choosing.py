@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Round
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.hospitals.plan import Plan
+from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on

@@ -9,13 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 
-from wsi_fl.stages.hospitals.flare_files import write_flare_files
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.plan import approved_plan
-from wsi_fl.stages.hospitals.reach import likely_reason, server_of
+from wsi_fl.stages.hospitals.flare.files import need_flare, write_flare_files
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.kits.reach import likely_reason, server_of
+from wsi_fl.stages.hospitals.plans.signed import approved_plan
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -27,16 +26,6 @@ _MODULES = {
     "hospital": "nvflare.private.fed.app.client.client_train",
     "server": "nvflare.private.fed.app.server.server_train",
 }
-
-
-def need_flare() -> None:
-    """Refuse what needs NVIDIA FLARE where it is not installed.
-
-    Raises:
-        UsageError: which says how to install it.
-    """
-    if find_spec("nvflare") is None:
-        raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
 
 
 def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:

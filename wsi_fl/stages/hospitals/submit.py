@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.plan import Plan
-from wsi_fl.stages.hospitals.reach import look
-from wsi_fl.stages.hospitals.start import need_flare
+from wsi_fl.stages.hospitals.flare.files import need_flare
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.kits.reach import look
+from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.system.files import write_json
@@ -64,9 +64,9 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
     if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
         return document
     need_flare()
-    from wsi_fl.stages.hospitals import flare
+    from wsi_fl.stages.hospitals.flare import jobs
 
-    document["connected"] = flare.connected(kit)
+    document["connected"] = jobs.connected(kit)
     if plan is None:
         return document
     try:
@@ -86,25 +86,25 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
 def status(kit: Kit) -> dict[str, Any]:
     """Return who is connected to the server, and its jobs: {"connected": […], "jobs": […]}."""
     need_flare()
-    from wsi_fl.stages.hospitals import flare
+    from wsi_fl.stages.hospitals.flare import jobs
 
-    return {"connected": flare.connected(kit), "jobs": flare.jobs(kit)}
+    return {"connected": jobs.connected(kit), "jobs": jobs.jobs(kit)}
 
 
 def abort(kit: Kit, job: str) -> dict[str, Any]:
     """End a job at all hospitals; what they had finished stays, and `submit --resume` goes on with it."""
     need_flare()
-    from wsi_fl.stages.hospitals import flare
+    from wsi_fl.stages.hospitals.flare import jobs
 
-    flare.abort(kit, job)
+    jobs.abort(kit, job)
     return {"aborted": job}
 
 
 def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
     need_flare()
-    from wsi_fl.stages.hospitals import flare
+    from wsi_fl.stages.hospitals.flare import jobs
 
-    here = flare.connected(kit)
+    here = jobs.connected(kit)
     if missing := [site for site in sites if site not in here]:
         raise UsageError(
             f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
@@ -115,7 +115,7 @@ def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> d
         watcher.update("job", 0, 1, f"{seconds:.0f} s")
 
     return dict(
-        flare.run_job(
+        jobs.run_job(
             kit, sites, job, told=lambda number: watcher.say(f"  job {number}", public=True), waiting=waiting
         )
     )

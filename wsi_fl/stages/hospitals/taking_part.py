@@ -16,7 +16,7 @@ from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on
-from wsi_fl.stages.hospitals.plan import Plan, approved_plan, code_digest
+from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan, code_digest
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from wsi_fl.report.words import count, size
-from wsi_fl.stages.hospitals.approving import Cost, Looked
-from wsi_fl.stages.hospitals.plan_making import PlanDocument
+from wsi_fl.stages.hospitals.plans.approving import Cost, Looked
+from wsi_fl.stages.hospitals.plans.making import PlanDocument
 from wsi_fl.stages.work.console import print_table, say
 
 

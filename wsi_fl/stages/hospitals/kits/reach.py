@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from wsi_fl.federation.certificates import verified
-from wsi_fl.stages.hospitals.kits import STEM, Kit
+from wsi_fl.stages.hospitals.kits.kit import STEM, Kit
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _SECONDS = 5.0

@@ -214,7 +214,7 @@ def code_digest() -> str:
     Raises:
         WsiFlError: when it cannot be read.
     """
-    package = Path(__file__).parents[2]
+    package = Path(__file__).parents[3]
     digest = hashlib.sha256()
     try:
         for path in sorted(package.rglob("*.py")):

@@ -6,20 +6,34 @@ end them and nothing else, and no log is streamed away.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.federation.certificates import Role
 from wsi_fl.system.files import write_json
+from wsi_fl.types import UsageError
 
-HOSPITAL = "wsi_fl.stages.hospitals.flare.Hospital"
-TOGETHER = "wsi_fl.stages.hospitals.flare.Together"
+HOSPITAL = "wsi_fl.stages.hospitals.flare.roles.Hospital"
+TOGETHER = "wsi_fl.stages.hospitals.flare.roles.Together"
 HEARTBEAT_S = 30
 """A hospital that is not heard of for so long is lost."""
 SERVER = "server"
 """What the server's certificate calls it."""
 COORDINATOR = "coordinator"
 _MAIN_LOG = "log.txt"
+SAID = "said.json"
+"""What each hospital said of a job, in the job's folder on the server."""
+
+
+def need_flare() -> None:
+    """Refuse what needs NVIDIA FLARE where it is not installed.
+
+    Raises:
+        UsageError: which says how to install it.
+    """
+    if find_spec("nvflare") is None:
+        raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
 
 
 def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:

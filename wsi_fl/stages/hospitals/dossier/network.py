@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from wsi_fl.stages.hospitals.kits import Kit
+from wsi_fl.stages.hospitals.kits.kit import Kit
 
 _LETTERS = "letters, sealed for one receiver (HPKE) and signed by the sender (RSA)"
 

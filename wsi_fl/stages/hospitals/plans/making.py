@@ -17,9 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
-from wsi_fl.stages.hospitals.learned import Learned, learned_by, shape_of
-from wsi_fl.stages.hospitals.leaving import Leaving, leaving, staying
-from wsi_fl.stages.hospitals.plan import FORMAT, VERSION, Plan, code_digest
+from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
+from wsi_fl.stages.hospitals.plans.leaving import Leaving, leaving, staying
+from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check

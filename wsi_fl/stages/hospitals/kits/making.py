@@ -22,8 +22,8 @@ from wsi_fl.federation.certificates import (
     request_names,
     verified,
 )
-from wsi_fl.stages.hospitals.flare_files import COORDINATOR, SERVER, write_flare_files
-from wsi_fl.stages.hospitals.kits import STEM, Kit
+from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
+from wsi_fl.stages.hospitals.kits.kit import STEM, Kit
 from wsi_fl.stages.work.console import say
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError

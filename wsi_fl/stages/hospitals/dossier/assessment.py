@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing_extensions import TypedDict
 
 from wsi_fl.report.words import size
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.plan_making import PlanDocument
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans.making import PlanDocument
 from wsi_fl.study.site import SiteFile
 
 

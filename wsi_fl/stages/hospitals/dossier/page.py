@@ -19,12 +19,12 @@ from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO
 from wsi_fl.report import dossier as page
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.hospitals.assessment import Part, assessment, not_protected
-from wsi_fl.stages.hospitals.kits import Kit
-from wsi_fl.stages.hospitals.network import Connection, connections
-from wsi_fl.stages.hospitals.plan import Plan, approvals, plan_path
-from wsi_fl.stages.hospitals.plan_making import PlanDocument, document_of
-from wsi_fl.stages.hospitals.sbom import Parts, write_parts
+from wsi_fl.stages.hospitals.dossier.assessment import Part, assessment, not_protected
+from wsi_fl.stages.hospitals.dossier.network import Connection, connections
+from wsi_fl.stages.hospitals.dossier.sbom import Parts, write_parts
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans.making import PlanDocument, document_of
+from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_json, write_text

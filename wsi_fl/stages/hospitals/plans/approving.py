@@ -13,15 +13,15 @@ from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.hospitals.learned import of_store
-from wsi_fl.stages.hospitals.plan import Plan, approval_path, approve, code_digest
-from wsi_fl.stages.hospitals.plan_making import (
+from wsi_fl.stages.hospitals.plans.learned import of_store
+from wsi_fl.stages.hospitals.plans.making import (
     PlanDocument,
     described,
     document_of,
     sites_of,
     text_of,
 )
+from wsi_fl.stages.hospitals.plans.signed import Plan, approval_path, approve, code_digest
 from wsi_fl.stages.site.account import (
     affordable_rounds,
     guarantee_of,
