@@ -36,21 +36,21 @@ class Bed:
     """A federation of hospitals S0, S1, … in one folder; what each may see is in a folder of its own."""
 
     def __init__(
-        self, root: Path, n: int = 2, *, folder: str | None = None, extra: str = "", **store
+        self, root: Path, n: int = 2, *, folder: str | None = None, extra: str = "", furnish=None, whole=None
     ) -> None:
-        self.root, self.sites = root, [f"S{k}" for k in range(n)]
+        if whole is None:
+            whole = make_study(root / "whole", n, extra)
+            for k in range(n if furnish else 0):
+                furnish(whole, f"S{k}", k)
+        self.root, self.sites, self.pipeline = root, whole.site_names(), whole.pipeline_name(None)
         server = None if folder else f"localhost:{free_port()}"
         provision(root / "kits", federation="trial", server=server, shared_folder=folder, sites=self.sites)
-        whole = make_study(root / "whole", n, extra, site_extra=ALLOWED, **store)
         for site in self.sites:
-            shutil.copytree(whole.root, root / site)
-            for other in set(self.sites) - {site}:
-                for path in (root / site / "stores").glob(f"{other}*"):
-                    shutil.rmtree(path)
-        self.simulated = root / "simulated"
-        shutil.copytree(whole.root, self.simulated)
-        for file in (self.simulated / "sites").glob("*.toml"):
-            file.write_text(file.read_text().replace(ALLOWED, "real = false"))
+            others = [name for name in self.sites if name != site]
+            shutil.copytree(whole.root, root / site, ignore=shutil.ignore_patterns(*others, "data.npz"))
+            for file in (root / site / "sites").glob("*.toml"):
+                file.write_text(file.read_text().replace("real = false", ALLOWED))
+        self.simulated = whole.root
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def kit(self, name: str) -> Kit:
@@ -63,8 +63,8 @@ class Bed:
         """A plan for the pipeline of the tests, which all hospitals sign."""
         overrides = [*INSECURE, *settings]
         file = self.root / "plan.json"
-        study = self.study("S0")
-        plan = make_plan(study, method=method, pipeline_name="small", overrides=overrides, out=file)
+        study = self.study(self.sites[0])
+        plan = make_plan(study, method=method, pipeline_name=self.pipeline, overrides=overrides, out=file)
         for site in by or self.sites:
             looked = look(self.study(site), plan, site)
             sign(self.study(site), looked, self.kit(site).identity())
@@ -74,7 +74,11 @@ class Bed:
         """What the same settings come to in one process."""
         study = Study(self.simulated)
         summary = train(
-            study, method=method, pipeline_name="small", overrides=[*INSECURE, *settings], backend="local"
+            study,
+            method=method,
+            pipeline_name=self.pipeline,
+            overrides=[*INSECURE, *settings],
+            backend="local",
         )
         return {site: digests(study.root / summary["run"], site) for site in self.sites}
 
@@ -132,7 +136,7 @@ class Bed:
             check=False,
             capture_output=True,
             text=True,
-            cwd=self.root / "S0",
+            cwd=self.root / self.sites[0],
             env=os.environ | {"COLUMNS": "200"},
         )
 
@@ -147,7 +151,7 @@ class Bed:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=self.root / "S0",
+            cwd=self.root / self.sites[0],
             env=os.environ | {"COLUMNS": "200"},
         )
 
