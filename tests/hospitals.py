@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -93,7 +94,7 @@ class Bed:
             for name in list(self.processes):
                 self.stop(name)
 
-    def start(self, name: str, wait: bool = True) -> subprocess.Popen[str]:
+    def start(self, name: str, wait: bool = True, file_limit: int | None = None) -> subprocess.Popen[str]:
         place = [] if name == "server" else ["--study", str(self.root / name)]
         command = [
             sys.executable,
@@ -112,6 +113,8 @@ class Bed:
             cwd=self.root,
             env=os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"},
         )
+        if file_limit is not None:
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (file_limit, file_limit))
         self.processes[name] = process
         if wait:
             assert process.stdout is not None

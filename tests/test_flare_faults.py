@@ -135,6 +135,24 @@ def test_a_server_that_is_killed_and_comes_back(bed):
     goes_on(bed, run)
 
 
+def test_a_full_disk(bed):
+    bed.stop("S1")
+    bed.start("S1", file_limit=400_000)
+    all_connected(bed)
+    process = bed.submitting("--plan", plan_file(bed))
+    assert "S1" in told(process)
+    assert "disk is full" in "".join(
+        path.read_text() for path in (bed.root / "S1" / "runs").rglob("*.log")
+    ) + "".join(path.read_text() for path in (bed.root / "S1" / "runs").rglob("log.txt"))
+    bed.stop("S1")
+    bed.start("S1")
+    all_connected(bed)
+    said = bed.submit("--plan", plan_file(bed))
+    assert said.returncode == 0, said.stderr
+    for name in ("S0", "S1"):
+        assert digests(bed.root / name / json.loads(said.stdout)["run"], name) == bed.expected[name]
+
+
 def test_another_plan_version_or_none(bed):
     bed.sign("proxyfl", "train.rounds=3", by=["S1"])
     line = told(bed.submitting("--plan", plan_file(bed)))
