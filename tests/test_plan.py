@@ -361,6 +361,13 @@ class TestTakingPart:
             self.part(signed, identities, plan="1" * 64), "this job is plan 11111111", "nothing was begun"
         )
 
+    def test_a_site_file_that_was_changed_after_signing(self, signed, identities):
+        path = signed[1]["S0"].root / "sites" / "S0.toml"
+        path.write_text(path.read_text() + '\nallow = ["model"]\n')
+        refused(
+            self.part(signed, identities), "says allow = [] of S0", "have the plan made with your site file"
+        )
+
     def test_other_code(self, signed, identities, monkeypatch):
         monkeypatch.setattr(taking_part, "code_digest", lambda: "2" * 64)
         refused(self.part(signed, identities), "has 0.1.0 (22222222)", "install the plan's version")

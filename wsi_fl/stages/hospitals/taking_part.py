@@ -16,7 +16,7 @@ from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on
-from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan, code_digest
+from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan, check_promises, code_digest
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed
@@ -150,6 +150,8 @@ def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
         raise UsageError(
             f"site {site} signed plan {agreed.digest[:8]}, and this job is plan {asked[:8]}; nothing was begun"
         )
+    own = next(one for one in agreed.document["sites"] if one["name"] == site)
+    check_promises(own, study.site(site))
     said = str(agreed.document["code"])
     if said != code_digest():
         raise UsageError(

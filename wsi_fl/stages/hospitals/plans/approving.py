@@ -21,7 +21,15 @@ from wsi_fl.stages.hospitals.plans.making import (
     sites_of,
     text_of,
 )
-from wsi_fl.stages.hospitals.plans.signed import Plan, approval_path, approve, code_digest
+from wsi_fl.stages.hospitals.plans.signed import (
+    PROMISES,
+    Plan,
+    approval_path,
+    approve,
+    check_promises,
+    code_digest,
+    shown,
+)
 from wsi_fl.stages.site.account import (
     affordable_rounds,
     guarantee_of,
@@ -40,8 +48,6 @@ from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError
 
-_PROMISES = ("real", "allow", "max_epsilon", "delta")
-"""What of a site's file stands in a plan."""
 _OF_STORE = {
     "encoder": "features of the encoder",
     "n_features": "features per patch",
@@ -149,20 +155,9 @@ def _own_file(study: Study, document: PlanDocument, site: str) -> SiteFile:
         raise UsageError(
             f"sites/{site}.toml is missing in {study.root}; write your hospital's own file, with max_epsilon and delta"
         )
-    file, said = study.site(site), dict(there[site])
-    for key in _PROMISES:
-        own = getattr(file, key)
-        alike = sorted(own) == sorted(said[key]) if key == "allow" else own == said[key]  # type: ignore[call-overload]
-        if not alike:
-            raise UsageError(
-                f"the plan says {key} = {_shown(said[key])} of {site}, and sites/{site}.toml says {_shown(own)}; have "
-                "the plan made with your site file, or change your site file"
-            )
+    file = study.site(site)
+    check_promises(there[site], file)
     return file
-
-
-def _shown(value: Any) -> str:
-    return "nothing" if value is None else toml_value(value)
 
 
 def _refuse_other_code(document: PlanDocument) -> None:
@@ -201,7 +196,7 @@ def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None
         ):  # without a store a plan knows the name alone
             continue
         raise UsageError(
-            f"the plan is for {what} {_shown(planned_key)}, and the store of {site} has {_shown(found)}; make the "
+            f"the plan is for {what} {shown(planned_key)}, and the store of {site} has {shown(found)}; make the "
             "store as the plan says, or ask for another plan"
         )
 
@@ -261,7 +256,7 @@ def _notes(
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
             continue
         here = study.site(site.name)
-        if other := [key for key in _PROMISES if getattr(here, key) != getattr(site, key)]:
+        if other := [key for key in PROMISES if getattr(here, key) != getattr(site, key)]:
             found.append(
                 f"sites/{site.name}.toml says another {other[0]} than the plan; remove the file to take what the plan "
                 "says"
@@ -271,7 +266,7 @@ def _notes(
 
 def _stub(site: SiteFile, plan: Plan) -> str:
     """The file of another hospital: what the plan says of it, and no paths."""
-    said = {key: getattr(site, key) for key in ("name", *_PROMISES)}
+    said = {key: getattr(site, key) for key in ("name", *PROMISES)}
     lines = [f"{key} = {toml_value(value)}" for key, value in said.items() if value is not None]
     head = f"# Another hospital's, as plan {plan.digest[:8]} says; its own file stays there."
     return "\n".join([head, *lines]) + "\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,12 +19,15 @@ from typing import Any
 from wsi_fl.federation.certificates import Identity, NotTrusted, verified
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.toml import validated
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import toml_value, validated
 from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
 REQUEST_FORMAT = "wsi-fl federation request"
+PROMISES = ("real", "allow", "max_epsilon", "delta")
+"""What of a site's file stands in a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 
 
@@ -206,6 +210,29 @@ def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
     except (WsiFlError, TypeError, ValueError) as error:
         return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
     return ""
+
+
+def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
+    """Refuse a site file that promises something else than a plan says of the site.
+
+    Args:
+        said: the site's part of the plan.
+
+    Raises:
+        UsageError: naming the first key that differs.
+    """
+    for key in PROMISES:
+        own, agreed = getattr(file, key), said.get(key)
+        if key in said and (sorted(own) != sorted(agreed or ()) if key == "allow" else own != agreed):
+            raise UsageError(
+                f"the plan says {key} = {shown(agreed)} of {file.name}, and sites/{file.name}.toml says {shown(own)}; "
+                "have the plan made with your site file, or change your site file"
+            )
+
+
+def shown(value: Any) -> str:
+    """Return a value as a TOML file has it, and "nothing" for none."""
+    return "nothing" if value is None else toml_value(value)
 
 
 def code_digest() -> str:
