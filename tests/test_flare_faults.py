@@ -62,7 +62,7 @@ def all_connected(bed):
 def goes_on(bed, run):
     """The run is finished by --resume, with the models of one that nothing happened to, and every round on record."""
     all_connected(bed)
-    said = bed.submit("--plan", plan_file(bed), "--resume", f"runs/{run}")
+    said = bed.submit("--plan", plan_file(bed), "--resume", "last")
     assert said.returncode == 0, said.stderr
     for site in bed.sites:
         assert digests(bed.root / site / "runs" / run, site) == bed.expected[site]

@@ -188,7 +188,10 @@ def submit(
     kit: KitOption,
     plan: PlanFile = None,
     method: Annotated[str | None, typer.Option(help="That of the plan; another one is refused.")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="RUN", help="Go on with a run of this plan.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with a run of this plan, or with the last."),
+    ] = None,
     without: Annotated[
         list[str] | None, typer.Option(metavar="SITE", help="With --resume: go on without it. Repeatable.")
     ] = None,

@@ -24,6 +24,8 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 
 _GREETING_S = 60.0
+LAST = "last"
+"""In place of a run: the one of the plan that all sites have, or a new one."""
 
 
 def take_part(
@@ -43,7 +45,7 @@ def take_part(
     Args:
         study: of this hospital, the only folder that is read or written.
         identity: of its kit.
-        resume: a run of this plan to go on with; default: a new one.
+        resume: a run of this plan to go on with, or "last", as `go_on`; default: a new one.
         without: sites that were lost.
         plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
         go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
@@ -54,7 +56,7 @@ def take_part(
         SiteReturned: when a peer's process began anew, so that all begin again.
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
-    agreed = _agreed(study, identity, plan)
+    agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
     run_of: Callable[[RelayedComm], RunFolder]
     if go_on or resume is None:
         party = Party.of(study, agreed.pipeline(), agreed.method)

@@ -14,10 +14,14 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SAID, job_files
 from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.taking_part import LAST
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 _CONNECT_S = 15.0
+_GO_ON = f"go on with `wsi-fl federation submit --resume {LAST}`, or --without a site that stays away"
+_LOST = ("was lost", "took nothing", "did not answer")
+"""Words of failures after which the others can go on."""
 Outcome = Mapping[str, Any]
 
 
@@ -100,17 +104,22 @@ def run_job(
         number = session.submit_job(str(folder))
         told(number)
         began = time.monotonic()
-        while not (status := str(session.get_job_status(number))).startswith("FINISHED"):
-            waiting(time.monotonic() - began)
-            time.sleep(1.0)
+        try:
+            while not (status := str(session.get_job_status(number))).startswith("FINISHED"):
+                waiting(time.monotonic() - began)
+                time.sleep(1.0)
+        except Exception as error:
+            raise WsiFlError(
+                f"the server was lost while job {number} ran ({one_line(error)}); {_GO_ON}"
+            ) from None
         said = _result(session, number, Path(place))
     errors = [one["error"] for one in said.values() if "error" in one]
     if errors:
         raise WsiFlError(_first_reason(errors))
     if status != "FINISHED:COMPLETED":
+        ended = status.removeprefix("FINISHED:").lower()
         raise WsiFlError(
-            f"job {number} ended with {status.removeprefix('FINISHED:').lower()}, and no hospital said why; see the "
-            "server's log"
+            f"job {number} ended ({ended}), and no hospital said why; see the server's log, then {_GO_ON}"
         )
     return said
 
@@ -118,7 +127,8 @@ def run_job(
 def _first_reason(errors: list[str]) -> str:
     """Who failed first says why; the others only noticed that it did."""
     own = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
-    return (own or errors)[0]
+    reason = (own or errors)[0]
+    return f"{reason}; {_GO_ON}" if any(words in reason for words in _LOST) else reason
 
 
 def _result(session: Session, job: str, place: Path) -> dict[str, Any]:
