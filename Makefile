@@ -6,7 +6,7 @@ OFFLINE := env -u PIP_FIND_LINKS -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL PIP_CON
 .DEFAULT_GOAL := help
 
 help:            ## what there is to make
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
 
 env: .venv/.ready  ## the environment alone, in .venv
 .venv/.ready: pyproject.toml constraints.txt
@@ -16,6 +16,12 @@ env: .venv/.ready  ## the environment alone, in .venv
 
 demo: env        ## four hospitals' slides → patches → each alone, all together on MPI ranks → who should join
 	$(BIN)/wsi-fl demo --out demo
+
+federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits, a signed plan, NVIDIA FLARE, scores of all
+	$(BIN)/wsi-fl federation demo --out federation-demo
+.venv/.flare: .venv/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[flare]'
+	@touch $@
 
 test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --durations=30
@@ -47,7 +53,7 @@ wheelhouse:      ## all wheels for a hospital without internet, and an installat
 	$(if $(filter .%,$(WHEELS)),build/wheelhouse/bin/wsi-fl --version)
 	rm -rf build/wheelhouse
 
-clean:           ## remove the environment, the demo and the wheels
-	rm -rf .venv demo docs/_build wheelhouse
+clean:           ## remove the environment, the demos and the wheels
+	rm -rf .venv demo federation-demo docs/_build wheelhouse
 
-.PHONY: help env demo test check docs bench wheelhouse clean
+.PHONY: help env demo federation-demo test check docs bench wheelhouse clean

@@ -261,6 +261,19 @@ def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
 
 
 @app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="A new folder, for everybody's own folders.")] = Path(
+        "federation-demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Let a server and four hospitals of painted slides, all processes of this machine, learn together."""
+    from wsi_fl.demo.hospitals import federation_demo, print_federation_demo
+
+    show(federation_demo(out), as_json, print_federation_demo)
+
+
+@app.command()
 def dossier(
     site: Annotated[str | None, typer.Option(help="Whose dossier. Default: the kit's hospital.")] = None,
     kit: Annotated[

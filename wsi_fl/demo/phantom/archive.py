@@ -173,6 +173,7 @@ def paint_archive(
     size_px: int = 4096,
     seed: int = 0,
     ill: Sequence[float] = (),
+    only: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Path:
     """Paint a Camelyon17-like archive of imaginary hospitals into `out`, which is returned.
@@ -183,14 +184,19 @@ def paint_archive(
     Args:
         size_px: side of a slide in level-0 pixels of 0.5 µm.
         ill: share of each site's patients that have metastases; all where it is left out.
+        only: paint the slides of this site alone, the very ones that it has among `n_sites`.
         progress: called with one line per finished slide, always from the calling thread.
 
     Raises:
         UsageError: a number out of range.
     """
-    slides = plan_slides(n_sites, patients_per_site, size_px, seed, ill)
+    slides = [
+        slide
+        for slide in plan_slides(n_sites, patients_per_site, size_px, seed, ill)
+        if only in (None, slide.site)
+    ]
     (out / "annotations").mkdir(parents=True, exist_ok=True)
-    for site in range(n_sites):
+    for site in {slide.site for slide in slides}:
         (out / "training" / f"center_{site}").mkdir(parents=True, exist_ok=True)
     bank()
     # Threads suffice: numpy, scipy and the JPEG library work outside the interpreter lock.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.learning.counts import Scores
+from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.stages.hospitals.flare.files import need_flare
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import look
 from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
-from wsi_fl.system.files import write_json
+from wsi_fl.system.files import write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -29,24 +31,36 @@ def submit(
 
     Args:
         kit: the coordinator's.
-        out: a folder; `summary.json` and `report.html` are written there.
+        out: a folder; `summary.json`, `report.html` and, where hospitals let counts go, `scores.json` are written there.
         resume: the run to go on with, as the summary or the hospitals' folders name it.
         without: hospitals that were lost.
 
     Raises:
         UsageError: when hospitals of the plan are not connected.
-        WsiFlError: with the reason of the first hospital that failed.
+        WsiFlError: with the reason of the first hospital that failed, or when two hospitals hold different scores.
     """
     sites = _taking_part(plan, without)
     job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
     said = _run(kit, sites, job, watcher or Silent())
+    scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
     summary: dict[str, Any] = said[sites[0]]
-    scores = summary.pop("scores", None)
-    out.mkdir(parents=True, exist_ok=True)
+    page = out / "report.html"
     write_json(out / "summary.json", summary)
     if scores is not None:
         write_json(out / "scores.json", scores)
-    return summary | {"out": str(out)}
+    write_text(page, render_coordinator(summary, scores))
+    return summary | {"out": str(out), "report": str(page)}
+
+
+def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
+    """The counts that all hospitals hold alike."""
+    first = next(iter(held))
+    if other := [site for site, scores in held.items() if scores != held[first]]:
+        raise WsiFlError(
+            f"{first} and {other[0]} hold different scores of this run, so no page was made; each hospital's "
+            "scores.json lies in its own run"
+        )
+    return held[first]
 
 
 def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None) -> dict[str, Any]:
@@ -131,7 +145,7 @@ def print_submitted(document: dict[str, Any]) -> None:
     """Print what each hospital spent, and where the result lies."""
     for row in document["sites"]:
         say(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
-    say(f"{document['run']} done in {document['seconds']:.0f} s; what came back is in {document['out']}")
+    say(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
 
 
 def print_check(document: dict[str, Any]) -> None:

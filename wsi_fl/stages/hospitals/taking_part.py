@@ -89,6 +89,20 @@ def take_part(
         comm.close()
 
 
+def known_to_all(study: Study, site: str, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return what all sites of a run hold alike, for whoever coordinates it: its summary, and as "scores" the counts.
+
+    Args:
+        site: of this hospital.
+        summary: what `take_part` returned.
+
+    Returns:
+        The summary with one more key; "scores" is None where no counts left the hospitals.
+    """
+    run = RunFolder(study.run(str(summary["run"])))
+    return summary | {"scores": run.site(site).kept("scores")}
+
+
 class Seen(TypedDict):
     """What hospitals that only go to see each other tell."""
 

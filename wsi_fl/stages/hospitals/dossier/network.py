@@ -66,7 +66,7 @@ def _of_server(address: tuple[str, str]) -> list[Connection]:
             "direction": "none at the hospital",
             "port": port,
             "protocol": secure,
-            "carries": "begin, state and end of a job; no code and no data",
+            "carries": "begin, state and end of a job, its summary and its scores; no code",
         },
         {
             "opens": "hospital's job process",

@@ -33,7 +33,7 @@ from wsi_fl.federation.letters import Buffer
 from wsi_fl.federation.relayed import Answer
 from wsi_fl.stages.hospitals.flare.files import SAID
 from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.taking_part import greet, take_part
+from wsi_fl.stages.hospitals.taking_part import greet, known_to_all, take_part
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
 from wsi_fl.types import WsiFlError, one_line
@@ -232,14 +232,13 @@ class Hospital(Executor):  # type: ignore[misc]
         return reply
 
     def _do(self, job: Mapping[str, Any], fl_ctx: FLContext, stopped: Signal) -> Outcome:
-        study, kit = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT]))
+        study, identity = Study(Path(os.environ[STUDY])), Kit.open(Path(os.environ[KIT])).identity()
         line = CellLine(fl_ctx.get_engine(), self._arrived, fl_ctx.get_job_id(), stopped)
         asked = str(job["plan"])
         if job["what"] == "check":
-            return greet(study, kit.identity(), line, plan=asked)
-        return take_part(
-            study, kit.identity(), line, resume=job["resume"], without=job["without"], plan=asked
-        )
+            return greet(study, identity, line, plan=asked)
+        summary = take_part(study, identity, line, resume=job["resume"], without=job["without"], plan=asked)
+        return known_to_all(study, identity.name, summary)
 
 
 def _note_failure(site: str, error: BaseException) -> None:

@@ -161,7 +161,7 @@ def _classifier(party: Party, shape: Shape | None, n_classes: int | None) -> Lea
 
 _SCORES: Leaving = {
     "what": "counts of test examples by score and class",
-    "to": "all sites",
+    "to": "all sites and the coordinator",
     "often": "when a run is evaluated over all sites",
     "times": None,
     "bytes": None,
@@ -197,6 +197,7 @@ def _documents(rounds: int) -> list[Leaving]:
         common
         | {
             "what": "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes",
+            "to": "all sites and the coordinator",
             "often": "once, at the end",
         },
     ]
