@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from wsi_fl.cli.options import Json, Pipeline, Set, find_study, show
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.study.folder import Study
 
 app = typer.Typer(
@@ -18,6 +20,10 @@ app = typer.Typer(
 )
 
 KitOption = Annotated[Path, typer.Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
+KitOrRoot = Annotated[
+    Path,
+    typer.Option("--kit", metavar="DIR", help="Your kit; for a request, the folder that `provision` made."),
+]
 KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help="The folder of the kit.")]
 PlanFile = Annotated[
     Path | None, typer.Option("--plan", metavar="FILE", help="The plan that all have signed.")
@@ -107,7 +113,7 @@ def plan(
 @app.command()
 def approve(
     file: Annotated[Path, typer.Argument(help="A plan, or a certificate request.")],
-    kit: KitOption,
+    kit: KitOrRoot,
     fingerprint: Annotated[
         str | None,
         typer.Option(help="Of a certificate request: what the hospital read to you by telephone."),
@@ -137,7 +143,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> N
     looked = look(study, Plan.load(file), identity.name)
     print_look(looked)
     if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
-        raise typer.Exit(1)
+        raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
     document: dict[str, Any] = {
         "site": identity.name,
@@ -170,17 +176,27 @@ def start(
     from wsi_fl.stages.work.console import say
 
     opened = Kit.open(kit)
-    found = None if opened.role == "server" else _study(study)
+    found = _study_to_start(opened, study)
     if shared is None and opened.folder is None:
         if without:
             raise UsageError("--without is for a folder; with a server the coordinator says it, in `submit`")
         start(opened, found, told=say)
     if found is None:
-        raise UsageError(f"{kit} is the kit of a server, and a folder needs none")
+        raise UsageError(f"{kit} is the kit of a {opened.role}, which starts nothing over a folder")
     from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
     from wsi_fl.stages.training.train import print_summary
 
     show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, print_summary)
+
+
+def _study_to_start(kit: Kit, folder: Path | None) -> Study | None:
+    """The hospital's study; none for a kit that starts in no study."""
+    if kit.role != "hospital":
+        return None
+    try:
+        return _study(folder)
+    except UsageError as error:
+        raise UsageError(f"which study is {kit.name}'s? {error}, or give --study DIR") from None
 
 
 @app.command()
@@ -202,11 +218,11 @@ def submit(
 ) -> None:
     """Let the hospitals of a signed plan do it together."""
     from wsi_fl.stages.hospitals.kits.kit import Kit
-    from wsi_fl.stages.hospitals.plans.signed import Plan, plan_path
+    from wsi_fl.stages.hospitals.plans.signed import Plan
     from wsi_fl.stages.hospitals.submit import print_submitted, submit
     from wsi_fl.stages.work.console import Bars
 
-    file = plan or plan_path(find_study())
+    file = plan or _plan_here()
     agreed = Plan.load(file)
     if method is not None and method != agreed.method:
         raise UsageError(f"{file} is a plan for {agreed.method}, not for {method}")
@@ -222,6 +238,16 @@ def submit(
             watcher=bars,
         )
     show(document, as_json, print_submitted)
+
+
+def _plan_here() -> Path:
+    """The signed plan of the study at or above this folder."""
+    from wsi_fl.stages.hospitals.plans.signed import plan_path
+
+    with suppress(UsageError):
+        if (path := plan_path(find_study())).is_file():
+            return path
+    raise UsageError("which plan? give --plan FILE, the one that all hospitals have signed")
 
 
 @app.command()

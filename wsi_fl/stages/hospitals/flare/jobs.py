@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from nvflare.fuel.flare_api.api_spec import NoConnection
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SAID, job_files
@@ -27,10 +29,16 @@ Outcome = Mapping[str, Any]
 
 @contextmanager
 def _session(kit: Kit) -> Iterator[Session]:
-    """A connection to the server as coordinator; what FLARE prints meanwhile is nobody's business."""
+    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business.
+
+    Raises:
+        WsiFlError: when the server does not let the coordinator in, or goes away meanwhile.
+    """
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
-    said = StringIO()
+    said, engine = StringIO(), logging.getLogger("nvflare")
+    engine.propagate = False
+    engine.addHandler(logging.NullHandler())
     try:
         with redirect_stdout(said):
             session = new_secure_session(COORDINATOR, str(kit.path), timeout=_CONNECT_S)
@@ -42,6 +50,11 @@ def _session(kit: Kit) -> Iterator[Session]:
     try:
         with redirect_stdout(said):
             yield session
+    except NoConnection:
+        raise WsiFlError(
+            f"the server {kit.document['server']} is gone; start it again. Rounds that were finished are kept: "
+            "`submit --resume RUN` goes on with them"
+        ) from None
     finally:
         with suppress(Exception):
             session.close()
@@ -116,6 +129,11 @@ def run_job(
     errors = [one["error"] for one in said.values() if "error" in one]
     if errors:
         raise WsiFlError(_first_reason(errors))
+    if status == "FINISHED:ABORTED":
+        raise WsiFlError(
+            f"job {number} was ended by the coordinator (`federation abort`); rounds that were finished are kept: "
+            "`submit --resume RUN` goes on with them"
+        )
     if status != "FINISHED:COMPLETED":
         ended = status.removeprefix("FINISHED:").lower()
         raise WsiFlError(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.federation.certificates import (
+    Identity,
     Role,
     approved,
     fingerprint,
@@ -127,7 +128,7 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
         key, root = (root_folder / "root.key").read_text(), (root_folder / "rootCA.pem").read_text()
     except OSError:
         raise UsageError(
-            f"{folder}: the root of a federation is not here; give --kit the founded folder"
+            f"{folder}: root/ of a federation is not here; give --kit the folder that `provision` made"
         ) from None
     federation = dict(read_json(root_folder / "federation.json"))
     issued = root_folder / "issued.jsonl"
@@ -172,10 +173,12 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
             f"{file}: the root's fingerprint is {found}, not the one that was read out; do not join"
         )
     startup, stem = kit / "startup", STEM[role]
-    if not (startup / f"{stem}.key").exists():
+    key = startup / f"{stem}.key"
+    if not key.exists():
         raise UsageError(
             f"{kit}: no key is here; make one with `wsi-fl federation request`, and send the request"
         )
+    _refuse_of_another(file, kit, name, key.read_text(), str(document["certificate"]), root)
     write_text(startup / f"{stem}.crt", str(document["certificate"]))
     write_text(startup / "rootCA.pem", root)
     said = {
@@ -186,7 +189,7 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
     }
     reached = {key: document[key] for key in ("server", "folder") if key in document}
     write_json(kit / "federation.json", said | reached)
-    identity = Kit.open(kit).identity()  # key, certificate and root belong together
+    identity = Kit.open(kit).identity()
     if "server" in reached:
         host, port = _address(str(reached["server"]))
         federation = str(document["federation"])
@@ -238,6 +241,18 @@ def _document(file: Path, wanted: str) -> dict[str, Any]:
     if document.get("format") != wanted:
         raise UsageError(f"{file}: this is no {wanted.removeprefix('wsi-fl federation ')} of a federation")
     return document
+
+
+def _refuse_of_another(file: Path, kit: Path, name: str, key: str, certificate: str, root: str) -> None:
+    """Refuse a certificate that is not for the key of a kit, before anything of the kit is overwritten."""
+    try:
+        found = Identity.load(key, certificate, root).name
+    except UsageError as error:
+        raise UsageError(f"{file} does not fit {kit}, which was left as it is: {error}") from None
+    if found != name:
+        raise UsageError(
+            f"{file} says {name}, and its certificate is that of {found}; {kit} was left as it is"
+        )
 
 
 def _refuse_taken(issued: Sequence[dict[str, Any]], name: str, role: Role, found: str) -> None:
