@@ -40,6 +40,11 @@ MODULES = (
     "federation.roster",
     "federation.shared",
     "federation.courier",
+    "federation.between",
+    "federation.exam",
+    "federation.letters",
+    "stages.hospitals.choosing",
+    "stages.hospitals.taking_part",
     "stages.training.ranks",
     "stages.training.train",
 )
@@ -74,6 +79,8 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "group": {"rows": 12, "epsilon": None, "delta": 1e-5},
     },
     "Standing": {"kept": [2, 3], "returning": False},
+    "Head": {"sender": "C1", "to": "C2", "place": "x3.0"},
+    "Runs": {"runs": [{"identity": "ab" * 16, "rounds": 3}]},
 }
 """Where an example with all keys, some of them None, says too little."""
 ATOMS: tuple[Any, ...] = (

@@ -49,7 +49,15 @@ def spend(study, plan, rounds=2):
 
 
 @pytest.fixture(scope="module")
-def signed(tmp_path_factory):
+def own_state(tmp_path_factory):
+    """Heads of ledgers of this module alone: other tests have a site S0 too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory, own_state):
     """(study of S0, its kit, the plan that it signed), with releases and an audit."""
     from conftest import make_study
 
