@@ -31,7 +31,7 @@ def submit(
 
     Args:
         kit: the coordinator's.
-        out: a folder; `summary.json`, `report.html` and, where hospitals let counts go, `scores.json` are written there.
+        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`.
         resume: the run to go on with, as the summary or the hospitals' folders name it.
         without: hospitals that were lost.
 
