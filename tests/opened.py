@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -39,10 +40,12 @@ class Opened:
 
     Args:
         folder: a new one, for the notes.
+        strace: whether strace looks.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, strace: bool | None = None) -> None:
         self.folder, self._n = folder, 0
+        self.strace = by_strace() if strace is None else strace
         (folder / "hook").mkdir(parents=True)
         (folder / "hook" / "sitecustomize.py").write_text(_HOOK)
 
@@ -50,7 +53,7 @@ class Opened:
         """The command whose openings are noted under a name."""
         self._n += 1
         file = self.folder / f"{name}.{self._n}.txt"
-        if by_strace():
+        if self.strace:
             return [*_STRACE, "-o", str(file), *command]
         places = f"{self.folder / 'hook'}:{Path(wsi_fl.__file__).parents[1]}"
         return ["env", f"PYTHONPATH={places}", f"OPENED={file}", *command]
@@ -60,16 +63,15 @@ class Opened:
         found = set()
         for file in self.folder.glob(f"{name}.*.txt"):
             _wait_for_the_end(file)
-            found |= {path for path in map(_path, file.read_text(errors="replace").splitlines()) if path}
+            found |= {path for path in map(self._path, file.read_text(errors="replace").splitlines()) if path}
         return sorted(p for p in found if root in p.parents and not any(p.is_relative_to(own) for own in but))
 
-
-def _path(line: str) -> Path | None:
-    """What a line of the notes says was opened, or asked for in vain."""
-    if not by_strace():
-        return Path(line)
-    match = _OPENED.search(line)
-    return Path(match[1] or "/", match[2]) if match else None
+    def _path(self, line: str) -> Path | None:
+        """What a line of the notes says was opened, or asked for in vain."""
+        if not self.strace:
+            return Path(line)
+        match = _OPENED.search(line)
+        return Path(os.path.normpath(Path(match[1] or "/", match[2]))) if match else None
 
 
 def _wait_for_the_end(file: Path) -> None:
