@@ -15,6 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from tests.conftest import make_study
+from tests.opened import Opened
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.making import provision
 from wsi_fl.stages.hospitals.plans.approving import look, sign
@@ -53,6 +54,7 @@ class Bed:
                 file.write_text(file.read_text().replace("real = false", ALLOWED))
         self.simulated = whole.root
         self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.opened = Opened(root / "opened")
 
     def kit(self, name: str) -> Kit:
         return Kit.open(self.root / "kits" / name)
@@ -84,17 +86,19 @@ class Bed:
         return {site: digests(study.root / summary["run"], site) for site in self.sites}
 
     @contextmanager
-    def running(self, *names: str):
+    def running(self, *names: str, watched: bool = False):
         """The processes of `federation start`, once they say that they are registered."""
         try:
             for name in names or ("server", *self.sites):
-                self.start(name)
+                self.start(name, watched=watched)
             yield self
         finally:
             for name in list(self.processes):
                 self.stop(name)
 
-    def start(self, name: str, wait: bool = True, file_limit: int | None = None) -> subprocess.Popen[str]:
+    def start(
+        self, name: str, wait: bool = True, watched: bool = False, file_limit: int | None = None
+    ) -> subprocess.Popen[str]:
         place = [] if name == "server" else ["--study", str(self.root / name)]
         command = [
             sys.executable,
@@ -106,7 +110,7 @@ class Bed:
             *place,
         ]
         process = subprocess.Popen(
-            command,
+            self.opened.watched(name, command) if watched else command,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -121,6 +125,11 @@ class Bed:
             line = process.stdout.readline()
             assert "Ctrl-C ends it" in line, line + process.stdout.read()
         return process
+
+    def strangers(self, name: str) -> list[Path]:
+        """Which files of others a hospital's processes, or the server's, opened or tried to."""
+        own = [self.root / "kits" / name, self.root / name, self.opened.folder]
+        return self.opened.below(self.root, name, but=own)
 
     def stop(self, name: str) -> None:
         process = self.processes.pop(name)

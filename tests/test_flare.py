@@ -1,11 +1,13 @@
 """Hospitals over NVIDIA FLARE: real processes, own kits, a signed plan; the same models as in one process."""
 
 import json
+import subprocess
 from importlib.util import find_spec
 
 import pytest
 
 from tests.hospitals import Bed, digests
+from tests.opened import opening
 from wsi_fl.privacy.book import Book
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
@@ -14,7 +16,7 @@ pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip 
 def test_two_hospitals_learn_together_over_flare(tmp_path):
     bed = Bed(tmp_path, 2)
     plan = bed.sign("proxyfl", "train.rounds=2")
-    with bed.running():
+    with bed.running(watched=True):
         said = bed.submit("--plan", str(bed.root / "S0" / "federation" / "plan.json"))
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
@@ -30,3 +32,19 @@ def test_two_hospitals_learn_together_over_flare(tmp_path):
     local = json.loads((bed.simulated / summary["run"] / "summary.json").read_text())
     assert summary["communication"]["bytes"] == local["communication"]["bytes"]
     assert all("S0" not in line or "slide" not in line for line in said.stderr.splitlines())
+    _nobody_opened_a_file_of_another(bed)
+
+
+def _nobody_opened_a_file_of_another(bed):
+    for name in ("server", *bed.sites):
+        assert not bed.strangers(name)
+        seen = bed.opened.below(bed.root, name, but=[bed.opened.folder])
+        assert bed.root / "kits" / name / "startup" / "rootCA.pem" in seen
+        if name in bed.sites:
+            assert bed.root / name / "federation" / "plan.json" in seen
+            assert (
+                bed.study(name).store(name) in seen or not bed.opened.strace
+            )  # HDF5 is read by a library of C
+    store = bed.study("S1").store("S1")
+    subprocess.run(bed.opened.watched("S0", opening(store)), check=True)
+    assert bed.strangers("S0") == [store]

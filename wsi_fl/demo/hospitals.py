@@ -137,7 +137,7 @@ def _found(crew: Children, bed: _Bed) -> None:
     _say(
         "The coordinator founds a federation and approves the hospitals' keys; people compare fingerprints too"
     )
-    address = f"localhost:{_free_port()}"
+    address = f"localhost:{free_port()}"
     crew.run(chief, "federation", "provision", _FOUNDED, "--name", "demo", "--server", address)
     bed.server.folder.mkdir()
     shutil.move(chief.here / _FOUNDED / "server", bed.server.folder / "kit")
@@ -205,7 +205,8 @@ def _send(source: Path, target: Path) -> Path:
     return Path(shutil.copyfile(source, target))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on now."""
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
         return int(place.getsockname()[1])

@@ -1,0 +1,95 @@
+"""Which files processes open: seen by strace where it is installed, else by Python's own audit hook in each of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import wsi_fl
+
+_STRACE = ["strace", "-D", "-f", "-y", "-qq", "--seccomp-bpf", "-e", "trace=open,openat"]
+_OPENED = re.compile(r'open(?:at)?\((?:(?:AT_FDCWD|\d+)<([^>]*)>, )?"([^"]+)"')
+_HOOK = """
+import os, sys
+
+_log = os.open(os.environ["OPENED"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+def _note(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        os.write(_log, (os.path.abspath(os.fsdecode(arguments[0])) + "\\n").encode())
+
+sys.addaudithook(_note)
+"""
+
+
+@cache
+def by_strace() -> bool:
+    """Whether strace is there and may look; it also sees what libraries of C open."""
+    command = shutil.which("strace") and [*_STRACE, "-o", "/dev/null", "true"]
+    return bool(command) and subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+class Opened:
+    """Notes what processes open, and all that they start.
+
+    Args:
+        folder: a new one, for the notes.
+        strace: whether strace looks.
+    """
+
+    def __init__(self, folder: Path, *, strace: bool | None = None) -> None:
+        self.folder, self._n = folder, 0
+        self.strace = by_strace() if strace is None else strace
+        (folder / "hook").mkdir(parents=True)
+        (folder / "hook" / "sitecustomize.py").write_text(_HOOK)
+
+    def watched(self, name: str, command: list[str]) -> list[str]:
+        """The command whose openings are noted under a name."""
+        self._n += 1
+        file = self.folder / f"{name}.{self._n}.txt"
+        if self.strace:
+            return [*_STRACE, "-o", str(file), *command]
+        places = f"{self.folder / 'hook'}:{Path(wsi_fl.__file__).parents[1]}"
+        return ["env", f"PYTHONPATH={places}", f"OPENED={file}", *command]
+
+    def below(self, root: Path, name: str, *, but: list[Path]) -> list[Path]:
+        """What was opened below a folder under a name, outside of some folders."""
+        found = set()
+        for file in self.folder.glob(f"{name}.*.txt"):
+            _wait_for_the_end(file)
+            found |= {path for path in map(self._path, file.read_text(errors="replace").splitlines()) if path}
+        return sorted(p for p in found if root in p.parents and not any(p.is_relative_to(own) for own in but))
+
+    def _path(self, line: str) -> Path | None:
+        """What a line of the notes says was opened, or asked for in vain."""
+        if not self.strace:
+            return Path(line)
+        match = _OPENED.search(line)
+        return Path(os.path.normpath(Path(match[1] or "/", match[2]))) if match else None
+
+
+def _wait_for_the_end(file: Path) -> None:
+    """strace writes its last lines once all that it watches has ended."""
+    deadline = time.monotonic() + 30
+    while any(_mentions(entry, str(file)) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        assert time.monotonic() < deadline, "what was watched has not ended"
+        time.sleep(0.1)
+
+
+def _mentions(entry: Path, file: str) -> bool:
+    try:
+        words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return words[0].endswith("strace") and file in words
+
+
+def opening(path: Path) -> list[str]:
+    """A command that opens a file."""
+    return [sys.executable, "-c", f"open({str(path)!r}, 'rb').close()"]
