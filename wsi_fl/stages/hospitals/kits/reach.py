@@ -81,7 +81,9 @@ def server_of(kit: Kit) -> tuple[str, int]:
     """
     host, _, port = str(kit.document.get("server", "")).rpartition(":")
     if not host:
-        raise UsageError(f"{kit.path}: this federation has no server, but a folder that all reach")
+        raise UsageError(
+            f"{kit.path}: this federation has no server, but a folder that all reach; use `federation start` at each hospital"
+        )
     return host, int(port)
 
 
