@@ -82,7 +82,8 @@ def server_of(kit: Kit) -> tuple[str, int]:
     host, _, port = str(kit.document.get("server", "")).rpartition(":")
     if not host:
         raise UsageError(
-            f"{kit.path}: this federation has no server, but a folder that all reach; use `federation start` at each hospital"
+            f"{kit.path}: this federation has no server, but a folder that all reach; each hospital says "
+            "`wsi-fl federation start`"
         )
     return host, int(port)
 
