@@ -8,6 +8,7 @@ import pytest
 from conftest import refused
 from typer.testing import CliRunner
 
+from wsi_fl.cli.federation import app as federation
 from wsi_fl.cli.main import app
 from wsi_fl.study.folder import shipped
 from wsi_fl.study.pipeline import Pipeline
@@ -74,6 +75,8 @@ def test_every_command_and_pipeline_is_described():
     visible = [c.callback.__name__ for c in app.registered_commands if not c.hidden]
     described = text_of("docs/commands.md")
     assert [name for name in (*visible, "synthesize") if f"`wsi-fl {name}" not in described] == []
+    between = [c.callback.__name__ for c in federation.registered_commands]
+    assert [name for name in between if f"`wsi-fl federation {name}" not in described] == []
     described = text_of("docs/pipelines.md")
     assert [p.stem for p in shipped("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
 

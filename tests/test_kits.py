@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
 from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import approve_request, join, provision, request
+from wsi_fl.stages.hospitals.kits.making import approve_request, join, print_requested, provision, request
 from wsi_fl.stages.hospitals.kits.reach import likely_reason, look
 from wsi_fl.types import WsiFlError
 
@@ -161,3 +161,15 @@ def test_over_a_folder_no_server_is_asked_for(founded):
     assert kit.folder == str(founded / "share")
     assert [step.what for step in look(kit)] == ["certificate"]
     assert not (founded / "two" / "C9" / "startup" / "fed_client.json").exists()
+
+
+@pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+def test_over_a_folder_there_is_no_server_to_ask(founded):
+    kit = founded / "two" / "coordinator"
+    assert "has no server" in said("status", "--kit", kit)
+    assert "has no server" in said("abort", "some-job", "--kit", kit)
+
+
+def test_a_fingerprint_is_printed_letter_by_letter(capfd):
+    print_requested({"file": "request.json", "fingerprint": "1E:CD:AB:50:A"})
+    assert "  1E:CD:AB:50:A" in capfd.readouterr().err

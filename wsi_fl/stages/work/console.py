@@ -18,7 +18,7 @@ from wsi_fl.types import WsiFlError
 _LINE_EVERY_S = 5.0
 _EVENT_EVERY_S = 0.3
 
-stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 class Watcher(Protocol):
@@ -191,5 +191,5 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
             printed.add_section()
         else:
             printed.add_row(*row)
-    wide = Console(stderr=True, highlight=False, width=max(stderr.width, _WIDEST))
+    wide = Console(stderr=True, highlight=False, emoji=False, width=max(stderr.width, _WIDEST))
     wide.print(printed)  # a narrow terminal cuts no number off

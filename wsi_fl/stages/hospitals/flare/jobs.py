@@ -16,6 +16,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SAID, job_files
 from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.kits.reach import server_of
 from wsi_fl.stages.hospitals.taking_part import LAST
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -32,10 +33,12 @@ def _session(kit: Kit) -> Iterator[Session]:
     """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business.
 
     Raises:
+        UsageError: when the kit is not the coordinator's, or the federation has no server.
         WsiFlError: when the server does not let the coordinator in, or goes away meanwhile.
     """
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
+    server_of(kit)
     said, engine = StringIO(), logging.getLogger("nvflare")
     engine.propagate = False
     engine.addHandler(logging.NullHandler())

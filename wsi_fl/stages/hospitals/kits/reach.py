@@ -81,7 +81,10 @@ def server_of(kit: Kit) -> tuple[str, int]:
     """
     host, _, port = str(kit.document.get("server", "")).rpartition(":")
     if not host:
-        raise UsageError(f"{kit.path}: this federation has no server, but a folder that all reach")
+        raise UsageError(
+            f"{kit.path}: this federation has no server, but a folder that all reach; each hospital says "
+            "`wsi-fl federation start`"
+        )
     return host, int(port)
 
 
