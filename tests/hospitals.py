@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.conftest import make_study
 from tests.opened import Opened
 from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.stages.hospitals.kits.making import issued_keys, provision
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import make_plan
 from wsi_fl.stages.hospitals.plans.signed import Plan
@@ -67,7 +67,14 @@ class Bed:
         overrides = [*INSECURE, *settings]
         file = self.root / "plan.json"
         study = self.study(self.sites[0])
-        plan = make_plan(study, method=method, pipeline_name=self.pipeline, overrides=overrides, out=file)
+        plan = make_plan(
+            study,
+            method=method,
+            pipeline_name=self.pipeline,
+            overrides=overrides,
+            out=file,
+            keys=issued_keys(self.root / "kits"),
+        )
         for site in by or self.sites:
             looked = look(self.study(site), plan, site)
             sign(self.study(site), looked, self.kit(site).identity())

@@ -74,6 +74,7 @@ def goes_on(bed, run):
 
 def under_way(bed, least=2):
     """A submission, and its run, once a few rounds are done."""
+    bed.sign("proxyfl", *SETTINGS)  # each approval is good for one run
     run = f"{next(RUNS):05d}-proxyfl-small"
     process = bed.submitting("--plan", plan_file(bed))
     bed.wait_for(lambda: bed.rounds("S0", run) >= least or process.poll() is not None, 120)
@@ -103,7 +104,7 @@ def test_a_killed_client(bed):
 def bed_client(bed, site):
     """The process id of FLARE's client of a hospital."""
     out = subprocess.run(
-        ["pgrep", "-f", f"client_train -m {bed.root / 'kits' / site} "], capture_output=True, check=False
+        ["pgrep", "-f", f"flare.client -m {bed.root / 'kits' / site} "], capture_output=True, check=False
     )
     return int(out.stdout.split()[0])
 

@@ -312,6 +312,25 @@ def test_an_old_hello_that_is_played_back_disturbs_no_later_session(identities, 
     assert session(5.0) == first
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links")
+def test_a_link_that_lies_in_the_folder_is_never_written_through(share, line_of, tmp_path):
+    secret = tmp_path / "ledger.jsonl"
+    secret.write_text("what was spent")
+    secret.chmod(0o600)
+    heard, mine = [], line_of("C1")
+    mine.listen(lambda data: "refused")
+    until(lambda: list(share.rglob("inbox-*")))
+    (inbox,) = {path.parent for path in share.rglob("inbox-*")}
+    name = f"C9~g0~{'0' * 32}.letter"
+    (inbox / f".{name}.refused.partial").symlink_to(secret)
+    (inbox / f"{name}.refused").symlink_to(secret)
+    (inbox / name).write_bytes(b"junk")
+    until(lambda: not (inbox / name).exists(), 60)
+    mine.close()
+    assert secret.read_text() == "what was spent" and secret.stat().st_mode & 0o777 == 0o600
+    assert heard == []
+
+
 def test_an_address_that_can_be_none_is_one_line(tmp_path):
     refused(lambda: FolderLine(str(tmp_path / "none"), "C1", TOPIC), "no such folder; mount the share")
     refused(lambda: FolderLine("nosuch://x/y", "C1", TOPIC), "nosuch://x/y: no address of a folder")

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 from conftest import refused
+from cryptography.hazmat.primitives.serialization import Encoding
 from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
+from wsi_fl.federation.certificates import NotTrusted, verified
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.making import approve_request, join, print_requested, provision, request
 from wsi_fl.stages.hospitals.kits.reach import likely_reason, look
@@ -133,6 +135,35 @@ def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeyp
     assert "give --plan FILE" in said("submit", "--kit", founded / "one" / "coordinator")
 
 
+def test_a_request_gives_nobody_a_role(founded, tmp_path):
+    from cryptography import x509
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509.oid import NameOID
+
+    made = asked(tmp_path, "C6")
+    key = load_pem_private_key((tmp_path / "C6" / "startup" / "client.key").read_bytes(), None)
+    said = {
+        NameOID.COMMON_NAME: "C6",
+        NameOID.ORGANIZATION_NAME: "A",
+        NameOID.UNSTRUCTURED_NAME: "project_admin",
+    }
+    name = x509.Name([x509.NameAttribute(*one) for one in said.items()])
+    bent = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, SHA256())
+    file = Path(made["file"])
+    document = json.loads(file.read_text()) | {"request": bent.public_bytes(Encoding.PEM).decode()}
+    file.write_text(json.dumps(document))
+    certificate = json.loads(Path(approve_request(file, founded / "one")["file"]).read_text())["certificate"]
+    subject = x509.load_pem_x509_certificate(certificate.encode()).subject
+    assert [one.oid for one in subject] == [NameOID.COMMON_NAME, NameOID.ORGANIZATION_NAME]
+
+
+def test_the_root_itself_speaks_for_nobody(founded):
+    root = (founded / "one" / "root" / "rootCA.pem").read_text()
+    with pytest.raises(NotTrusted, match="may sign others"):
+        verified(root, root)
+
+
 def test_nonsense_is_refused(founded, tmp_path):
     (tmp_path / "x.json").write_text("[]")
     for action in (
@@ -144,6 +175,7 @@ def test_nonsense_is_refused(founded, tmp_path):
         lambda: provision(founded, federation="again", server="localhost:1"),
         lambda: provision(tmp_path / "new", federation="x"),
         lambda: provision(tmp_path / "new", federation="x", server="localhost:http"),
+        lambda: provision(tmp_path / "new", federation="x", server="evil -m /x --set a=b:8602"),
     ):
         with pytest.raises(WsiFlError) as caught:
             action()

@@ -9,8 +9,9 @@ from conftest import REAL, make_study, refused, write_features
 from wires import Wire
 
 from wsi_fl.federation import certificates
-from wsi_fl.federation.certificates import approved, new_key, new_request, new_root
+from wsi_fl.federation.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.models import build
+from wsi_fl.runs import RunFolder
 from wsi_fl.stages.hospitals import taking_part
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans import approving
@@ -18,6 +19,8 @@ from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.train import _describe
 from wsi_fl.types import Images
 
 SITES = ("S0", "S1", "S2")
@@ -97,6 +100,7 @@ def test_a_plan_says_what_runs_and_the_bytes_of_what_travels(coordinator, tmp_pa
         "allow": [],
         "max_epsilon": 50.0,
         "delta": 1e-5,
+        "key": None,
     }
     assert said["learns"]["classes"] == ["healthy", "tumor"] and said["learns"]["size_px"] == 16
     assert (said["privacy"]["guarantee"], said["privacy"]["sigma"]) == ("guaranteed", 1.4)
@@ -275,10 +279,31 @@ def test_existing_files_of_others_stay_and_a_difference_is_told(coordinator, tmp
     own = 'name = "S1"\nreal = true\nmax_epsilon = 1.0\ndelta = 1e-5\n'
     (study.root / "sites" / "S1.toml").write_text(own)
     looked = look(study, plan, "S0")
-    assert "sites/S1.toml says another max_epsilon" in looked.notes[0]
+    assert "sites/S1.toml says another max_epsilon" in looked.notes[1]
     sign(study, looked, identities["S0"])
     assert (study.root / "sites" / "S1.toml").read_text() == own
     refused(lambda: sign(study, looked, identities["S1"]), "this kit is of S1")
+
+
+def test_a_plan_pins_the_keys_that_speak_for_sites(coordinator, tmp_path, identities, root):
+    keys = {name: fingerprint(identities[name].certificate) for name in SITES}
+    plan = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
+    study = hospital(tmp_path, "S0")
+    looked = look(study, plan, "S0")
+    assert not any("pins no keys" in note for note in looked.notes)
+    path = sign(study, looked, identities["S0"])
+    assert approvals(path.parent, plan, root.root).signed == ("S0",)
+    false = {**keys, "S0": keys["S1"]}
+    other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
+    refused(lambda: sign(study, look(study, other, "S0"), identities["S0"]), "another key of S0", "telephone")
+
+
+def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    learns = dict(plan.document["learns"])
+    hidden = changed(plan, learns=learns | {"says": "fine\x1b[8m"})
+    refused(lambda: look(study, hidden, "S0"), "hides something", "do not sign it")
+    refused(lambda: look(study, changed(plan, pipeline="a\x1b[2K"), "S0"), "hides something")
 
 
 def test_where_the_store_is_not_here_the_cost_is_not_known(coordinator, tmp_path):
@@ -331,6 +356,14 @@ class TestTakingPart:
             lines = [json.loads(line) for line in study.ledger(name).read_text().splitlines()]
             named = [line.get("agreement") for line in lines if line.get("released")]
             assert named == [plan.digest] * 3
+        again = self.part(signed, identities)
+        refused(
+            again,
+            "S0 approved plan",
+            "for one run, which is 00001-",
+            "--resume last",
+            "approve the plan again",
+        )
         promised = look(studies["S0"], plan, "S0")
         row = summaries["S0"]["sites"][0]
         assert promised.cost is not None and promised.cost.epsilon == pytest.approx(row["epsilon"])
@@ -366,6 +399,24 @@ class TestTakingPart:
         path.write_text(path.read_text() + '\nallow = ["model"]\n')
         refused(
             self.part(signed, identities), "says allow = [] of S0", "have the plan made with your site file"
+        )
+
+    def test_a_run_elsewhere_or_of_other_settings(self, signed, identities, tmp_path):
+        plan, studies = signed
+        study = studies["S0"]
+        evil = tmp_path / "evil"
+        RunFolder(evil).path.mkdir()
+        (evil / "config.toml").write_text("")
+        for asked in (str(evil), "../evil", "runs/../../evil", "nothing", ""):
+            refused(self.part(signed, identities, resume=asked), "is not in this hospital's runs/")
+        weak = study.pipeline("small", ["privacy.sigma=0.1"])
+        party = Party.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
+        party.run.path.mkdir(parents=True)
+        _describe(party, party.run, "small", "ab" * 16, agreement=plan.digest)
+        refused(
+            self.part(signed, identities, resume="00007-proxyfl-small"),
+            "of other settings",
+            "nothing was begun",
         )
 
     def test_other_code(self, signed, identities, monkeypatch):

@@ -267,6 +267,15 @@ def test_a_kit_of_another_key_is_refused(federation):
     assert fingerprint(identity.certificate) != fingerprint(federation.root)
 
 
+def test_another_key_of_a_site_than_the_pinned_one_is_refused(federation, identities):
+    keys = {name: fingerprint(one.certificate) for name, one in identities.items()}
+    swapped = {**identities, "C2": federation.identity("C2")}  # the root made another C2
+    given = {name: {"keys": keys} for name in NAMES}
+    found = together(swapped, lambda comm: None, given=given, timeout_s=1.5)
+    assert any("another key than the plan's" in str(one) for one in found.values()), found
+    assert together(identities, lambda comm: None, given=given) == dict.fromkeys(NAMES)
+
+
 def test_a_letter_that_is_too_long_is_refused(identities, folder):
     given = {"C2": {"most_bytes": 4000}}
 

@@ -99,13 +99,26 @@ def plan(
     pipeline: Pipeline = None,
     overrides: Set = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
+    kit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The founded folder: the plan pins the keys that it gave certificates."
+        ),
+    ] = None,
     study: StudyFolder = None,
     as_json: Json = False,
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
     from wsi_fl.stages.hospitals.plans.making import make_plan, print_made
 
-    made = make_plan(_study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out)
+    keys = {}
+    if kit is not None:
+        from wsi_fl.stages.hospitals.kits.making import issued_keys
+
+        keys = issued_keys(kit)
+    made = make_plan(
+        _study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
+    )
     document = {"plan": str(out), "sha256": made.digest, "sites": made.sites, "most_bytes": made.most_bytes}
     show(document, as_json, print_made)
 

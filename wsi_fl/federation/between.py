@@ -101,9 +101,13 @@ class Scoring:
             "counts": site.index in self.tellers,
             "number": self._number(site),
             "held": digest(site.traveller(self.method).vector()) if part else "",
-            "sent": digest(last.x) if last is not None else "",
+            "sent": digest(last.x) if last is not None and self._may_pass(site) else "",
             "scored": str(kept.get("schema", "")),
         }
+
+    def _may_pass(self, site: Site) -> bool:
+        """Whether a site's last release may go to all: one without noise only where its counts may leave too."""
+        return (site.plan is not None and site.plan.sigma > 0) or site.index in self.tellers
 
     def _last_release(self, site: Site) -> PushSum | None:
         """Return what a site released in the last round, as its checkpoint keeps it; None for none to pass on."""
@@ -133,7 +137,7 @@ class Scoring:
         held: dict[int, dict[int | None, Vector]] = {site.index: {} for site in self.sites}
         releases = {}
         for site in self.sites:
-            if (sent := last[site.index]) is not None:
+            if (sent := last[site.index]) is not None and site.index in exam.models:
                 held[site.index][site.index] = sent.z
                 again = site.ledger.reissue(exam.rounds, sent.x, schema=agreed, weight=sent.w)
                 releases[site.index] = again

@@ -133,6 +133,8 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
                 f"{one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC, and this clock says {today:%Y-%m-%d %H:%M}; set the "
                 "clock, or request a new certificate"
             )
+    if _is_authority(found):
+        raise NotTrusted(f"the certificate of {name} may sign others, and speaks for no site")
     key = found.public_key()
     if not isinstance(key, RSAPublicKey):
         raise NotTrusted(f"the certificate of {name} has no RSA key")
@@ -217,7 +219,12 @@ def approved(
     if not asked.is_signature_valid or not isinstance(key := asked.public_key(), RSAPublicKey):
         raise UsageError("this request was not signed by the key that it is for")
     name = _named(asked.subject, NameOID.COMMON_NAME)
-    subject = list(asked.subject)
+    subject = [  # of the request nothing but these: whatever else it says could give its holder a role
+        x509.NameAttribute(NameOID.COMMON_NAME, name),
+        x509.NameAttribute(
+            NameOID.ORGANIZATION_NAME, _named(asked.subject, NameOID.ORGANIZATION_NAME) or name
+        ),
+    ]
     if role in _FLARE_ROLE:
         subject.append(x509.NameAttribute(NameOID.UNSTRUCTURED_NAME, _FLARE_ROLE[role]))
     identifier = x509.SubjectKeyIdentifier.from_public_key(private.public_key())
@@ -293,6 +300,13 @@ def _certificate(pem: str) -> x509.Certificate:
 
 def _pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(Encoding.PEM).decode()
+
+
+def _is_authority(certificate: x509.Certificate) -> bool:
+    try:
+        return bool(certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca)
+    except x509.ExtensionNotFound:
+        return False
 
 
 def _named(subject: x509.Name, what: x509.ObjectIdentifier) -> str:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
-from wsi_fl.federation.certificates import Holder, Identity, NotTrusted
+from wsi_fl.federation.certificates import Holder, Identity, NotTrusted, fingerprint
 from wsi_fl.federation.comm import PeerLate, Traffic, count
 from wsi_fl.federation.documents import NotAgreed, decoded, encoded
 from wsi_fl.federation.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
@@ -99,6 +99,7 @@ class RelayedComm:
         version, code: of wsi-fl, and the SHA-256 of what is installed; all sites must have the same.
         plan: SHA-256 of the signed plan; "" without one.
         most_bytes: of a letter.
+        keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
         waiting: called now and then while this process waits.
         writer: of this process; the same one when it begins again, so that its peers need not. Default: a new one.
 
@@ -116,6 +117,7 @@ class RelayedComm:
     code: str = "0" * 64
     plan: str = ""
     most_bytes: int = MOST_BYTES
+    keys: Mapping[str, str] = field(default_factory=dict)
     waiting: Callable[[], None] | None = None
     writer: Writer | None = None
     line_bytes: int = 0
@@ -219,9 +221,13 @@ class RelayedComm:
             return "taken"  # played back to a later session of this process
         if holder.name not in self._others:
             return self._refuse(f"{holder.name} said hello, and takes no part in this run")
+        if self.keys.get(holder.name, fingerprint(said["certificate"])) != fingerprint(said["certificate"]):
+            return self._refuse(f"somebody said hello as {holder.name} with another key than the plan's")
         ahead = said["time"] - time.time()
         problem = ""
-        if ahead > _SKEW_S or -ahead > _SKEW_S + self.line.lag_s + self.timeout_s:
+        if -ahead > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
+            return self._refuse(f"{holder.name} said hello {-ahead / 3600:.1f} h ago by this clock")
+        if ahead > _SKEW_S:
             problem = f"the clock of {holder.name} is {abs(ahead) / 3600:.1f} h {'ahead' if ahead > 0 else 'behind'}"
         elif letter.head["session"] != self.plan:
             problem = f"{holder.name} has approved another plan than {self.identity.name}"
@@ -260,8 +266,10 @@ class RelayedComm:
         head = letter.head
         if head["place"] == HELLO and head["to"] == EVERYBODY:
             return self._meet(letter)
+        if head["sender"] not in self._others:
+            return self._refuse(f"a letter of {head['sender']} came, who takes no part in this run")
         peer = self._peers.get(head["sender"])
-        if peer is None or not self._session:
+        if peer is None or not self._session or self._is_full(letter):
             return "later"
         letter.check(peer.holder)
         if head["to"] != self.identity.name or head["session"] != self._session:
@@ -271,11 +279,16 @@ class RelayedComm:
             return "taken"
         if head["place"] == END:
             self._over = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
-        if sum(sender == head["sender"] for sender, _ in self._held) >= _MOST_HELD:
-            return "later"
         self._held[key] = letter
         self._changed.notify_all()
         return "taken"
+
+    def _is_full(self, letter: Letter) -> bool:
+        """Whether so much of a peer waits to be read that a further letter has to wait too."""
+        waiting = [
+            len(one.body) for (sender, _), one in self._held.items() if sender == letter.head["sender"]
+        ]
+        return len(waiting) >= _MOST_HELD or sum(waiting) + len(letter.body) > 2 * self.most_bytes
 
     def _refuse(self, why: str) -> Answer:
         self.refused = [*self.refused[-9:], why]

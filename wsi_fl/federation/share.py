@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import fsspec
@@ -119,9 +121,9 @@ class Share:
             if not _protocols(fs).isdisjoint(_WHOLE_AT_ONCE):
                 fs.pipe_file(path, content)
                 return
-            temporary = f"{folder}/.{parts[-1]}.partial"
+            temporary = f"{folder}/.{parts[-1]}.{token_hex(8)}.partial"
             try:
-                with fs.open(temporary, "wb") as file:
+                with _made(fs, temporary) as file:
                     file.write(content)
                 _open_up(fs, root, temporary)
                 fs.mv(temporary, path)
@@ -147,7 +149,17 @@ def _require_root(fs: Any, root: str) -> None:
         raise FileNotFoundError(root)
 
 
+def _made(fs: Any, path: str) -> Any:
+    """A new file to write, and never one that is there: whoever can write to the share could have laid a link."""
+    if "file" not in _protocols(fs):
+        return fs.open(path, "wb")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o600), "wb")
+
+
 def _make_folder(fs: Any, root: str, path: str) -> None:
+    if "file" in _protocols(fs) and Path(path).is_symlink():
+        raise PermissionError(f"{path} is a link, which a shared folder must not hold")
     if not fs.isdir(path):
         fs.makedirs(path, exist_ok=True)
         _open_up(fs, root, path)
@@ -156,7 +168,7 @@ def _make_folder(fs: Any, root: str, path: str) -> None:
 def _open_up(fs: Any, root: str, path: str) -> None:
     """Let whoever may use the root use this too: what wsi-fl writes is its owner's alone elsewhere."""
     if "file" in _protocols(fs):
-        mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o2777
+        mode = stat.S_IMODE(Path(root).stat().st_mode) & 0o3777
         Path(path).chmod(mode if Path(path).is_dir() else mode & 0o666)
 
 

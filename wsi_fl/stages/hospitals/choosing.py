@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -11,12 +12,12 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Round
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.hospitals.plans.signed import Plan
+from wsi_fl.stages.hospitals.plans.signed import Plan, approved_at
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on
 from wsi_fl.study.folder import Study
-from wsi_fl.types import KnownToAll
+from wsi_fl.types import KnownToAll, UsageError
 
 
 class Begun(TypedDict):
@@ -122,16 +123,60 @@ def begin_or_go_on(party: Party, plan: Plan, without: Sequence[str], comm: Comm)
         if identity != chosen:
             run.discard_if_unstarted()
     if chosen:
-        return _going_on(study, mine[chosen], without)
+        return _going_on(study, mine[chosen], plan, without)
     if without:
         raise KnownToAll(
             "a plan begins with all its sites; leave out --without, or sign a plan of fewer sites"
         )
-    return agree_on_run(party, plan.name, comm, agreement=plan.digest)
+    approved = approved_at(study, party.names[me])
+    return agree_on_run(party, plan.name, comm, agreement=plan.digest, approved=approved)
 
 
-def _going_on(study: Study, run: RunFolder, without: Sequence[str]) -> RunFolder:
+def own_run(study: Study, asked: str) -> str:
+    """Return a run that somebody else asks for, once it is known to be one of this study by its plain name.
+
+    Raises:
+        UsageError: for anything else, such as a path that leads out of `runs/`.
+    """
+    name = Path(asked).name
+    if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
+        raise UsageError("the run that is asked for is not in this hospital's runs/")
+    return name
+
+
+def require_agreed(party: Party, plan: Plan) -> None:
+    """Refuse a run that is not the plan's, or whose settings are no longer those of the plan.
+
+    Raises:
+        UsageError: when method or settings differ from what was signed.
+    """
+    signed = Party.of(party.study, plan.pipeline(), plan.method)
+    if (party.run.agreement, party.name) != (plan.digest, plan.method) or party.pipeline != signed.pipeline:
+        raise UsageError(
+            f"{party.run.name} is a run of another plan than the one that was signed here, or of other settings; "
+            "nothing was begun"
+        )
+
+
+def refuse_once_more(study: Study, plan: Plan, site: str) -> None:
+    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says.
+
+    Raises:
+        UsageError: which says how to go on, and how to allow another run.
+    """
+    approved = approved_at(study, site)
+    for run in runs_of_plan(study, plan.digest):
+        if run.manifest.get("approved") == approved and run.site(site).checkpoints():
+            raise UsageError(
+                f"site {site} approved plan {plan.digest[:8]} for one run, which is {run.name}; go on with it by "
+                f"`federation submit --resume last`, or let {site} approve the plan again, which costs its ε on top"
+            )
+
+
+def _going_on(study: Study, run: RunFolder, plan: Plan, without: Sequence[str]) -> RunFolder:
     """Check that a run can go on, and write down who comes back and who is left out."""
     run.refuse_changed_settings()
-    note_who_goes_on(Party.of_run(as_begun(study, run, goes_on=True), run), without)
+    party = Party.of_run(as_begun(study, run, goes_on=True), run)
+    require_agreed(party, plan)
+    note_who_goes_on(party, without)
     return run

@@ -23,7 +23,7 @@ _POLL_S = 0.2
 _END_S = 10.0
 _REGISTERED = "Successfully registered client"
 _MODULES = {
-    "hospital": "nvflare.private.fed.app.client.client_train",
+    "hospital": "wsi_fl.stages.hospitals.flare.client",
     "server": "nvflare.private.fed.app.server.server_train",
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,13 @@ from wsi_fl.federation.documents import Name
 from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.hospitals.choosing import begin_or_go_on
-from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan, check_promises, code_digest
+from wsi_fl.stages.hospitals.choosing import begin_or_go_on, own_run, refuse_once_more, require_agreed
+from wsi_fl.stages.hospitals.plans.signed import Plan, approved_at, approved_plan, check_promises, code_digest
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed
 from wsi_fl.study.folder import Study
-from wsi_fl.types import UsageError
+from wsi_fl.types import NoCommonPlan, UsageError
 
 _GREETING_S = 60.0
 LAST = "last"
@@ -56,7 +57,11 @@ def take_part(
         SiteReturned: when a peer's process began anew, so that all begin again.
         UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
     """
-    agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
+    with _told_to_all():
+        agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
+        if resume is None and not go_on:
+            refuse_once_more(study, agreed, identity.name)
+        asked = own_run(study, resume) if resume is not None and not go_on else ""
     run_of: Callable[[RelayedComm], RunFolder]
     if go_on or resume is None:
         party = Party.of(study, agreed.pipeline(), agreed.method)
@@ -65,14 +70,18 @@ def take_part(
         run_of = (
             partial(begin_or_go_on, party, agreed, without)
             if go_on
-            else partial(agree_on_run, party, agreed.name, agreement=agreed.digest)
+            else partial(
+                agree_on_run,
+                party,
+                agreed.name,
+                agreement=agreed.digest,
+                approved=approved_at(study, identity.name),
+            )
         )
     else:
-        party, finished = resumed(study, resume, without=without)
-        if party.run.agreement != agreed.digest:
-            raise UsageError(
-                f"{resume} is a run of another plan than the one that site {identity.name} signed"
-            )
+        party, finished = resumed(study, asked, without=without)
+        with _told_to_all():
+            require_agreed(party, agreed)
         if finished is not None:
             return finished
         check(party, "mpi", stores=False)
@@ -103,6 +112,15 @@ def known_to_all(study: Study, site: str, summary: dict[str, Any]) -> dict[str, 
     return summary | {"scores": run.site(site).kept("scores")}
 
 
+@contextmanager
+def _told_to_all() -> Iterator[None]:
+    """What does not fit the plan may be told to others: it is made of the plan, and of promises that it repeats."""
+    try:
+        yield
+    except UsageError as error:
+        raise NoCommonPlan(str(error)) from None
+
+
 class Seen(TypedDict):
     """What hospitals that only go to see each other tell."""
 
@@ -116,7 +134,9 @@ def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = No
         UsageError: when no plan was signed, or another one is asked for.
         KnownToAll: when a site does not answer, or has another plan, version, code or time.
     """
-    agreed, began = _agreed(study, identity, plan), time.perf_counter()
+    began = time.perf_counter()
+    with _told_to_all():
+        agreed = _agreed(study, identity, plan)
     comm = _introduced(identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
     try:
         told = comm.gather([Seen(site=identity.name)], Seen)
@@ -154,6 +174,7 @@ def _introduced(
         code=code_digest(),
         plan=agreed.digest,
         most_bytes=agreed.most_bytes,
+        keys=agreed.keys,
         waiting=waiting,
         writer=writer,
     )

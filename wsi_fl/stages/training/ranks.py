@@ -36,7 +36,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
 
@@ -190,6 +190,8 @@ def _guarded(
             tell(text, kind is UsageError)
             sys.stderr.flush()
         comm.abort(2 if kind is UsageError else 1)
+        if real:  # its words were made for others
+            kind = NoCommonPlan if kind is UsageError else KnownToAll
         raise kind(text) from None
 
 

@@ -179,6 +179,7 @@ def _describe(
     *,
     series: Series | None = None,
     agreement: str = "",
+    approved: str = "",
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = party.pipeline.model_copy(update={"sites": party.names})
@@ -192,6 +193,7 @@ def _describe(
             "pipeline": name,
             "series": asdict(series) if series else None,
             "agreement": agreement or None,
+            "approved": approved or None,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "argv": ["wsi-fl", *sys.argv[1:]],
             "versions": versions() | {"python": sys.version.split()[0]},
@@ -258,7 +260,9 @@ class _Claimed(TypedDict):
     claimed: bool
 
 
-def agree_on_run(party: Party, name: str, comm: Comm, *, agreement: str = "") -> RunFolder:
+def agree_on_run(
+    party: Party, name: str, comm: Comm, *, agreement: str = "", approved: str = ""
+) -> RunFolder:
     """The folder of a new run: its number is free on every disk, its name is that of the first site.
 
     Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
@@ -266,6 +270,7 @@ def agree_on_run(party: Party, name: str, comm: Comm, *, agreement: str = "") ->
 
     Args:
         agreement: SHA-256 of the plan that the hospitals signed.
+        approved: when this hospital did.
     """
     runs = party.study.runs
     for _ in range(_TRIES):
@@ -280,7 +285,7 @@ def agree_on_run(party: Party, name: str, comm: Comm, *, agreement: str = "") ->
         identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
 
         def describe(run: RunFolder, identity: str = identity) -> None:
-            _describe(party, run, name, identity, agreement=agreement)
+            _describe(party, run, name, identity, agreement=agreement, approved=approved)
 
         run = RunFolder.claim(runs, number, told[0]["name"], identity, describe)
         if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):

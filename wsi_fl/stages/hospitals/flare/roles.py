@@ -36,7 +36,7 @@ from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.taking_part import greet, known_to_all, take_part
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
-from wsi_fl.types import WsiFlError, one_line
+from wsi_fl.types import KnownToAll, one_line
 
 STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
 """Environment variables by which a hospital tells its own processes where its study and its kit are."""
@@ -219,7 +219,7 @@ class Hospital(Executor):  # type: ignore[misc]
             with _signs_of_life(fl_ctx.get_engine(), fl_ctx.get_job_id()):
                 said = self._do(shareable["job"], fl_ctx, abort_signal) if task_name == "work" else {}
         except Exception as error:
-            known = isinstance(error, WsiFlError)
+            known = isinstance(error, KnownToAll)
             name = fl_ctx.get_identity_name()
             text = one_line(error) if known else f"site {name} failed; its own log says why"
             with suppress(OSError):

@@ -31,6 +31,7 @@ from wsi_fl.types import UsageError
 
 REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certificate"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _PORT = 8602
 
 
@@ -277,7 +278,7 @@ def _role(document: dict[str, Any]) -> Role:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
-    if not host or (port and not port.isdigit()):
+    if not _HOST.fullmatch(host) or (port and not port.isdigit()):
         raise UsageError(f"{text!r} is no address; write it as host:port, for example fl.example.org:{_PORT}")
     return host, int(port or _PORT)
 
@@ -296,3 +297,15 @@ def _write_secret(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_text(path, text)
     path.chmod(0o600)
+
+
+def issued_keys(folder: Path) -> dict[str, str]:
+    """Return the fingerprint of the newest key of every hospital that a founded federation has given a certificate.
+
+    Raises:
+        UsageError: when no federation was founded in the folder.
+    """
+    file = folder / "root" / "issued.jsonl"
+    if not file.exists():
+        raise UsageError(f"{folder}: no federation was founded here; give the folder that `provision` made")
+    return {line["name"]: line["fingerprint"] for line in read_lines(file) if line["role"] == "hospital"}

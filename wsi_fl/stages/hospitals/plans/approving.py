@@ -18,6 +18,7 @@ from wsi_fl.stages.hospitals.plans.making import (
     PlanDocument,
     described,
     document_of,
+    keys_of,
     sites_of,
     text_of,
 )
@@ -26,6 +27,7 @@ from wsi_fl.stages.hospitals.plans.signed import (
     Plan,
     approval_path,
     approve,
+    check_key,
     check_promises,
     code_digest,
     shown,
@@ -136,6 +138,7 @@ def sign(study: Study, looked: Looked, identity: Identity) -> Path:
     Raises:
         UsageError: when the identity is not that of the site that looked.
     """
+    check_key(looked.plan, identity.certificate, looked.site)
     if identity.name != looked.site:
         raise UsageError(f"this kit is of {identity.name}, and the plan was looked at for {looked.site}")
     for site in sites_of(looked.document):
@@ -174,7 +177,7 @@ def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> Non
     Args:
         party: with the plan's own table of sites.
     """
-    right = described(party, document["pipeline"], document["learns"])
+    right = described(party, document["pipeline"], document["learns"], keys_of(document))
     if plan.text != text_of(right, str(plan.document.get("created", ""))):
         wrong = [key for key, value in right.items() if plan.document.get(key) != value]
         raise UsageError(
@@ -251,6 +254,11 @@ def _notes(
         found.append(
             f"your max_epsilon is enough for {cost.rounds} of {document['rounds']} rounds; then {me} leaves and the "
             "others go on"
+        )
+    if len(keys_of(document)) < len(sites):
+        found.append(
+            "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
+            "with `federation plan --kit FOUNDED`"
         )
     for site in sites:
         if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():

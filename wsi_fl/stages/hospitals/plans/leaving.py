@@ -50,7 +50,7 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
     if method.generated == "others":
         rows.append(_classifier(party, shape, n_classes))
     if any("scores" in site.allowed for site in party.sites):
-        rows.append(_SCORES)
+        rows += [*([_passed(party, shape, n_classes)] if method.travels is not None else ()), _SCORES]
     return [*rows, *_documents(party.pipeline.train.rounds)]
 
 
@@ -156,6 +156,20 @@ def _classifier(party: Party, shape: Shape | None, n_classes: int | None) -> Lea
         "bytes": _model_bytes(name, shape, n_classes),
         "large": True,
         "protected_by": 'no differential privacy; the site allows it by name (allow = ["model"])',
+    }
+
+
+def _passed(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
+    travelling = _model(party, shape, n_classes)
+    protected = travelling["protected_by"]
+    if not spends(party.pipeline):
+        protected += '; only a site with allow = ["scores"] passes its own on'
+    return travelling | {
+        "what": "a site's last release once more, to be scored",
+        "to": "all sites",
+        "often": "once, after the last round, unless all sites hold the same model then",
+        "times": 1,
+        "protected_by": protected,
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NotRequired
@@ -43,6 +43,8 @@ class PlannedSite(TypedDict):
     Attributes:
         allow: what it lets go without differential privacy.
         max_epsilon, delta: its budget; None where its file names none.
+        key: the fingerprint of the key that speaks for it, which people compare by telephone; None where none is
+            pinned: then whoever holds the root's key can speak for the site.
     """
 
     name: str
@@ -50,6 +52,7 @@ class PlannedSite(TypedDict):
     allow: list[str]
     max_epsilon: float | None
     delta: float | None
+    key: str | None
 
 
 class Protection(TypedDict):
@@ -102,11 +105,13 @@ def make_plan(
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     out: Path,
+    keys: Mapping[str, str] | None = None,
 ) -> Plan:
     """Write the plan of a method for all sites of a study, and return it.
 
     Args:
         out: the file to write.
+        keys: the fingerprint of each site's key.
 
     Raises:
         UsageError: when the method shares nothing, or the settings or site files do not go together.
@@ -115,7 +120,7 @@ def make_plan(
     with Party.of(study, study.pipeline(name, overrides), method) as party:
         _refuse_nothing_to_share(party)
         check(party, "mpi", stores=False)
-        said = described(party, name, learned_by(party))
+        said = described(party, name, learned_by(party), keys or {})
     created = datetime.now(UTC).isoformat(timespec="seconds")
     plan = Plan(text_of(said, created))
     write_text(out, plan.text)
@@ -128,11 +133,12 @@ def text_of(said: PlanDocument, created: str) -> str:
     return json.dumps(head | said, indent=2, ensure_ascii=False) + "\n"
 
 
-def described(party: Party, name: str, learned: Learned) -> PlanDocument:
+def described(party: Party, name: str, learned: Learned, keys: Mapping[str, str]) -> PlanDocument:
     """Return all that a plan says but the time it was made; the same for the same party and what it learns from.
 
     Args:
         name: of the pipeline.
+        keys: the fingerprint of each site's key, as far as they are pinned.
     """
     pipeline = party.pipeline.model_copy(update={"sites": party.names})
     rows = leaving(party, shape_of(learned), len(learned["classes"] or ()) or None)
@@ -146,7 +152,7 @@ def described(party: Party, name: str, learned: Learned) -> PlanDocument:
         "method": party.name,
         "pipeline": name,
         "does": f"{party.method.name}: {party.method.does}.",
-        "sites": [_planned(site) for site in party.sites],
+        "sites": [_planned(site, keys.get(site.name)) for site in party.sites],
         "learns": learned,
         "rounds": pipeline.train.rounds,
         "epochs_per_round": pipeline.train.epochs_per_round,
@@ -169,12 +175,27 @@ def document_of(plan: Plan) -> PlanDocument:
     Raises:
         UsageError: in one line that names the first thing that is missing or wrong.
     """
+    if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
+        raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
     try:
         return TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it anew") from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a document but its settings, which have lines."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield str(key)
+            yield from () if key == "settings" else _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
 
 
 def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
@@ -184,9 +205,14 @@ def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
         UsageError: when a name, or what is allowed, is none that a site file can have.
     """
     return tuple(
-        validated(SiteFile, {key: value for key, value in site.items() if value is not None}, "plan: sites")
+        validated(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
         for site in document["sites"]
     )
+
+
+def keys_of(document: PlanDocument) -> dict[str, str]:
+    """Return the fingerprints that a plan pins, by site."""
+    return {site["name"]: site["key"] for site in document["sites"] if site["key"] is not None}
 
 
 def protection(party: Party) -> Protection:
@@ -237,13 +263,14 @@ def _in_words(party: Party, *, own: bool) -> str:
     )
 
 
-def _planned(site: SiteFile) -> PlannedSite:
+def _planned(site: SiteFile, key: str | None) -> PlannedSite:
     return {
         "name": site.name,
         "real": site.real,
         "allow": list(site.allow),
         "max_epsilon": site.max_epsilon,
         "delta": site.delta,
+        "key": key,
     }
 
 

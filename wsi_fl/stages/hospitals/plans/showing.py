@@ -16,7 +16,9 @@ def print_look(looked: Looked) -> None:
     say(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
-    print_table("who takes part", ("site", "real", "allows without DP", "max ε", "δ"), _rows_of_sites(said))
+    print_table(
+        "who takes part", ("site", "real", "allows without DP", "max ε", "δ", "key"), _rows_of_sites(said)
+    )
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     say(f"  trained on {learned['data']} ({learned['encoder'] or 'pixels'}): {classes}. {learned['says']}")
@@ -39,6 +41,7 @@ def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
             "yes" if one["real"] else "no",
             (", ".join(one["allow"]) or "nothing") if one["real"] else "everything",
             *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
+            (one["key"] or "not pinned")[:11],
         )
         for one in said["sites"]
     ]

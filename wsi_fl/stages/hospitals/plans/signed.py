@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.federation.certificates import Identity, NotTrusted, verified
+from wsi_fl.federation.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -82,6 +82,11 @@ class Plan:
         return [str(site["name"]) for site in self.document["sites"]]
 
     @property
+    def keys(self) -> dict[str, str]:
+        """The fingerprint of each site's key, as far as the plan pins them."""
+        return {str(site["name"]): str(site["key"]) for site in self.document["sites"] if site.get("key")}
+
+    @property
     def most_bytes(self) -> int:
         """The longest letter that can be part of this plan."""
         return int(self.document["most_bytes"])
@@ -127,7 +132,7 @@ def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
     document = {
         "site": identity.name,
         "plan": plan.digest,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(),
         "certificate": identity.certificate,
     }
     signature = identity.sign(_signed(document))
@@ -151,6 +156,12 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
     return plan
 
 
+def approved_at(study: Study, site: str) -> str:
+    """Return when a site approved its plan, "" where it did not: each approval is good for one run."""
+    path = approval_path(study, site)
+    return str(dict(read_json(path))["time"]) if path.exists() else ""
+
+
 def check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
     """Refuse an approval that is not a site's signature of this very plan.
 
@@ -166,6 +177,7 @@ def check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str
     except (KeyError, ValueError, NotTrusted) as error:
         why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
         raise UsageError(f"the approval of {site} is no use: {why}") from None
+    check_key(plan, str(document["certificate"]), site)
     if (holder.name, document["site"], document["plan"]) != (site, site, plan.digest):
         raise UsageError(
             f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
@@ -210,6 +222,20 @@ def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
     except (WsiFlError, TypeError, ValueError) as error:
         return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
     return ""
+
+
+def check_key(plan: Plan, certificate: str, site: str) -> None:
+    """Refuse a certificate (PEM) for another key than the one that a plan pins for a site.
+
+    Raises:
+        UsageError: naming the site.
+    """
+    pinned = plan.keys.get(site)
+    if pinned is not None and fingerprint(certificate) != pinned:
+        raise UsageError(
+            f"the plan is for another key of {site} than the one that speaks for it here; ask {site} for its "
+            "fingerprint by telephone"
+        )
 
 
 def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:

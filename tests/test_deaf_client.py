@@ -1,0 +1,77 @@
+"""A hospital's client of NVIDIA FLARE answers to nothing but jobs, whoever asks."""
+
+from importlib.util import find_spec
+from io import BytesIO
+from types import SimpleNamespace
+from zipfile import ZipFile
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+
+
+@pytest.fixture
+def processors(monkeypatch):
+    """What is left of FLARE's processors, by topic."""
+    from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
+
+    from wsi_fl.stages.hospitals.flare import client
+
+    before = list(ClientRequestProcessors.request_processors)
+    monkeypatch.setattr(ClientRequestProcessors, "request_processors", before)
+    client.narrow()
+    return {topic: one for one in ClientRequestProcessors.request_processors for topic in one.get_topics()}
+
+
+def test_nobody_is_left_who_reads_files_or_deletes_folders(processors):
+    from nvflare.private.defs import SysCommandTopic, TrainingTopic
+
+    for topic in (
+        SysCommandTopic.SHELL,
+        SysCommandTopic.SYS_INFO,
+        TrainingTopic.DELETE_RUN,
+        TrainingTopic.SHUTDOWN,
+    ):
+        assert topic not in processors
+    for topic in (TrainingTopic.DEPLOY, TrainingTopic.START_JOB, TrainingTopic.ABORT):
+        assert topic in processors
+
+
+def archive(*names):
+    content = BytesIO()
+    with ZipFile(content, "w") as file:
+        for name in names:
+            file.writestr(name, "{}")
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("job", ["startup", "local", "..", "", "../../etc", None])
+def test_a_job_by_another_name_than_an_id_is_refused(processors, job):
+    from nvflare.private.defs import TrainingTopic
+
+    request = SimpleNamespace(
+        get_header=lambda key, default=None: job, body=archive("config/config_fed_client.json")
+    )
+    for topic in (TrainingTopic.DEPLOY, TrainingTopic.ABORT, TrainingTopic.START_JOB):
+        reply = processors[topic].process(request, None)
+        assert "is no job" in reply.body
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "evil/config.toml",
+        "custom/x.py",
+        "config/x.json",
+        "../config_fed_client.json",
+        "a/b/config_fed_client.json",
+    ],
+)
+def test_a_job_that_brings_files_is_refused(more):
+    from wsi_fl.stages.hospitals.flare.client import brings_more
+
+    usual = ("config/config_fed_client.json", "config/config_fed_server.json", ".__nvfl_sig.json")
+    assert brings_more(archive(*usual)) == ""
+    assert "is refused" in brings_more(archive(*usual, more))
+    assert "is refused" in brings_more(b"no archive")
+    assert "is refused" in brings_more(bytes(2 << 20))
