@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from wsi_fl.stages.hospitals.start import _end
 
@@ -27,7 +28,6 @@ def test_a_job_ends_with_the_client_that_started_it():
 def _ended(pid):
     """Whether a process is gone, or dead and not yet collected by whoever inherited it."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
