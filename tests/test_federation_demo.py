@@ -21,6 +21,8 @@ WAITS = """
 import os, pathlib, sys, time
 pathlib.Path("pid").write_text(str(os.getpid()))
 if sys.argv[1] == "fails":
+    while not pathlib.Path("../A/pid").exists():
+        time.sleep(0.02)
     sys.exit("wsi-fl: error: so it is")
 print("Ctrl-C ends it", flush=True)
 time.sleep(60)

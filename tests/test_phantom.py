@@ -122,6 +122,15 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive: P
     assert same <= {"stages.csv"}
 
 
+def test_one_hospital_alone_has_the_very_slides_that_it_has_among_all(archive: Path, tmp_path: Path) -> None:
+    phantom.paint_archive(tmp_path, n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3, only=1)
+    mine, all_ = digests(tmp_path), digests(archive)
+    slides = [name for name in mine if name.endswith((".tif", ".xml"))]
+    assert len(slides) == 3 and all(mine[name] == all_[name] for name in slides)
+    assert not any("center_0" in name for name in mine)
+    assert len((tmp_path / "stages.csv").read_text().splitlines()) == 4
+
+
 def test_progress_names_every_slide(tmp_path: Path) -> None:
     lines: list[str] = []
     hear: Callable[[str], None] = lines.append

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,9 +95,10 @@ class Children:
     def each(self, work: Callable[[T], object], things: Sequence[T]) -> None:
         """Do the work for each, several at the same time; when one fails, all end."""
         with ThreadPoolExecutor(max(1, min(len(things), os.cpu_count() or 1))) as pool:
+            jobs = [pool.submit(work, thing) for thing in things]
             try:
-                for _ in pool.map(work, things):
-                    pass
+                for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+                    job.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self.end()

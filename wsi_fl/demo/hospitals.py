@@ -23,7 +23,7 @@ from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, write_json, write_text
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 _PIPELINE, _METHOD = "hospitals", "proxyfl"
 _N_HOSPITALS, _PATIENTS, _SLIDE_PX = 4, 8, 1024
@@ -70,7 +70,7 @@ def federation_demo(folder: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: when the folder holds anything else, or NVIDIA FLARE is not installed.
-        WsiFlError: when a command fails, with its last line.
+        WsiFlError: when a command fails, with its last line, or when it is interrupted.
     """
     need_flare()
     bed = _Bed(folder.resolve())
@@ -79,6 +79,16 @@ def federation_demo(folder: Path) -> dict[str, Any]:
         return dict(read_json(bed.root / _DONE))
     if bed.root.exists() and any(bed.root.iterdir()):
         raise UsageError(f"{folder}: is not empty and no finished demo; remove it, or choose another --out")
+    try:
+        document = _demonstrated(bed)
+    except KeyboardInterrupt:
+        raise WsiFlError(f"interrupted; all processes were ended; to begin again, remove {folder}") from None
+    write_json(bed.root / _DONE, document)
+    return document
+
+
+def _demonstrated(bed: _Bed) -> dict[str, Any]:
+    """The document of a demo, once everything is done."""
     began = time.monotonic()
     with children() as crew:
         _say("Painting each hospital's own slides")
@@ -92,7 +102,7 @@ def federation_demo(folder: Path) -> dict[str, Any]:
         summary = _learn(crew, bed)
         _say("Each hospital evaluates and reports, on its own data")
         reports = _report(crew, bed, summary["run"])
-    document = {
+    return {
         "folder": str(bed.root),
         "seconds": round(time.monotonic() - began, 1),
         "run": summary["run"],
@@ -101,8 +111,6 @@ def federation_demo(folder: Path) -> dict[str, Any]:
         "report": str(bed.coordinator.here / summary["report"]),
         "reports": reports,
     }
-    write_json(bed.root / _DONE, document)
-    return document
 
 
 def _paint(bed: _Bed) -> None:

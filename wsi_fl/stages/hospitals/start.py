@@ -114,14 +114,28 @@ def _interrupt(*_: object) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process and its jobs, politely first."""
+    """End the process and its jobs, which FLARE gives process groups of their own, politely first."""
+    groups = [process.pid, *_started_by(process.pid)]
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, sign)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_S)
             if sign == signal.SIGTERM:
                 time.sleep(_POLL_S)
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes that a process started and that lead a group of their own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            _, _, after = (entry / "stat").read_text().rpartition(")")
+            parent, group = (int(word) for word in after.split()[1:3])
+            if parent == pid and group == int(entry.name):
+                found.append(group)
+    return found
 
 
 def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit) -> None:
