@@ -141,10 +141,10 @@ def test_a_request_gives_nobody_a_role(founded, tmp_path):
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
     from cryptography.x509.oid import NameOID
 
-    made = asked(tmp_path, "C6")
-    key = load_pem_private_key((tmp_path / "C6" / "startup" / "client.key").read_bytes(), None)
+    made = asked(tmp_path, "C8")
+    key = load_pem_private_key((tmp_path / "C8" / "startup" / "client.key").read_bytes(), None)
     said = {
-        NameOID.COMMON_NAME: "C6",
+        NameOID.COMMON_NAME: "C8",
         NameOID.ORGANIZATION_NAME: "A",
         NameOID.UNSTRUCTURED_NAME: "project_admin",
     }

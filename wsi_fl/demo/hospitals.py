@@ -170,7 +170,19 @@ def _agree(crew: Children, bed: _Bed) -> None:
     crew.run(chief, "init", ".")
     for name, place in bed.hospitals.items():
         write_text(chief.here / "sites" / f"{name}.toml", _promises(Study(place.here), name))
-    crew.run(chief, "federation", "plan", "--method", _METHOD, "--pipeline", _PIPELINE, "--out", plan)
+    crew.run(
+        chief,
+        "federation",
+        "plan",
+        "--method",
+        _METHOD,
+        "--pipeline",
+        _PIPELINE,
+        "--out",
+        plan,
+        "--kit",
+        _FOUNDED,
+    )
 
     def sign(place: Place) -> None:
         _send(chief.here / plan, place.here / plan)
