@@ -140,6 +140,7 @@ def test_a_full_disk(bed):
     bed.stop("S1")
     bed.start("S1", file_limit=400_000)
     all_connected(bed)
+    bed.sign("proxyfl", *SETTINGS)
     process = bed.submitting("--plan", plan_file(bed))
     assert "S1" in told(process)
     assert "disk is full" in "".join(
@@ -148,6 +149,7 @@ def test_a_full_disk(bed):
     bed.stop("S1")
     bed.start("S1")
     all_connected(bed)
+    bed.sign("proxyfl", *SETTINGS)
     said = bed.submit("--plan", plan_file(bed))
     assert said.returncode == 0, said.stderr
     for name in ("S0", "S1"):
