@@ -17,6 +17,8 @@ from wsi_fl.learning.counts import N_BINS, n_bytes
 from wsi_fl.privacy.book import SCORES
 from wsi_fl.privacy.release import digest
 
+_MOST_BEYOND = 1 << 16
+"""Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""
 _Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
 """SHA-256, or nothing."""
 
@@ -105,6 +107,8 @@ def agree(told: Mapping[int, Present], classes: tuple[str, ...], rounds: int) ->
     if not tellers or not models:
         return None
     number = max(one["number"] for one in told.values())
+    if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
+        return None
     return Exam(classes, rounds, number, models, tuple(tellers))
 
 
