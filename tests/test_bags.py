@@ -288,6 +288,7 @@ def test_what_can_be_learned_is_learned(tmp_path, private):
     assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0.9
 
 
+@pytest.mark.slow
 def test_mpi_ranks_do_what_one_process_does(tmp_path, wsi_fl):
     study = make_bag_study(tmp_path / "study", n_sites=2)
     seeded = ["privacy.insecure_seed=3"]

@@ -285,6 +285,7 @@ def test_the_curve_over_generated_images_joins_own_and_all(trained, tmp_path):
     assert "mpcpa.unchecked</code> although" in report(study, document["run"]).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_over_mpi_each_rank_gets_its_package(trained, tmp_path, wsi_fl):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
     said = wsi_fl("train", "--method", "mpcpa", "--json", cwd=study.root)

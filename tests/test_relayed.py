@@ -404,7 +404,8 @@ def test_letters_of_an_earlier_session_are_worth_nothing(identities, folder):
     refused = []
 
     def play_back(sender, to, name, letter):
-        return [kept[sender, to, name], letter] if (sender, to, name) in kept else [letter]
+        old = kept.get((sender, to, name))
+        return [letter] if name == "hello" or old is None else [old, letter]
 
     def work(comm):
         heard = rounds_of(folder, 2)(comm)
@@ -415,3 +416,20 @@ def test_letters_of_an_earlier_session_are_worth_nothing(identities, folder):
     for me, name in enumerate(NAMES):
         assert found[name][0] == [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in (1, 2)]
     assert any("another session" in one for one in refused)
+
+
+def test_old_hellos_may_stop_a_run_and_never_change_it(identities, folder):
+    kept = {}
+
+    def keep(sender, to, name, letter):
+        kept[sender, to, name] = letter
+        return [letter]
+
+    def play_back(sender, to, name, letter):
+        return [kept[sender, to, name], letter] if name == "hello" else [letter]
+
+    together(identities, lambda comm: None, meddle=keep)
+    found = together(identities, rounds_of(folder, 2), meddle=play_back, timeout_s=4.0)
+    for me, name in enumerate(NAMES):
+        right = [((np.arange(5) + 10 * r + (me - 1) % 3) / 2).tolist() for r in (1, 2)]
+        assert isinstance(found[name], KnownToAll) or found[name][0] == right

@@ -553,6 +553,7 @@ def test_sites_with_other_files_do_not_begin():
 # ---- the command
 
 
+@pytest.mark.slow
 def test_mpi_ranks_read_the_files_that_one_process_reads(study, wsi_fl):
     for name in ("S0", "S1", "S2"):
         released(study, name)

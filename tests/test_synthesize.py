@@ -164,6 +164,7 @@ def interrupted(study, settings, how, after):
     return process.returncode, said
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_bit_for_bit(tmp_path):
     """Ctrl-C, then SIGKILL, then the same command; against a training that nobody disturbed."""
     alone, killed = make_study(tmp_path / "alone"), make_study(tmp_path / "killed")
