@@ -157,6 +157,7 @@ def test_a_full_disk(bed):
 
 
 def test_another_plan_version_or_none(bed):
+    bed.sign("proxyfl", *SETTINGS)
     bed.sign("proxyfl", "train.rounds=3", by=["S1"])
     line = told(bed.submitting("--plan", plan_file(bed)))
     assert "site S1 signed plan" in line
