@@ -276,3 +276,19 @@ def check(study, *, site, overrides=()):
 
     pipeline = study.pipeline(study.pipeline_name(None), overrides)
     return check_generator(study, pipeline, kind_of(pipeline.synthesis.generator), site)
+
+
+@pytest.fixture(scope="session")
+def federation():
+    """A root, which makes identities of sites."""
+    from wires import Federation
+
+    return Federation()
+
+
+@pytest.fixture(scope="session")
+def identities(federation):
+    """Those of three sites."""
+    from wires import NAMES
+
+    return {name: federation.identity(name) for name in NAMES}

@@ -6,7 +6,6 @@ import os
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from tests.conftest import make_study
 from tests.opened import Opened
+from wsi_fl.demo.hospitals import free_port
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.making import issued_keys, provision
 from wsi_fl.stages.hospitals.plans.approving import look, sign
@@ -26,12 +26,6 @@ from wsi_fl.study.folder import Study
 
 INSECURE = ("privacy.insecure_seed=1", "train.seed=3")
 ALLOWED = 'real = true\nmax_epsilon = 50.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
-
-
-def free_port() -> int:
-    with socket.socket() as place:
-        place.bind(("127.0.0.1", 0))
-        return int(place.getsockname()[1])
 
 
 class Bed:

@@ -28,11 +28,16 @@ def spend(study, plan, rounds=2):
     """Put releases under a plan on the ledger of S0, and an audit beside them."""
     import numpy as np
 
-    run, terms = f"{RUN} {'a' * 32}", Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
+    run, terms = (
+        f"{RUN} {'a' * 32}",
+        Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",)),
+    )
     ledger = PrivacyLedger(study.ledger("S0"), site="S0", run=run, terms=terms, agreement=plan.digest)
     round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
     for number in range(1, rounds + 1):
         ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=round_, content="model")
+    counts = np.arange(8, dtype=np.uint8)  # of test patients, whom no ε covers
+    ledger.release(rounds + 1, counts, schema="x", mechanism=None, content="scores")
     folder = study.runs / RUN
     write_json(folder / "manifest.json", {"id": "a" * 32})
     (folder / "sites" / "S0").mkdir(parents=True)
@@ -82,12 +87,13 @@ def test_the_facts_are_those_of_the_plan_the_ledger_and_the_audits(signed, dossi
     assert json.loads(out.with_suffix(".json").read_text()) == found
     assert (found["site"], found["signed"], set(found["missing"])) == ("S0", ["S0"], {"S1", "S2"})
     assert found["plan_sha256"] == plan.digest and found["plan"] == document_of(plan)
+    assert found["spent"] is not None
     assert found["spent"] == pytest.approx(ledger.epsilon(lifetime=True))
     (account,) = found["accounts"]
     assert (account["plan"], account["guarantee"], account["unit"]) == (plan.digest, "guaranteed", "row")
     assert account["epsilon"] == pytest.approx(ledger.epsilon())
     assert [one["sha256"] for one in account["releases"]] == [one.split()[1] for one in ledger.released()]
-    assert [one["bytes"] for one in account["releases"]] == [1001, 1002]
+    assert [one["bytes"] for one in account["releases"]] == [1001, 1002, None]
     (audited,) = found["audits"]
     assert (audited["model"], audited["epsilon_lower"], audited["epsilon_upper"]) == ("proxy", 0.2, None)
     assert any("root key" in one for one in found["not_protected"])

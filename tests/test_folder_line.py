@@ -40,16 +40,6 @@ FILE = re.compile(r"S\d~(hello|end|g\d+|x\d+\.\d)~[0-9a-f]{32}\.letter")
 PAUSES = {"pauses_s": (0.01, 0.1), "settled_s": 0.2}
 
 
-@pytest.fixture(scope="module")
-def federation():
-    return Federation()
-
-
-@pytest.fixture(scope="module")
-def identities(federation):
-    return {name: federation.identity(name) for name in NAMES}
-
-
 @pytest.fixture
 def share(tmp_path):
     (tmp_path / "share").mkdir()

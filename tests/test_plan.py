@@ -12,9 +12,9 @@ from wsi_fl.federation import certificates
 from wsi_fl.federation.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.models import build
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.hospitals import taking_part
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans import approving
+from wsi_fl.stages.hospitals.plans import signed as signed_plans
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
@@ -420,7 +420,7 @@ class TestTakingPart:
         )
 
     def test_other_code(self, signed, identities, monkeypatch):
-        monkeypatch.setattr(taking_part, "code_digest", lambda: "2" * 64)
+        monkeypatch.setattr(signed_plans, "code_digest", lambda: "2" * 64)
         refused(self.part(signed, identities), "has 0.1.0 (22222222)", "install the plan's version")
 
     def test_an_expired_certificate(self, signed, identities, kits, monkeypatch):

@@ -11,16 +11,13 @@ import pytest
 from typing_extensions import TypedDict
 
 from tests.test_comm import release_of
-from tests.wires import Wire
+from tests.wires import NAMES, Federation, Wire
 from wsi_fl.federation import relayed
 from wsi_fl.federation.certificates import (
     Identity,
     NotTrusted,
-    approved,
     fingerprint,
     new_key,
-    new_request,
-    new_root,
     verified,
 )
 from wsi_fl.federation.comm import LocalComm, PeerLate
@@ -30,34 +27,9 @@ from wsi_fl.federation.message import BYTES, Outgoing
 from wsi_fl.federation.relayed import RelayedComm, SiteReturned
 from wsi_fl.types import KnownToAll, UsageError
 
-NAMES = ("C1", "C2", "C3")
-
 
 class Said(TypedDict):
     n: Count
-
-
-class Federation:
-    """A root, and the identities of sites."""
-
-    def __init__(self) -> None:
-        self.key = new_key()
-        self.root = new_root(self.key, "a federation")
-
-    def identity(self, name, **given):
-        key = new_key()
-        certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
-        return Identity.load(key, certificate, self.root)
-
-
-@pytest.fixture(scope="module")
-def federation():
-    return Federation()
-
-
-@pytest.fixture(scope="module")
-def identities(federation):
-    return {name: federation.identity(name) for name in NAMES}
 
 
 def together(identities, work, *, meddle=None, timeout_s=20.0, given=None, lines=None):
@@ -289,6 +261,33 @@ def test_a_letter_that_is_too_long_is_refused(identities, folder):
     assert "took nothing" in str(found["C1"])
     assert "a letter of 20" in str(found["C2"])
     assert "at most 4000" in str(found["C2"])
+
+
+def test_what_a_peer_lays_up_is_bounded(identities, folder):
+    """C1 runs ahead of C2, which reads nothing: what waits is at most two of the longest letters."""
+    read = threading.Event()
+
+    def work(comm):
+        me = comm.sites[0]
+        if me == 2:
+            return None
+        if me == 1:
+            assert read.wait(20)
+            return sum(len(one.body) for one in comm._held.values())
+        for round_ in (1, 2, 3):
+            item = Outgoing(0, 1, 1.0, release_of(folder / "C1", "s", round_, np.zeros(1500)))
+            try:
+                comm.exchange([item], [], round_=round_, hop=0, size=1500)
+            except PeerLate:
+                return round_
+            finally:
+                read.set() if round_ == 3 else None
+        return None
+
+    given = {"C2": {"most_bytes": 7000}}
+    found = together(identities, work, given=given, timeout_s=2.0)
+    assert found["C1"] == 3, found
+    assert 2 * 6000 < found["C2"] <= 2 * 7000
 
 
 def test_bytes_and_wrong_lengths_arrive_as_in_one_process(identities, folder):

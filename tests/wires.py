@@ -1,11 +1,27 @@
-"""A line within one process, to try what lines do to letters."""
+"""A federation's certificates, and a line within one process, to try what lines do to letters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from wsi_fl.federation.certificates import Identity, approved, new_key, new_request, new_root
 from wsi_fl.federation.letters import Buffer
 from wsi_fl.federation.relayed import Answer
+
+NAMES = ("C1", "C2", "C3")
+
+
+class Federation:
+    """A root, and the identities of sites."""
+
+    def __init__(self) -> None:
+        self.key = new_key()
+        self.root = new_root(self.key, "a federation")
+
+    def identity(self, name, **given):
+        key = new_key()
+        certificate = approved(new_request(key, name, "org"), self.key, self.root, role="hospital", **given)
+        return Identity.load(key, certificate, self.root)
 
 
 class Wire:

@@ -20,9 +20,8 @@ from wsi_fl.privacy.book import Book, Entry, Guarantee, run_id
 from wsi_fl.privacy.release import SEAL, Release, Values, digest
 from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
+from wsi_fl.privacy.worth import epsilon_of, guarantee_of
 from wsi_fl.types import WsiFlError
-
-_WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guaranteed")
 
 
 class PrivacyLedger:
@@ -92,21 +91,16 @@ class PrivacyLedger:
         differ, ε is above `PROTECTS_UP_TO`, or, over a lifetime, when some noise came from a known seed.
         """
         scope = self._scope(lifetime)
-        bare = any(e.bare for e in scope)
-        known = lifetime and any(e.mechanism and e.insecure for e in scope)
-        spent = applied(scope)
-        if not spent or bare or known or units_of(scope) - {self.terms.unit}:
+        if units_of(scope) - {self.terms.unit}:
             return None
-        value = epsilon(spent, self.terms.delta)
-        return value if value <= PROTECTS_UP_TO else None
+        return epsilon_of(scope, self.terms.delta, seeded=not lifetime)
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
         """Return what the ε is worth: as much as the weakest of all promises that it adds up."""
-        spent = [e for e in self._scope(lifetime) if e.mechanism or e.bare]
-        worth: set[Guarantee] = {"none" if e.insecure or e.bare else e.guarantee for e in spent}
-        if spent and self.epsilon(lifetime=lifetime) is None:
+        scope = self._scope(lifetime)
+        if any(e.mechanism or e.bare for e in scope) and self.epsilon(lifetime=lifetime) is None:
             return "none"
-        return min({self.terms.guarantee, *worth}, key=_WEAKEST_FIRST.index)
+        return guarantee_of(scope, self.terms.guarantee)
 
     def released(self) -> list[str]:
         """Return what this run may let go, as content and digest, oldest first."""

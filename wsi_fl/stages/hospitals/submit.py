@@ -149,11 +149,12 @@ def print_submitted(document: dict[str, Any]) -> None:
 
 
 def print_check(document: dict[str, Any]) -> None:
-    """Print a row per step, and who reaches whom."""
-    rows: list[list[str] | None] = [
-        ["ok" if step["ok"] else "failed", step["what"], step["said"]] for step in document["steps"]
-    ]
-    print_table("federation check", ["", "what", ""], rows)
+    """Print a line per step, and who reaches whom."""
+    for step in document["steps"]:
+        say(
+            f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}",
+            "" if step["ok"] else "red",
+        )
     if document["connected"] is not None:
         say(f"  connected: {', '.join(document['connected']) or 'nobody'}")
     for site, one in (document["peers"] or {}).items():

@@ -17,7 +17,14 @@ from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on, own_run, refuse_once_more, require_agreed
-from wsi_fl.stages.hospitals.plans.signed import Plan, approved_at, approved_plan, check_promises, code_digest
+from wsi_fl.stages.hospitals.plans.signed import (
+    Plan,
+    approved_at,
+    approved_plan,
+    check_code,
+    check_promises,
+    code_digest,
+)
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed
@@ -189,10 +196,5 @@ def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
         )
     own = next(one for one in agreed.document["sites"] if one["name"] == site)
     check_promises(own, study.site(site))
-    said = str(agreed.document["code"])
-    if said != code_digest():
-        raise UsageError(
-            f"the plan is for wsi-fl {agreed.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
-            f"({code_digest()[:8]}); install the plan's version, or agree on a new plan"
-        )
+    check_code(agreed, site)
     return agreed

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -43,21 +44,23 @@ def open_ledger(
     """
     path = study.ledger(site.name)
     beside_store = study.store(site.name).parent / "ledger.head.json"
+    account = partial(
+        PrivacyLedger,
+        path,
+        site=site.name,
+        run=run,
+        terms=terms,
+        includes=includes,
+        promise=promise,
+        agreement=agreement,
+    )
     if not site.real:
         if beside_store.exists():
             raise WsiFlError(
                 f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} is of the ledger of a "
                 "real hospital; say real = true, or simulate under another name"
             )
-        return PrivacyLedger(
-            path,
-            site=site.name,
-            run=run,
-            terms=terms,
-            includes=includes,
-            promise=promise,
-            agreement=agreement,
-        )
+        return account()
     rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
     released = _released_here(study, site.name)
     if not path.exists() and (rounds or released):
@@ -66,16 +69,7 @@ def open_ledger(
             "site's budget"
         )
     heads = [beside_store, _head_of_user(site.name)]
-    ledger = PrivacyLedger(
-        path,
-        site=site.name,
-        run=run,
-        terms=terms,
-        includes=includes,
-        heads=heads,
-        promise=promise,
-        agreement=agreement,
-    )
+    ledger = account(heads=heads)
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
             raise UsageError(

@@ -13,10 +13,9 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
-from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.book import Book, Entry
-from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
-from wsi_fl.privacy.terms import PROTECTS_UP_TO
+from wsi_fl.privacy.rounds import Round, rounds_of, units_of
+from wsi_fl.privacy.worth import epsilon_of, guarantee_of
 from wsi_fl.report import dossier as page
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.hospitals.dossier.assessment import Part, assessment, not_protected
@@ -143,7 +142,7 @@ def _of(
         "signed": list(heard.signed) if heard else [],
         "missing": heard.missing if heard else None,
         "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
-        "spent": _epsilon(entries, delta),
+        "spent": epsilon_of(entries, delta),
         "network": connections(kit),
         "accounts": _accounts(study, site.name, entries, delta),
         "audits": _audits(study, site.name),
@@ -162,13 +161,14 @@ def _accounts(study: Study, site: str, entries: Sequence[Entry], delta: float) -
 
 
 def _account(run: str, lines: Sequence[Entry], delta: float, sent: dict[int, int]) -> Account:
+    spent = epsilon_of(lines, delta)
     return {
         "run": lines[0].run,
         "plan": next((line.agreement for line in lines if line.agreement), ""),
-        "epsilon": _epsilon(lines, delta),
+        "epsilon": spent,
         "delta": delta,
         "unit": ", ".join(sorted(units_of(lines))),
-        "guarantee": _weakest(lines),
+        "guarantee": "none" if spent is None else guarantee_of(lines),
         "releases": [one for round_ in rounds_of(lines) for one in _released(round_, sent)],
     }
 
@@ -193,23 +193,6 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
         if folder.id == run:
             return {line["round"]: line["bytes"] for line in folder.site(site).metrics()}
     return {}
-
-
-def _epsilon(entries: Sequence[Entry], delta: float) -> float | None:
-    """ε of lines of a ledger; None where it says nothing, as `PrivacyLedger.epsilon` has it."""
-    spent = applied(entries)
-    bare = any(entry.released and entry.mechanism is None for entry in entries)
-    known = any(entry.mechanism and entry.insecure for entry in entries)
-    if not spent or bare or known or len(units_of(entries)) > 1:
-        return None
-    value = epsilon(spent, delta)
-    return value if value <= PROTECTS_UP_TO else None
-
-
-def _weakest(lines: Sequence[Entry]) -> str:
-    """What the promises of some lines are worth together: as much as the weakest."""
-    said = {line.guarantee for line in lines if line.mechanism or line.released}
-    return next((one for one in ("none", "nominal", "shared", "guaranteed") if one in said), "none")
 
 
 def _audits(study: Study, site: str) -> list[Audited]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -27,9 +26,9 @@ from wsi_fl.stages.hospitals.plans.signed import (
     Plan,
     approval_path,
     approve,
+    check_code,
     check_key,
     check_promises,
-    code_digest,
     shown,
 )
 from wsi_fl.stages.site.account import (
@@ -114,7 +113,7 @@ def look(study: Study, plan: Plan, site: str) -> Looked:
     """
     document = document_of(plan)
     own, sites = _own_file(study, document, site), sites_of(document)
-    _refuse_other_code(document)
+    check_code(plan, site)
     files = tuple(own if one.name == site else one for one in sites)
     pipeline = plan.pipeline()
     run = RunFolder(study.runs / "plan")
@@ -161,14 +160,6 @@ def _own_file(study: Study, document: PlanDocument, site: str) -> SiteFile:
     file = study.site(site)
     check_promises(there[site], file)
     return file
-
-
-def _refuse_other_code(document: PlanDocument) -> None:
-    if document["code"] != code_digest():
-        raise UsageError(
-            f"the plan is for wsi-fl {document['wsi_fl']} ({document['code'][:8]}), and this is {__version__} "
-            f"({code_digest()[:8]}); install the plan's version, or ask for a new plan"
-        )
 
 
 def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> None:

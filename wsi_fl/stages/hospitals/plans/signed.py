@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -235,6 +236,20 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
         raise UsageError(
             f"the plan is for another key of {site} than the one that speaks for it here; ask {site} for its "
             "fingerprint by telephone"
+        )
+
+
+def check_code(plan: Plan, site: str) -> None:
+    """Refuse a plan for other code than a site has installed.
+
+    Raises:
+        UsageError: naming both versions.
+    """
+    said, here = str(plan.document["code"]), code_digest()
+    if said != here:
+        raise UsageError(
+            f"the plan is for wsi-fl {plan.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
+            f"({here[:8]}); install the plan's version, or agree on a new plan"
         )
 
 
