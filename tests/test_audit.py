@@ -16,7 +16,7 @@ from sklearn.metrics import roc_auc_score
 
 from wsi_fl.learning.canaries import canaries, tossed
 from wsi_fl.learning.examples import Examples, batches, joined
-from wsi_fl.learning.local import cross_entropies, probabilities
+from wsi_fl.learning.local import losses_of, probabilities
 from wsi_fl.models import build
 from wsi_fl.privacy.audit import (
     SHARES,
@@ -212,9 +212,9 @@ def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape
     )
     with torch.no_grad():
         p = probabilities(model, one.examples, torch.device("cpu"))
-    losses = cross_entropies(model, one.examples, torch.device("cpu"), batch_size=4)
+    losses = losses_of(model, one.examples, torch.device("cpu"), batch_size=4)
     assert losses == pytest.approx(-np.log(p[rows, one.examples.label]), abs=1e-5)
-    assert len(cross_entropies(model, joined([one.planted()]), torch.device("cpu"))) == 4
+    assert len(losses_of(model, joined([one.planted()]), torch.device("cpu"))) == 4
 
 
 # the whole way

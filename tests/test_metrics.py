@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 from wsi_fl.learning.metrics import (
     accuracy,
     auroc,
-    bootstrap_intervals,
     calibration,
     confusion,
     macro_accuracy,
     mean_and_sd,
-    scores,
     slide_level,
 )
+from wsi_fl.learning.tasks import intervals, scored
 
 
 @st.composite
@@ -83,11 +82,11 @@ def test_certain_and_right_is_perfectly_calibrated_certain_and_wrong_is_not():
 
 def test_what_cannot_be_computed_is_none():
     nothing = np.empty((0, 2)), np.empty(0, np.int64)
-    assert scores(*nothing) == {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None}
+    assert scored(*nothing) == {"n": 0, "accuracy": None, "macro_accuracy": None, "auroc": None}
     assert calibration(*nothing)["ece"] is None
     one_class = np.array([[0.2, 0.8]] * 3), np.ones(3, np.int64)
-    assert scores(*one_class)["auroc"] is None
-    assert scores(*one_class)["accuracy"] == 1
+    assert scored(*one_class)["auroc"] is None
+    assert scored(*one_class)["accuracy"] == 1
     assert mean_and_sd([]) == mean_and_sd([0.5, None]) == {"mean": None, "sd": None}
     assert mean_and_sd([0.2, 0.4]) == {"mean": pytest.approx(0.3), "sd": pytest.approx(0.1)}
 
@@ -109,12 +108,12 @@ def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
     width = {}
     for by_patient in (True, False):
         p, y, cluster = noisy_case(by_patient=by_patient)
-        intervals = bootstrap_intervals(p, y, cluster, repeats=300)
-        for name, point in scores(p, y).items():
+        found = intervals(p, y, cluster, repeats=300)
+        for name, point in scored(p, y).items():
             if name != "n":
-                low, high = intervals[name]
+                low, high = found[name]
                 assert low <= point <= high
-        width[by_patient] = np.ptp(intervals["accuracy"])
+        width[by_patient] = np.ptp(found["accuracy"])
         assert accuracy(p, y) == pytest.approx(0.7)
     sd_of_patients = (0.7 * 0.3 / 20) ** 0.5
     assert width[True] == pytest.approx(2 * 1.96 * sd_of_patients, rel=0.25)
@@ -123,11 +122,11 @@ def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
 
 def test_intervals_repeat_with_their_seed_and_need_two_patients():
     p, y, cluster = noisy_case(by_patient=False)
-    assert bootstrap_intervals(p, y, cluster, repeats=40) == bootstrap_intervals(p, y, cluster, repeats=40)
-    alone = bootstrap_intervals(p, y, np.full(len(y), "p"), repeats=40)
+    assert intervals(p, y, cluster, repeats=40) == intervals(p, y, cluster, repeats=40)
+    alone = intervals(p, y, np.full(len(y), "p"), repeats=40)
     assert set(alone) == {"accuracy", "macro_accuracy", "auroc"}
     assert set(alone.values()) == {None}
-    one_class = bootstrap_intervals(p, np.zeros_like(y), cluster, repeats=40)
+    one_class = intervals(p, np.zeros_like(y), cluster, repeats=40)
     assert one_class["auroc"] is None
     assert one_class["accuracy"] is not None
 
@@ -139,7 +138,7 @@ def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tent
     positive = np.linspace(0, 0.5, 40)
     positive[5] = 0.9
     predicted, truth, row = slide_level(np.stack([1 - positive, positive], 1), y, slide)
-    found = scores(predicted, truth)
+    found = scored(predicted, truth)
     assert slide[row].tolist() == sorted(set(slide))
     # a: mean of 0.9 and the next best, above one half; b: its two best, just below
     assert found == {"n": 2, "accuracy": 1.0, "macro_accuracy": 1.0, "auroc": 1.0}

@@ -19,7 +19,8 @@ from wsi_fl.learning.counts import (
     scores_of,
     unpacked,
 )
-from wsi_fl.learning.metrics import auroc, scores
+from wsi_fl.learning.metrics import auroc
+from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -81,7 +82,7 @@ def test_counts_of_parts_add_up_to_the_scores_of_the_whole():
     positive = np.clip(rng.normal(0.4 + 0.2 * label, 0.2), 0, 1)
     p = np.stack([1 - positive, positive], axis=1)
     parts = [count(p[rows], label[rows]) for rows in np.array_split(np.arange(500), 3)]
-    found, exact = scores_of(merged(parts)), scores(p, label)
+    found, exact = scores_of(merged(parts)), scored(p, label)
     assert (found["n"], found["accuracy"]) == (exact["n"], exact["accuracy"])
     assert found["macro_accuracy"] == pytest.approx(exact["macro_accuracy"], abs=1e-12)
     assert abs(found["auroc"] - exact["auroc"]) <= found["auroc_within"] < 1 / N_BINS

@@ -21,7 +21,7 @@ from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Answer, Arrival, Standing
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.learning.metrics import scores
+from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -251,10 +251,10 @@ def test_a_model_whose_answers_are_no_numbers_says_that_all_classes_are_equally_
     logits = torch.tensor([[np.nan, 0, 0], [np.inf, 0, 1], [-np.inf] * 3, [0, np.nan, 0]])
     answers = probabilities(lambda x: logits[: len(x)], examples, torch.device("cpu"))
     assert np.isnan(answers).any(1).all()  # `predict` refuses to draw that
-    said = undecided_where_broken(answers, allowed)
+    said = undecided_where_broken(answers, examples)
     third = [1 / 3] * 3
     np.testing.assert_allclose(said, [third, [0.5, 0, 0.5], third, [0, 1, 0]])
-    json.dumps(scores(said, examples.label), allow_nan=False)
+    json.dumps(scored(said, examples.label), allow_nan=False)
 
 
 # one run

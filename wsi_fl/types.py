@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +96,8 @@ class GridSpec:
 class BagTable:
     """The columns of s bags, one per slide; every array has length s."""
 
-    label: NDArray[np.int64]
-    """[s] position in the store's classes."""
+    label: NDArray[Any]
+    """[s] int64, position in the store's classes; what else is asked of slides stands here in its stead."""
     tumor_type: NDArray[np.str_]
     """[s] what is known before the diagnosis; empty where nothing is."""
     slide: NDArray[np.str_]

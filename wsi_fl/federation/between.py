@@ -282,4 +282,4 @@ def counted(
     """
     with torch.no_grad():
         said = probabilities(model, examples, device, alive=alive)
-    return count(undecided_where_broken(said, examples.allowed), examples.label)
+    return count(undecided_where_broken(said, examples), examples.label)

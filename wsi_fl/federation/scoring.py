@@ -13,8 +13,9 @@ from torch import Tensor
 from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.learning.metrics import Probabilities, macro_accuracy, operating_point, scores, slide_level
+from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
 from wsi_fl.learning.stacking import Stack, fitted_stack, own_alone, shared_alone
+from wsi_fl.learning.tasks import quality, scored
 from wsi_fl.learning.tuning import balanced_loss
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
 from wsi_fl.models.shared_head import SharedHead
@@ -40,9 +41,9 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
         if "proxy" in site.learners and name == sets[-1][0]:
             wanted["proxy"] = None
         said = {role: _predict(site, role, examples, alive) for role in wanted}
-        line[name] = scores(answered(said, answer, stack), examples.label)
+        line[name] = scored(answered(said, answer, stack), examples.label, examples.task)
         if "proxy" in said and name == sets[-1][0]:
-            line["proxy"] = {"on": name, **scores(said["proxy"], examples.label)}
+            line["proxy"] = {"on": name, **scored(said["proxy"], examples.label, examples.task)}
     return line
 
 
@@ -65,12 +66,13 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
     if examples is None:
         return None
     said = {role: _predict(site, role, examples, alive) for role in ("private", "proxy")}
-    reached = {answer: macro_accuracy(answered(said, answer), examples.label) for answer in ANSWERS}
+    task = examples.task
+    reached = {answer: quality(answered(said, answer), examples.label, task) for answer in ANSWERS}
     return {
-        "with": best_answer(said, examples.label),
+        "with": best_answer(said, examples.label, task),
         "by": "validation",
         "n": len(examples),
-        "macro_accuracy": reached,
+        "macro_accuracy" if task.kind == "classes" else task.scores[0]: reached,
     }
 
 
@@ -114,7 +116,7 @@ def _said_by_shared(site: Site, rows: Examples, alive: Callable[[], None]) -> Pr
     model = site.learners["proxy"].model
     asked = partial(model, own=False) if isinstance(model, SharedHead) else site.learners["proxy"].logits
     said = probabilities(_without_gradients(asked), rows, site.device, alive=alive)
-    return undecided_where_broken(said, rows.allowed)
+    return undecided_where_broken(said, rows)
 
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
@@ -133,4 +135,4 @@ def _without_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 def _predict(site: Site, role: str, examples: Examples, alive: Callable[[], None]) -> Probabilities:
     """Return float64[n, classes] of one of a site's models."""
     said = probabilities(site.learners[role].logits, examples, site.device, alive=alive)
-    return undecided_where_broken(said, examples.allowed)
+    return undecided_where_broken(said, examples)

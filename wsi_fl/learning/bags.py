@@ -30,7 +30,7 @@ def packed(bags: Sequence[Features]) -> Features:
 def bag_examples(
     read: Callable[[int], Features],
     table: BagTable,
-    allowed: NDArray[np.bool_],
+    allowed: NDArray[np.bool_] | None,
     *,
     n_features: int,
     in_memory: bool,
@@ -39,7 +39,7 @@ def bag_examples(
 
     Args:
         read: position in the table → features float32[m, n_features].
-        allowed: bool[n, classes], the classes that each slide may have.
+        allowed: bool[n, classes], the classes that each slide may have; None for all.
         in_memory: whether all bags are read now, and held.
     """
     get = [read(k) for k in range(len(table))].__getitem__ if in_memory else read

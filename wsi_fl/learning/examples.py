@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.system.memory import Recycled
 from wsi_fl.system.ordered import made_ahead
 
@@ -44,20 +45,22 @@ class Examples:
 
     Attributes:
         read: rows int64[b] → what the models see of them.
-        label: int64[n].
+        label: int64[n] of classes, or what else the task asks for (see `tasks`).
         slide, patient: str[n].
         allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
         show: the rows in other laboratories' stains too, for training; None where there is no other.
         n_stains: how many stains `show` knows.
+        task: what is asked of each.
     """
 
     read: Callable[[NDArray[np.int64]], Inputs]
-    label: NDArray[np.int64]
+    label: NDArray[Any]
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
     allowed: NDArray[np.bool_] | None = None
     show: Show | None = None
     n_stains: int = 1
+    task: Task = CLASSES
 
     def __len__(self) -> int:
         return len(self.label)
@@ -80,6 +83,7 @@ def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
         None if examples.allowed is None else examples.allowed[rows],
         partial(_shown_of, show, rows) if (show := examples.show) is not None else None,
         examples.n_stains,
+        examples.task,
     )
 
 
@@ -165,6 +169,7 @@ def joined(parts: list[Examples]) -> Examples:
         _all_allowed([part.allowed for part in parts if part.allowed is not None]),
         show if len(shows) == len(parts) else None,
         min(part.n_stains for part in parts),
+        parts[0].task,
     )
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
+from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.models.checkpoint import load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.dpsgd import DPTrainer
@@ -56,8 +56,10 @@ class Learner:
         device: torch.device,
         dp: DPSettings | None,
         class_weights: Sequence[float] | None = None,
+        task: Task = CLASSES,
     ) -> None:
         self.model = model.to(device)
+        self.task = task
         self.device = device
         self.frozen = False
         """While set, steps change nothing."""
@@ -172,7 +174,7 @@ def sum_up(learner: Learner, batch: Batch) -> None:
 
 
 def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:
-    """Take one step on cross-entropy (eq. 2), and return the loss."""
+    """Take one step on the loss of the task, cross-entropy for classes (eq. 2), and return it."""
     return mutual_step(learner, None, 0.0, batch, noise)
 
 
@@ -196,7 +198,7 @@ def mutual_step(
     patient = whose[0] if whose else None
     return student.step(
         x,
-        lambda own: mutual(own, y, answers, weight, student.class_weights),
+        lambda own: mutual(own, y, answers, weight, student.class_weights, student.task),
         noise,
         logits=logits,
         patient=patient,
@@ -221,48 +223,44 @@ def probabilities(
     *,
     alive: Callable[[], None] | None = None,
 ) -> NDArray[np.float64]:
-    """Return class probabilities float64[n, classes] of all examples, in order; 0 where a class is not allowed.
+    """Return what a model says of all examples, in order: float64[n, k] as their task has it.
+
+    Of classes they are probabilities, 0 where a class is not allowed.
 
     Args:
-        predict: images float32[b, c, h, w] in [−1, 1], or bags → logits [b, classes].
+        predict: images float32[b, c, h, w] in [−1, 1], or bags → outputs [b, k].
         alive: called with every batch, so that nobody thinks this long job hangs.
     """
     parts = []
     for logits, _ in _answers(predict, examples, device, batch_size):
-        parts.append(torch.softmax(logits, dim=1).double().cpu().numpy())
+        parts.append(examples.task.said(logits).double().cpu().numpy())
         if alive is not None:
             alive()
     return np.concatenate(parts)
 
 
-def undecided_where_broken(
-    said: NDArray[np.float64], allowed: NDArray[np.bool_] | None
-) -> NDArray[np.float64]:
-    """Return class probabilities float64[n, classes] with rows that are not finite replaced.
+def undecided_where_broken(said: NDArray[np.float64], examples: Examples) -> NDArray[np.float64]:
+    """Return what a model says, float64[n, k] of n examples, with rows that are not finite replaced.
 
-    A model that has diverged answers with such rows. It says nothing, so all classes that are allowed are equally
-    probable there, and scores can be computed.
-
-    Args:
-        said: float64[n, classes].
-        allowed: bool[n, classes] the possible classes; None for all.
+    A model that has diverged answers with such rows. It knows nothing, so it is given a guess there: all classes that
+    are allowed are equally probable. Then scores can be computed.
     """
     broken = ~np.isfinite(said).all(axis=1, keepdims=True)
     if not broken.any():
         return said
-    possible = np.ones(said.shape) if allowed is None else allowed.astype(float)
-    return np.where(broken, possible / possible.sum(1, keepdims=True), said)
+    if (allowed := examples.allowed) is not None:
+        return np.where(broken, allowed / allowed.sum(1, keepdims=True), said)
+    return np.where(broken, examples.task.guess(said.shape[1]), said)
 
 
 @torch.no_grad()
-def cross_entropies(
+def losses_of(
     predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int = 256
 ) -> NDArray[np.float64]:
     """Return float64[n], the loss of every example, in order, precise where a model is all but certain."""
     parts = [np.zeros(0)]
     for logits, labels in _answers(predict, examples, device, batch_size) if len(examples) else ():
-        loss = functional.cross_entropy(logits.double(), labels, reduction="none")
-        parts.append(loss.cpu().numpy())
+        parts.append(examples.task.losses(logits.double(), labels).cpu().numpy())
     return np.concatenate(parts)
 
 

@@ -6,6 +6,7 @@ examples, a class missing) is None.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,14 +50,12 @@ def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
     return float(np.mean([auroc_of(labels == c, probabilities[:, c]) for c in classes]))
 
 
-def scores(probabilities: Probabilities, labels: Labels) -> dict[str, Any]:
-    """Return n and the three scores by name."""
-    return {
-        "n": len(labels),
-        "accuracy": accuracy(probabilities, labels),
-        "macro_accuracy": macro_accuracy(probabilities, labels),
-        "auroc": auroc(probabilities, labels),
-    }
+MEASURES: Mapping[str, Callable[[Probabilities, Labels], float | None]] = {
+    "accuracy": accuracy,
+    "macro_accuracy": macro_accuracy,
+    "auroc": auroc,
+}
+"""What computes each score."""
 
 
 def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
@@ -87,30 +86,33 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
     return {"ece": float(ece), "brier": float(brier), "bins": bins}
 
 
-def bootstrap_intervals(
-    probabilities: Probabilities,
-    labels: Labels,
+def resampled(
+    scored: Callable[[NDArray[np.int64]], Mapping[str, float | None]],
+    scores: Sequence[str],
     cluster: NDArray[np.str_],
     *,
     repeats: int,
     seed: int = 0,
     level: float = 0.95,
 ) -> dict[str, list[float] | None]:
-    """Return percentile intervals of the three scores when whole clusters (patients) are drawn with replacement.
+    """Return percentile intervals of scores when whole clusters (patients) are drawn with replacement.
 
-    None where there are fewer than two clusters, or where most resamples lack a class.
+    None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
+
+    Args:
+        scored: rows int64[m], some of them more than once → every score by name.
+        scores: their names.
+        cluster: str[n], whose each example is.
     """
     names = np.unique(cluster)
     members = [np.flatnonzero(cluster == name) for name in names]
-    metrics = {"accuracy": accuracy, "macro_accuracy": macro_accuracy, "auroc": auroc}
     if len(names) < 2:
-        return dict.fromkeys(metrics)
+        return dict.fromkeys(scores)
     rng = np.random.default_rng(seed)
-    drawn: dict[str, list[float]] = {name: [] for name in metrics}
+    drawn: dict[str, list[float]] = {name: [] for name in scores}
     for _ in range(repeats):
         rows = np.concatenate([members[k] for k in rng.integers(len(names), size=len(names))])
-        for name, metric in metrics.items():
-            value = metric(probabilities[rows], labels[rows])
+        for name, value in scored(rows).items():
             if value is not None:
                 drawn[name].append(value)
     tails = [(1 - level) / 2, (1 + level) / 2]

@@ -1,10 +1,12 @@
-"""Losses of deep mutual learning as ProxyFL uses them (eqs. 2–5)."""
+"""Losses of deep mutual learning as ProxyFL uses them (eqs. 2–5), whatever is asked."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from wsi_fl.learning.tasks import CLASSES, Task
 
 
 def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -21,22 +23,29 @@ def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def mutual(
-    logits: Tensor,
-    labels: Tensor,
-    teacher_logits: Tensor | None,
+    outputs: Tensor,
+    truth: Tensor,
+    teacher: Tensor | None,
     weight: float,
     class_weights: Tensor | None = None,
+    task: Task = CLASSES,
 ) -> Tensor:
-    """(1 − weight) · CE + weight · KL[student ‖ teacher] (eqs. 4 and 5); plain CE without a teacher.
+    """(1 − weight) · loss + weight · divergence from the teacher (eqs. 4 and 5); the loss alone without a teacher.
 
     Args:
-        logits: float32[b, classes] of the model that learns.
-        labels: int64[b].
-        teacher_logits: float32[b, classes], or None.
+        outputs: float32[b, k] of the model that learns; of classes their logits.
+        truth: of the b examples, as the task has it; of classes int64[b].
+        teacher: float32[b, k], or None.
         weight: α for the private model, β for the proxy.
         class_weights: float32[classes], how much a row of each class counts; None for all alike.
+        task: what is asked.
     """
-    cross_entropy = functional.cross_entropy(logits, labels, class_weights)
-    if teacher_logits is None or weight == 0:
-        return cross_entropy
-    return torch.lerp(cross_entropy, kl_divergence(logits, teacher_logits), weight)
+    losses = task.losses(outputs, truth)
+    if class_weights is None:
+        own = losses.mean()
+    else:
+        counts = class_weights[truth]
+        own = (losses * counts).sum() / counts.sum()
+    if teacher is None or weight == 0:
+        return own
+    return torch.lerp(own, task.divergence(outputs, teacher), weight)

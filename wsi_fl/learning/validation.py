@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, subset
-from wsi_fl.learning.metrics import Labels, Probabilities, macro_accuracy
+from wsi_fl.learning.metrics import Labels, Probabilities
 from wsi_fl.learning.stacking import Stack
+from wsi_fl.learning.tasks import CLASSES, Task, quality
 from wsi_fl.types import UsageError
 
 Answer = Literal["private", "mean", "proxy"]
@@ -76,11 +77,9 @@ def answered(
     return said[0] if len(said) == 1 else np.mean(said, axis=0)
 
 
-def best_answer(predicted: Mapping[str, Probabilities], labels: Labels) -> Answer:
-    """The answer of the highest macro-accuracy; "private" where labels of one class cannot tell.
-
-    Macro-accuracy, since a site that has mostly one class would else choose whoever always says that one.
-    """
-    if "proxy" not in predicted or len(np.unique(labels)) < 2:
+def best_answer(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> Answer:
+    """The answer that does best by `tasks.quality`; "private" where that cannot be told, as of one class."""
+    if "proxy" not in predicted or len(np.unique(labels, axis=0)) < 2:
         return "private"
-    return max(ANSWERS, key=lambda answer: macro_accuracy(answered(predicted, answer), labels) or 0.0)
+    reached = {answer: quality(answered(predicted, answer), labels, task) for answer in ANSWERS}
+    return max(ANSWERS, key=lambda answer: -np.inf if (value := reached[answer]) is None else value)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from wsi_fl.report.page import Json
-from wsi_fl.report.words import known
+from wsi_fl.report.words import SCORES, known
 
-METRICS = {"accuracy": "Accuracy", "macro_accuracy": "Macro-accuracy", "auroc": "AUROC"}
+METRICS = {name: SCORES[name] for name in ("accuracy", "macro_accuracy", "auroc")}
 
 
 def section(between: Json | None) -> dict[str, Any] | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from wsi_fl.report import sections, words, worth
+from wsi_fl.report import words, worth
 from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
 from wsi_fl.report.fill import fill
 from wsi_fl.report.words import Finding, known, number
@@ -34,7 +34,7 @@ def findings(
         rows: one per method, as in the document.
         tests: paired differences, of which those against the row ``baseline`` are looked at.
         examples: what the models are asked about, patches or slides.
-        metric: what is compared: "accuracy", or "macro_accuracy" where tests are skewed.
+        metric: the score that is compared, "macro_accuracy" where tests are skewed.
     """
     alone = next(row for row in rows if row["label"] == baseline)
     if not known(alone[metric]["mean"]):
@@ -47,9 +47,10 @@ def findings(
     n, seeds = alone["n_sites"], len(alone["seeds"])
     measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'})"
     reached = f"{_capital(ALONE)} reaches {number(alone[metric]['mean'], 2)} {measured}."
+    own_metric = next((name for name in alone if name.startswith("own_")), "")
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     return [Finding("unclear", reached)] + [
-        _against(row, test, against.get((row["label"], "own_accuracy")))
+        _against(row, test, against.get((row["label"], own_metric)))
         for row in rows
         if (test := against.get((row["label"], metric)))
     ]
@@ -162,25 +163,26 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         created: when, as text.
         sites: their names, in order.
     """
+    scores = words.scores_of(document)
+    metrics = {name: words.SCORES[name] for name in scores}
     context = {
         "document": document,
         "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
-        "measure": (document.get("worth") or {}).get("measure", "accuracy"),
+        "measure": (document.get("worth") or {}).get("measure", words.SCORES[scores[0]].lower()),
+        "own": f"own_{scores[0]}",
         "rows": [_shown(row) for row in document["rows"]],
         "legend": [_legend(k, series) for k in range(len(series))],
         "more_than_colors": sum(not one.baseline for one in series) > N_COLORS,
-        "charts": charts(series, "Accuracy"),
+        "charts": charts(series, words.SCORES[scores[0]]),
         "worth": worth.chart(document["worth"]) if document.get("worth") else None,
         "gains": worth.rows_of(document["worth"]) if document.get("worth") else [],
         "gain_words": worth.gain_words,
         "verdict_words": worth.verdict_words,
         "price": worth.price,
         "svg": lambda chart: Markup(chart.svg),
-        "metrics": sections.METRICS,
-        "tested": {**sections.METRICS, "own_accuracy": "Own part"}
-        if document["on"] == "merged"
-        else sections.METRICS,
+        "metrics": metrics,
+        "tested": metrics | ({f"own_{scores[0]}": "Own part"} if document["on"] == "merged" else {}),
         "differences": _differences(document["paired"]),
         "sites": sites,
         "span": _extremes(document["rows"]),

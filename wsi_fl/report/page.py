@@ -52,5 +52,13 @@ class Page:
     """Sites of real patients whose ``patches``, ``overviews`` or ``generated`` images are not shown."""
     patients_of: Sequence[str] = ()
     """Sites of real patients of whom the page holds pictures."""
+    scores: tuple[str, ...] = ("accuracy", "macro_accuracy", "auroc")
+    """Names of the scores, the most telling first, which is better when it is higher."""
+    task: str = "classes"
+    """What models answer: "classes", a "number", or "survival"."""
+    outputs: tuple[str, ...] = ()
+    """What each output of a model is called; of survival the ends of the intervals."""
+    said: Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]] = field(default_factory=dict)
+    """(truth, what the model says) of test examples by site, for numbers and survival."""
     examples: str = "patches"
     """What a model is asked about: patches, or whole slides, of which there are no pixels."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from wsi_fl.report import aggregation, audit, between, figures, pictures, sections, sets, words
+from wsi_fl.report import aggregation, answers, audit, between, figures, pictures, sections, sets, words
 from wsi_fl.report.fill import fill
 from wsi_fl.report.page import Page
 
@@ -31,7 +31,7 @@ def _context(page: Page) -> dict[str, Any]:
         "slots": {name: i if len(names) <= sections.MANY_SITES else 0 for i, name in enumerate(names)},
         "title": f"{words.method_name(page.method)} on {page.pipeline}",
         "method": words.method_name(page.method),
-        "metric_names": sections.METRICS,
+        "metric_names": sections.metrics(page),
         "evaluated": evaluated,
         "headline": sections.headline(page, len(names)),
         "privacy": sections.privacy(page),
@@ -44,9 +44,10 @@ def _context(page: Page) -> dict[str, Any]:
             line.get("own") or line.get("merged") for m in page.metrics.values() for line in m
         ),
         "spent": sections.spent(page, colors),
+        "answers": answers.figures_of(page),
         "reliability": sections.reliability(evaluated, colors),
         "pooled": sections.pooled(evaluated),
-        "heats": sections.heats(evaluated),
+        "heats": sections.heats(evaluated, page.scores[0]),
         "between": between.section(page.between),
         "data": sets.data(page),
         "slidewise": page.examples == "slides",

@@ -13,7 +13,6 @@ from wsi_fl.report import figures, pictures, words
 from wsi_fl.report.figures import Chart, Points
 from wsi_fl.report.page import Json, Page
 
-METRICS = {"accuracy": "Accuracy", "macro_accuracy": "Macro-accuracy", "auroc": "AUROC"}
 MANY_SITES = figures.N_COLORS
 PATCHES_SHOWN = 6
 """Sample patches per site and label; half as many when there are many sites."""
@@ -21,12 +20,18 @@ CELLS_IN_TABLE = 12
 """A heatmap of more sites than this is drawn, not written."""
 
 
+def metrics(page: Page) -> dict[str, str]:
+    """Return what the scores of a run are called, by name."""
+    return {name: words.SCORES[name] for name in page.scores}
+
+
 def headline(page: Page, n_sites: int) -> dict[str, Any]:
     """The opening: what was done, what came out, and whether federation helped."""
     merged = (page.evaluation or {}).get("merged") or {}
     evaluated = (page.evaluation or {}).get("sites", ())
-    reached = words.known((merged.get("accuracy") or {}).get("mean"))
-    references = words.references(_others(page))
+    score = page.scores[0]
+    reached = words.known((merged.get(score) or {}).get("mean"))
+    references = words.references(_others(page), score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
     alone = {k: v for k, v in references.items() if v["method"] == "regular"} if compared else {}
     gain_over = next(iter(alone), None)
@@ -41,11 +46,15 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
         else "models",
         "references": references,
         "verdicts": [
-            (words.without_noise if run["dp"] else words.verdict)(merged, run, name)
+            (words.without_noise if run["dp"] else words.verdict)(merged, run, name, score)
             for name, run in alone.items()
         ],
         "gain_over": gain_over,
-        "gain": merged["accuracy"]["mean"] - alone[gain_over]["accuracy"]["mean"] if gain_over else None,
+        "gain": merged[score]["mean"] - alone[gain_over][score]["mean"] if gain_over else None,
+        "score": score,
+        "article": "an" if words.SCORES[score][0] in "AR" else "a",
+        "measure": words.SCORES[score].lower(),
+        "tiles": [name for name in (score, "auroc", "mae", "integrated_brier") if name in page.scores],
         "majority": words.majority(evaluated[0].get("confusion"), page.classes) if evaluated else None,
         "rounds": max(
             (s["rounds"] for s in page.summary.get("sites", ()) if words.known(s.get("rounds"))), default=None
@@ -102,17 +111,22 @@ def rows(page: Page) -> list[dict[str, Any]]:
         "epsilon": spent_by_all["epsilon"],
         "guarantee": spent_by_all["guarantee"],
         "this": True,
-        **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in METRICS},
+        **{metric: ((page.evaluation or {}).get("merged") or {}).get(metric) for metric in page.scores},
     }
     others = [{**b, "epsilon": words.number(b.get("epsilon"), 2), "this": False} for b in _others(page)]
     runs = [this, *others] if page.evaluation else others
     for row in runs:
         row["name"], row["does"] = words.method_name(row["method"]), words.method_does(row["method"])
-    return sorted(runs, key=lambda r: -(_mean(r, "accuracy") if _mean(r, "accuracy") is not None else -1.0))
+    return sorted(runs, key=lambda run: -_mean_or(run, page.scores[0], -np.inf))
 
 
 def _others(page: Page) -> list[Json]:
     return [b for b in page.baselines if b["run"] != page.run]
+
+
+def _mean_or(row: Json, metric: str, otherwise: float) -> float:
+    value = _mean(row, metric)
+    return otherwise if value is None else float(value)
 
 
 def _mean(row: Json, metric: str) -> Any:
@@ -123,7 +137,7 @@ def _mean(row: Json, metric: str) -> Any:
 def comparison(page: Page, rows: Sequence[Json], colors: Mapping[str, str]) -> list[tuple[str, Chart]]:
     """A chart per metric over all runs; nothing to draw for a single run."""
     charts = []
-    for metric, title in METRICS.items():
+    for metric, title in metrics(page).items():
         bars = [
             figures.Bar(
                 label=_label(row, rows),
@@ -168,32 +182,34 @@ def _series(page: Page, *keys: str) -> dict[str, Points]:
     return series
 
 
-_ACCURACIES = {
-    ("merged", "accuracy"): (
-        "Merged test set, accuracy",
-        "Each site's model on the test parts of all sites.",
-    ),
-    ("own", "accuracy"): ("Own test part, accuracy", "Each site's model on the test part of that site."),
-    ("proxy", "accuracy"): ("Proxy model, accuracy", "The model that leaves the site."),
-    ("merged", "auroc"): ("Merged test set, AUROC", "Ranking quality, whatever the threshold."),
-}
+def _over_rounds(score: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """(set or model, score) → title and explanation of its curve."""
+    word = words.SCORES[score].lower()
+    return {
+        ("merged", score): (f"Merged test set, {word}", "Each site's model on the test parts of all sites."),
+        ("own", score): (f"Own test part, {word}", "Each site's model on the test part of that site."),
+        ("proxy", score): (f"Proxy model, {word}", "The model that leaves the site."),
+        ("merged", "auroc"): ("Merged test set, AUROC", "Ranking quality, whatever the threshold."),
+    }
 
 
 def curves(page: Page, colors: Mapping[str, str]) -> list[tuple[str, str, Chart]]:
     """(title, explanation, chart) over rounds, losses last; the accuracies share their axis."""
-    series = {keys: _series(page, *keys) for keys in _ACCURACIES}
-    ylim = _limits(v for keys, s in series.items() if keys[1] == "accuracy" for p in s.values() for _, v in p)
-    references = words.references(_others(page))
+    score = page.scores[0]
+    shown = _over_rounds(score)
+    series = {keys: _series(page, *keys) for keys in shown}
+    ylim = _limits(v for keys, s in series.items() if keys[1] == score for p in s.values() for _, v in p)
+    references = words.references(_others(page), score)
     alone = references.get("a site alone without DP", {}) if words.is_federated(page.method) else {}
     charts = []
-    for keys, (title, text) in _ACCURACIES.items():
+    for keys, (title, text) in shown.items():
         if series[keys]:
             level = _mean(alone, keys[1]) if keys[0] == "merged" else None
             chart = figures.curves(
                 series[keys],
                 colors,
                 title,
-                ylim=ylim if keys[1] == "accuracy" else None,
+                ylim=ylim if keys[1] == score else None,
                 reference=None if level is None else ("alone, no DP", level),
             )
             charts.append((title, text, chart))
@@ -212,7 +228,8 @@ def _limits(values: Iterable[float]) -> tuple[float, float] | None:
     if not found:
         return None
     pad = max(0.02, 0.06 * (max(found) - min(found)))
-    return max(0.0, min(found) - pad), min(1.01, max(found) + pad)
+    lowest = 0.0 if min(found) >= 0 else -np.inf
+    return max(lowest, min(found) - pad), min(1.01, max(found) + pad)
 
 
 def spent(page: Page, colors: Mapping[str, str]) -> Chart | None:
@@ -253,11 +270,11 @@ def pooled(evaluated: Sequence[Json]) -> list[list[int]] | None:
     return np.sum(found, axis=0).tolist() if found else None
 
 
-def heats(evaluated: Sequence[Json]) -> list[dict[str, Any]]:
-    """Who generalises to whom: models × test parts, for accuracy and AUROC."""
+def heats(evaluated: Sequence[Json], score: str) -> list[dict[str, Any]]:
+    """Who generalises to whom: models × test parts, for the most telling score, and AUROC where there is one."""
     names = [s["site"] for s in evaluated if s.get("parts")]
     found = []
-    for metric in ("accuracy", "auroc"):
+    for metric in (score, "auroc"):
         grid = [
             [(s["parts"].get(part) or {}).get(metric) for part in names] for s in evaluated if s.get("parts")
         ]
@@ -266,9 +283,9 @@ def heats(evaluated: Sequence[Json]) -> list[dict[str, Any]]:
             low, high = min(values), max(values)
             elsewhere = [_average(v for j, v in enumerate(row) if j != i) for i, row in enumerate(grid)]
             reached = [_average(row[j] for i, row in enumerate(grid) if i != j) for j in range(len(names))]
-            title = f"{METRICS[metric]} of models on test parts"
+            title = f"{words.SCORES[metric]} of models on test parts"
             found.append({
-                "metric": METRICS[metric], "names": names, "grid": grid, "low": low, "high": high,
+                "metric": words.SCORES[metric], "names": names, "grid": grid, "low": low, "high": high,
                 "elsewhere": elsewhere, "reached": reached,
                 "best": _named(max, names, elsewhere), "hardest": _named(min, names, reached),
                 "chart": figures.matrix(grid, (low, high), title) if len(names) > CELLS_IN_TABLE else None,

@@ -12,6 +12,26 @@ from wsi_fl.federation.methods import METHODS
 DASH = "–"
 SMALLEST_DIFFERENCE = 0.01
 """A difference in mean accuracy below this is never called a gain or a loss."""
+SCORES = {
+    "accuracy": "Accuracy",
+    "macro_accuracy": "Macro-accuracy",
+    "auroc": "AUROC",
+    "mae": "Mean absolute error",
+    "rmse": "Root mean squared error",
+    "r2": "R²",
+    "concordance": "Concordance",
+    "integrated_brier": "Integrated Brier score",
+}
+"""What scores are called."""
+SHORT = {
+    "macro_accuracy": "macro-acc.",
+    "auroc": "AUROC",
+    "mae": "MAE",
+    "rmse": "RMSE",
+    "r2": "R²",
+    "integrated_brier": "int. Brier",
+}
+"""What the long ones are called in narrow tables."""
 _NUMBER_WORDS = "No,One,Two,Three,Four,Five,Six,Seven,Eight,Nine,Ten,Eleven,Twelve"
 
 
@@ -22,6 +42,11 @@ def known(value: object) -> TypeGuard[float]:
     (True, False, False)
     """
     return isinstance(value, int | float) and not math.isnan(value)
+
+
+def scores_of(evaluation: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of an evaluation's scores, the most telling first; those of earlier versions are of classes."""
+    return tuple(evaluation.get("scores", ("accuracy", "macro_accuracy", "auroc")))
 
 
 def number(value: Any, digits: int = 3) -> str:
@@ -221,8 +246,10 @@ def setting(method: str, n_sites: int, spoken: str = "") -> str:
     return f"{sites_word(n_sites)} trained together with {spoken}; no slide left its site."
 
 
-def references(baselines: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The runs a federation is measured against, the best run of each kind.
+def references(
+    baselines: Sequence[Mapping[str, Any]], score: str = "accuracy"
+) -> dict[str, Mapping[str, Any]]:
+    """The runs a federation is measured against, the best run of each kind by a score.
 
     The best one, so that the comparison is never easier than the study allows.
     """
@@ -237,15 +264,17 @@ def references(baselines: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str,
         runs = [
             b
             for b in baselines
-            if b["method"] == method and bool(b["dp"]) == dp and known((b.get("accuracy") or {}).get("mean"))
+            if b["method"] == method and bool(b["dp"]) == dp and known((b.get(score) or {}).get("mean"))
         ]
         if runs:
-            found[words] = max(runs, key=lambda b: b["accuracy"]["mean"])
+            found[words] = max(runs, key=lambda b: b[score]["mean"])
     return found
 
 
-def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str) -> Finding:
-    """Whether federation helped against one reference run, judged by mean accuracy on the merged test set.
+def verdict(
+    merged: Mapping[str, Any], reference: Mapping[str, Any], words: str, score: str = "accuracy"
+) -> Finding:
+    """Whether federation helped against one reference run, judged by a mean score on the merged test set.
 
     A difference counts when it is larger than the spread between sites of both runs (the larger standard
     deviation) and than SMALLEST_DIFFERENCE.
@@ -253,7 +282,7 @@ def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str)
     >>> verdict({"accuracy": {"mean": 0.71, "sd": 0.02}}, {"accuracy": {"mean": 0.64, "sd": 0.03}}, "X").text
     'In this run federation helped: accuracy is 0.07 above that of X.'
     """
-    difference, noise = _difference(merged, reference, "accuracy")
+    difference, noise = _difference(merged, reference, score)
     if abs(difference) <= noise:
         return Finding(
             "unclear",
@@ -265,7 +294,7 @@ def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str)
         if difference > 0
         else ("bad", "In this run federation did not help", "below")
     )
-    text = f"{opening}: accuracy is {number(abs(difference), 2)} {side} that of {words}."
+    text = f"{opening}: {SCORES[score].lower()} is {number(abs(difference), 2)} {side} that of {words}."
     if known((merged.get("auroc") or {}).get("mean")) and known((reference.get("auroc") or {}).get("mean")):
         by_auroc, auroc_noise = _difference(merged, reference, "auroc")
         if by_auroc * difference < 0 and abs(by_auroc) > auroc_noise:
@@ -273,17 +302,19 @@ def verdict(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str)
     return Finding(tone, text)
 
 
-def without_noise(merged: Mapping[str, Any], reference: Mapping[str, Any], words: str) -> Finding:
+def without_noise(
+    merged: Mapping[str, Any], reference: Mapping[str, Any], words: str, score: str = "accuracy"
+) -> Finding:
     """The difference to a model that itself carries the noise: what that noise costs, not what federation gives.
 
     >>> without_noise({"accuracy": {"mean": 0.71}}, {"accuracy": {"mean": 0.64}}, "X").text
     'Accuracy is 0.07 above that of X, whose model carries the noise itself.'
     """
-    difference, _ = _difference(merged, reference, "accuracy")
+    difference, _ = _difference(merged, reference, score)
     side = "above" if difference >= 0 else "below"
     size = number(abs(difference), 2)
     return Finding(
-        "unclear", f"Accuracy is {size} {side} that of {words}, whose model carries the noise itself."
+        "unclear", f"{SCORES[score]} is {size} {side} that of {words}, whose model carries the noise itself."
     )
 
 

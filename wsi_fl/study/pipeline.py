@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
 from wsi_fl.study.preparing import Features, Mosaic, Slides, Stain, Store, Tile
 from wsi_fl.study.toml import Section
@@ -206,6 +207,7 @@ class Pipeline(Section):
     features: Features = Features()
     stain: Stain = Stain()
     train: Train = Train()
+    target: Target = Target()
     model: Model = Model()
     topology: Topology = Topology()
     comm: Communication = Communication()

@@ -31,6 +31,9 @@ class SiteFile(Section):
     """How the archive is laid out, which decides how slides, labels and annotations are matched."""
     labels: str | None = None
     """Path of the table that says what is on each slide: `stages.csv`, `slides.csv` or a clinical table."""
+    clinical: str | None = None
+    """Path of the site's table that `[target]` asks for a column of, with a line per slide or per patient. By default
+    it is `labels`."""
     split: str | None = None
     """Path of a table that assigns patients or slides to train, val and test. By default `tile` and `mosaic` draw the
     test patients."""

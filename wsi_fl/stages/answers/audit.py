@@ -15,7 +15,7 @@ from torch import nn
 from wsi_fl.federation.methods import Method
 from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import cross_entropies
+from wsi_fl.learning.local import losses_of
 from wsi_fl.privacy.audit import (
     ADJACENCY,
     alarming,
@@ -190,10 +190,10 @@ def _membership(
     model: _Attacked, members: Examples, others: Mapping[str, Examples], repeats: int, device: torch.device
 ) -> dict[str, Any]:
     """Membership by a threshold on the loss (Yeom et al., 2018), against each set of examples never trained on."""
-    scores = -cross_entropies(model.network, members, device)
+    scores = -losses_of(model.network, members, device)
     found = {}
     for name, examples in others.items():
-        against = -cross_entropies(model.network, examples, device)
+        against = -losses_of(model.network, examples, device)
         interval = auroc_interval(scores, against, members.patient, examples.patient, repeats=repeats)
         found[name] = {
             "members": len(scores),
@@ -225,7 +225,7 @@ def _canaries(
     """
     if planted is None:
         return None
-    scores = -cross_entropies(model.network, planted.examples, device)
+    scores = -losses_of(model.network, planted.examples, device)
     bound, among_all = (
         canary_bound(scores, planted.included, delta, confidence=confidence)
         for confidence in (CONFIDENCE, level)

@@ -15,12 +15,12 @@ from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison_figures import png
 from wsi_fl.stages.answers.compare_rows import (
-    MEASURED,
     Row,
     comparisons,
     described,
     grouped,
     is_alone,
+    measured,
     series_of,
     spread_of,
 )
@@ -31,6 +31,7 @@ from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text
+from wsi_fl.types import WsiFlError
 
 
 def compare(
@@ -60,9 +61,15 @@ def compare(
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
     rows = grouped(everything, evaluations, on, given[0])
-    gains = worth(rows, given[0], on)
+    scores = words.scores_of(evaluations[0])
+    if other := [run for run, e in zip(everything, evaluations, strict=True) if words.scores_of(e) != scores]:
+        raise WsiFlError(
+            f"{other[0].folder.name} answers another kind of question than {given[0].folder.name}"
+        )
+    of_classes = scores == SCORES
+    gains = worth(rows, given[0], on) if of_classes else None
     skewed = gains is not None and gains["measure"] != "accuracy"
-    document = _document(rows, given[0], on, notes, "macro_accuracy" if skewed else "accuracy")
+    document = _document(rows, given[0], on, notes, scores, "macro_accuracy" if skewed else scores[0])
     document["worth"] = gains
     document["runs"] = [study.relative(run.folder.path) for run in everything]
     folder = study.root / "comparisons" / _slug(given)
@@ -71,27 +78,30 @@ def compare(
     if document["worth"]:
         document["worth"]["figure"] = study.relative(folder / "worth.png")
         write_bytes(folder / "worth.png", worth_figure.png(document["worth"]))
-    series = [series_of(row, on, baseline=row.label == document["baseline"]) for row in rows]
+    series = [series_of(row, on, scores[0], baseline=row.label == document["baseline"]) for row in rows]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
     sites = list(dict.fromkeys(site["site"] for run in given for site in run.summary["sites"]))
     write_text(folder / "index.html", comparison.render(document, series, created=made, sites=sites))
-    write_bytes(folder / "figure.png", png(series, "Accuracy"))
-    write_text(folder / "table.csv", _csv(document["rows"]))
+    write_bytes(folder / "figure.png", png(series, words.SCORES[scores[0]]))
+    write_text(folder / "table.csv", _csv(document["rows"], measured(scores)))
     return document
 
 
-def _document(rows: list[Row], first: Run, on: str, notes: list[str], metric: str) -> dict[str, Any]:
+def _document(
+    rows: list[Row], first: Run, on: str, notes: list[str], scores: Sequence[str], metric: str
+) -> dict[str, Any]:
     """What is known of all rows, which it puts in order: best first by the metric, rows without a number last."""
     reference = next(row.label for row in rows if first in row.runs)
     alone = next(row.label for row in rows if is_alone(row, first))
     rows.sort(key=lambda row: -(spread_of(row, metric)["mean"] or 0.0) if row.runs else 1.0)
-    table = [described(row) for row in rows]
-    tests = comparisons(rows, reference, alone, MEASURED if on == "merged" else SCORES)
+    table = [described(row, scores) for row in rows]
+    tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores)
     word = kind_of(first.pipeline).word
     return {
         "runs": [],
         "worth": None,
         "on": on,
+        "scores": list(scores),
         "examples": word,
         "rows": table,
         "paired": tests,
@@ -122,11 +132,11 @@ def _slug(given: Sequence[Run]) -> str:
     return f"{methods}-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
 
 
-def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
+def _csv(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     """table.csv: a row per method; what is unknown is empty."""
     text = io.StringIO()
     plain = ("label", "method", "dp", "guarantee", "epsilon", "n_sites")
-    spreads = [(metric, part) for metric in MEASURED for part in ("mean", "sd", "n")]
+    spreads = [(metric, part) for metric in metrics for part in ("mean", "sd", "n")]
     sent = ("messages", "bytes", "busiest_bytes", "seconds")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
@@ -158,14 +168,15 @@ def print_compare(document: dict[str, Any]) -> None:
         collapse_padding=True,
         pad_edge=False,
     )
-    for heading in ("method", "seeds", "accuracy", "macro-acc.", "AUROC", "ε", "sent"):
+    names = [words.SHORT.get(name, words.SCORES[name].lower()) for name in document["scores"]]
+    for heading in ("method", "seeds", *names, "ε", "sent"):
         words_within = heading in ("method", "ε")
         table.add_column(
             heading, justify="left" if heading == "method" else "right", no_wrap=not words_within
         )
     for row in document["rows"]:
         spent = "–" if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
-        numbers = (words.spread(row[metric], 2) for metric in SCORES)
+        numbers = (words.spread(row[metric], 2) for metric in document["scores"])
         sent = words.size(row["communication"]["bytes"])
         table.add_row(row["label"], str(len(row["seeds"])), *numbers, spent, sent)
     stderr.print(table)

@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from wsi_fl.learning.metrics import SCORES, mean_and_sd
+from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.significance import holm, paired
 from wsi_fl.report import words
 from wsi_fl.report.comparison import settings_words
 from wsi_fl.report.comparison_figures import Series
 from wsi_fl.stages.answers.compare_runs import BASELINE, Run, baseline_settings, differing, is_baseline
 
-MEASURED = (*SCORES, "own_accuracy")
 _ENOUGH_SEEDS = 3
 """With fewer common seeds than this, pairs are sites."""
 _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
@@ -62,7 +61,8 @@ def grouped(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: s
         row = Row(run.method, run.dp, apart, [], [])
         row = rows.setdefault(row.label, row)
         row.runs.append(run)
-        row.values.append({site["site"]: _measured(site, on) for site in evaluation["sites"]})
+        scores = words.scores_of(evaluation)
+        row.values.append({site["site"]: _measured(site, on, scores) for site in evaluation["sites"]})
     if not any(is_alone(row, first) for row in rows.values()):
         wanted = baseline_settings(first)
         empty = Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted}, [], [])
@@ -74,9 +74,14 @@ def is_alone(row: Row, first: Run) -> bool:
     return not row.runs or is_baseline(row.runs[0], first)
 
 
-def _measured(site: Mapping[str, Any], on: str) -> dict[str, float | None]:
+def measured(scores: Sequence[str]) -> tuple[str, ...]:
+    """Return what is known of each row: the scores, and the first of them on the sites' own parts."""
+    return (*scores, f"own_{scores[0]}")
+
+
+def _measured(site: Mapping[str, Any], on: str, scores: Sequence[str]) -> dict[str, float | None]:
     where = site if on == "merged" else site["own"]
-    return {**{metric: where[metric] for metric in SCORES}, "own_accuracy": site["own"]["accuracy"]}
+    return {**{name: where[name] for name in scores}, f"own_{scores[0]}": site["own"][scores[0]]}
 
 
 def spread_of(row: Row, metric: str) -> dict[str, Any]:
@@ -92,7 +97,7 @@ def _average(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def described(row: Row) -> dict[str, Any]:
+def described(row: Row, scores: Sequence[str]) -> dict[str, Any]:
     """A row as it stands in the document."""
     summaries = [run.summary for run in row.runs]
     sites = [site for summary in summaries for site in summary["sites"]]
@@ -111,8 +116,8 @@ def described(row: Row) -> dict[str, Any]:
         "seeds": sorted({run.seed for run in row.runs}),
         "runs": [run.folder.name for run in row.runs],
         "n_sites": max((len(summary["sites"]) for summary in summaries), default=None),
-        **{metric: spread_of(row, metric) for metric in MEASURED},
-        "sites": {site: _average(v[site]["accuracy"] for v in row.values if site in v) for site in seen},
+        **{metric: spread_of(row, metric) for metric in measured(scores)},
+        "sites": {site: _average(v[site][scores[0]] for v in row.values if site in v) for site in seen},
         "communication": _communication(row.runs),
         "seconds_per_round": _average(summary["seconds"] / _rounds(summary) for summary in summaries),
     }
@@ -185,15 +190,15 @@ def _by_site(values: Mapping[int, Sequence[Mapping[str, float]]], seeds: Sequenc
     }
 
 
-def series_of(row: Row, on: str, *, baseline: bool) -> Series:
+def series_of(row: Row, on: str, score: str, *, baseline: bool) -> Series:
     """What the charts show of a row."""
     curves = []
     for run in row.runs:
         for site in run.summary["sites"]:
             lines = run.folder.site(site["site"]).metrics()
-            seen = [(line["round"], (line.get(on) or {}).get("accuracy")) for line in lines]
+            seen = [(line["round"], (line.get(on) or {}).get(score)) for line in lines]
             curves.append([(round_, value) for round_, value in seen if value is not None])
-    found = spread_of(row, "accuracy")
+    found = spread_of(row, score)
     sent = _communication(row.runs)
     return Series(
         label=row.name,
@@ -202,9 +207,7 @@ def series_of(row: Row, on: str, *, baseline: bool) -> Series:
         baseline=baseline,
         mean=found["mean"],
         sd=found["sd"],
-        values={
-            seed: [v for run in runs for v in run.values()] for seed, runs in row.by_seed("accuracy").items()
-        },
+        values={seed: [v for run in runs for v in run.values()] for seed, runs in row.by_seed(score).items()},
         curves=[points for points in curves if points],
         sent_bytes=sent["bytes"],
         busiest_bytes=sent["busiest_bytes"],

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +16,16 @@ from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import (
-    SCORES,
     accuracy,
-    bootstrap_intervals,
     calibration,
     confusion,
     macro_accuracy,
     mean_and_sd,
-    scores,
     slide_level,
 )
+from wsi_fl.learning.tasks import Said, Task, Truth, intervals, scored
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
-from wsi_fl.report.words import number
+from wsi_fl.report.words import SCORES, SHORT, number
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.between import between_of, print_between
 from wsi_fl.stages.answers.outside import outside
@@ -43,8 +41,6 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import write_json
 from wsi_fl.types import BagTable, WsiFlError
-
-Probabilities = NDArray[np.float64]
 
 
 def evaluate(
@@ -89,20 +85,25 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
         watcher.update("evaluate", index + 1, len(taking_part), site.name)
     if not rows:
         raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
-    weights = [float((party.data(one.name).store.table.split == "train").sum()) for one in taking_part]
-    several = merged and len(rows) > 1
+    weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
+    several, task = merged and len(rows) > 1, party.task
+    shared = list(rows[0]["parts"]) if merged else []
     return {
         "run": party.study.relative(party.run.path),
         "method": party.name,
+        "task": task.kind,
+        "scores": list(task.scores),
         "examples": party.kind.word,
         "with": pipeline.predict.with_,
-        "merged": _over_sites(rows) if merged else None,
-        "internal": _over_sites([row["own"] for row in rows]),
-        "external": _over_sites([row["external"] for row in rows]) if several else None,
-        "models": _over_models(rows, merged=merged),
-        "aggregated": _aggregated(pipeline, weights, answers, parts) if several else None,
+        "merged": _over_sites(rows, task) if merged else None,
+        "internal": _over_sites([row["own"] for row in rows], task),
+        "external": _over_sites([row["external"] for row in rows], task) if several else None,
+        "models": _over_models(rows, task, merged=merged),
+        "aggregated": _aggregated(pipeline, weights, answers, parts)
+        if several and task.kind == "classes"
+        else None,
         "external_set": outside(party, taking_part, weights),
-        "parts": {name: _over_sites([row["parts"][name] for row in rows]) for name in _shared_parts(rows)}
+        "parts": {name: _over_sites([row["parts"][name] for row in rows], task) for name in shared}
         if merged
         else None,
         "sites": rows,
@@ -111,35 +112,29 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
     }
 
 
-def _over_sites(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _over_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any]:
     """Mean ± sd of every score; null where some site has none."""
-    return {name: mean_and_sd([part[name] for part in parts]) for name in SCORES}
+    return {name: mean_and_sd([part[name] for part in parts]) for name in task.scores}
 
 
-def _shared_parts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The sites whose part every model was evaluated on."""
-    return list(rows[0]["parts"]) if rows else []
-
-
-def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str, Any]:
+def _over_models(rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool) -> dict[str, Any]:
     """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
     found: dict[str, Any] = {}
     for answer in (*ANSWERS, STACK):
         said = [row["models"][answer] for row in rows if answer in row["models"]]
         if said:
-            whole = _over_sites(said) if merged else None
-            found[answer] = {"merged": whole, "internal": _over_sites([one["own"] for one in said])}
+            whole = _over_sites(said, task) if merged else None
+            found[answer] = {"merged": whole, "internal": _over_sites([one["own"] for one in said], task)}
     return found
 
 
 def _test_part(data: Data) -> tuple[Examples, Table]:
-    table = data.store.table
-    return data.held_out, table.take(np.flatnonzero(table.split == "test"))
+    return data.held_out, data.table.take(np.flatnonzero(data.table.split == "test"))
 
 
 def _evaluate_site(
     party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, Table]]
-) -> tuple[dict[str, Any], dict[str, Probabilities]]:
+) -> tuple[dict[str, Any], dict[str, Said]]:
     """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
     run, pipeline, data = party.run, party.pipeline, party.data(site.name)
     meta = data.store.meta
@@ -147,33 +142,25 @@ def _evaluate_site(
     said = _predicted(party, site, {name: examples for name, (examples, _) in seen.items()})
     answer = answers_with(run, pipeline, site.name)
     predicted = said[answer]
-    folder = run.site(site.name)
+    folder, task = run.site(site.name), data.task
     tables = {name: seen[name][1] for name in predicted}
-    write_predictions(folder, predicted, tables, meta.classes)
-    repeats = pipeline.evaluate.bootstrap
-    slides = meta.spec.mpp > 0  # images of a partitioned data set are no slides
-    point = (folder.kept("choice") or {}).get("slide_threshold") if slides else None
-    own = (
-        _metrics(predicted[site.name], tables[site.name], repeats, slides=slides, point=point)
-        if site.name in predicted
-        else _NOTHING
-    )
-    everything = (
-        _metrics(
-            np.concatenate(list(predicted.values())), _pooled(tables), repeats, slides=slides, point=point
-        )
-        if len(seen) > 1
-        else own
-    )
+    write_predictions(folder, predicted, tables, data.classes, task)
+    # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
+    point = (folder.kept("choice") or {}).get("slide_threshold") if meta.spec.mpp > 0 else None
+    level = Level(task, pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
+    own = level.of(predicted[site.name], tables[site.name]) if site.name in predicted else _nothing(task)
+    everything = level.of(np.concatenate(list(predicted.values())), _pooled(tables)) if len(seen) > 1 else own
     others = {name: p for name, p in predicted.items() if name != site.name}
     row = {
         "site": site.name,
         "with": answer,
         **everything,
         "own": own,
-        "external": _external(others, {name: tables[name] for name in others}) if len(seen) > 1 else None,
-        "parts": {name: scores(p, tables[name].label) for name, p in predicted.items()},
-        "models": {name: _scores(p, tables, site.name) for name, p in said.items()},
+        "external": _external(others, {name: tables[name] for name in others}, task)
+        if len(seen) > 1
+        else None,
+        "parts": {name: scored(p, tables[name].label, task) for name, p in predicted.items()},
+        "models": {name: _scores(p, tables, site.name, task) for name, p in said.items()},
     }
     return row, predicted
 
@@ -181,7 +168,7 @@ def _evaluate_site(
 def _aggregated(
     pipeline: Pipeline,
     weights: Sequence[float],
-    answers: Sequence[Mapping[str, Probabilities]],
+    answers: Sequence[Mapping[str, Said]],
     parts: Mapping[str, tuple[Examples, Table]],
 ) -> dict[str, Any]:
     """All sites' answers as one, on the merged test set, by every rule; a site weighs its training rows."""
@@ -190,29 +177,29 @@ def _aggregated(
     return {"rule": pipeline.mpcpa.aggregate, "rules": aggregated_scores(said, labels, weights)}
 
 
-def _scores(predicted: Mapping[str, Probabilities], tables: Mapping[str, Table], own: str) -> dict[str, Any]:
+def _scores(
+    predicted: Mapping[str, Said], tables: Mapping[str, Table], own: str, task: Task
+) -> dict[str, Any]:
     """Scores on all parts together, and on the site's own."""
     if not predicted:
-        return {"n": 0, **dict.fromkeys(SCORES), "own": _NOTHING}
+        return _nothing(task) | {"own": _nothing(task)}
     labels = np.concatenate([tables[name].label for name in predicted])
-    mine = scores(predicted[own], tables[own].label) if own in predicted else _NOTHING
-    return {**scores(np.concatenate(list(predicted.values())), labels), "own": mine}
+    mine = scored(predicted[own], tables[own].label, task) if own in predicted else _nothing(task)
+    return {**scored(np.concatenate(list(predicted.values())), labels, task), "own": mine}
 
 
-def _predicted(
-    party: Party, site: SiteFile, sets: Mapping[str, Examples]
-) -> dict[str, dict[str, Probabilities]]:
+def _predicted(party: Party, site: SiteFile, sets: Mapping[str, Examples]) -> dict[str, dict[str, Said]]:
     """By answer, the probabilities on every set that is not empty; of a proxy and the mean where there is a proxy."""
     import torch
 
     data, device = party.data(site.name), device_of_rank()
-    classes = data.store.meta.classes
+    classes = data.classes
     found = answering(party.run, party.pipeline, site, classes, data.shape, device, every=True)
     some = {name: one for name, one in sets.items() if len(one)}
     with torch.no_grad():
         by_role = {
             name: {
-                role: undecided_where_broken(probabilities(model, one, device), one.allowed)
+                role: undecided_where_broken(probabilities(model, one, device), one)
                 for role, model in found.models.items()
             }
             for name, one in some.items()
@@ -224,19 +211,20 @@ def _predicted(
     }
 
 
-_NOTHING: dict[str, Any] = {"n": 0} | dict.fromkeys(SCORES) | {"tumor_types": {}}
-"""The scores of no example at all."""
+def _nothing(task: Task) -> dict[str, Any]:
+    """The scores of no example at all."""
+    return {"n": 0, **dict.fromkeys(task.scores), "tumor_types": {}}
 
 
-def _external(predicted: Mapping[str, Probabilities], tables: Mapping[str, Table]) -> dict[str, Any]:
+def _external(predicted: Mapping[str, Said], tables: Mapping[str, Table], task: Task) -> dict[str, Any]:
     """Scores of a model on what the other sites hold for testing."""
     if not predicted:
-        return _NOTHING
+        return _nothing(task)
     p, table = np.concatenate(list(predicted.values())), _pooled(tables)
-    return {**scores(p, table.label), "tumor_types": _tumor_types(p, table)}
+    return {**scored(p, table.label, task), "tumor_types": _tumor_types(p, table)}
 
 
-def _tumor_types(predicted: Probabilities, table: Table) -> dict[str, Any]:
+def _tumor_types(predicted: Said, table: Table) -> dict[str, Any]:
     """n, accuracy and macro-accuracy of the slides of each tumour type; empty where none is known."""
     if not isinstance(table, BagTable):
         return {}
@@ -252,36 +240,50 @@ def _tumor_types(predicted: Probabilities, table: Table) -> dict[str, Any]:
     return found
 
 
-def _metrics(
-    predicted: Probabilities, table: Table, repeats: int, *, slides: bool, point: float | None
-) -> dict[str, Any]:
-    """Everything said about one model on one set; of patches, at slide level too.
+@dataclass(frozen=True)
+class Level:
+    """How everything is measured that is said about one model on one set.
 
-    Args:
+    Attributes:
+        repeats: of the bootstrap.
+        slides: whether patches are of slides, so that these are measured too.
         point: score from which on a slide is called positive, as the run found on the site's own slides.
     """
-    by_slide = slide_level(predicted, table.label, table.slide, threshold=point) if slides else None
-    return {
-        **_level(predicted, table.label, table.patient, repeats),
-        "slides": (
-            _level(by_slide[0], by_slide[1], table.patient[by_slide[2]], repeats) | {"threshold": point}
-            if by_slide
+
+    task: Task
+    repeats: int
+    slides: bool
+    point: float | None
+
+    def of(self, predicted: Said, table: Table) -> dict[str, Any]:
+        """Return what is known of a model by what it says of a table's examples; of patches, of slides too."""
+        by_slide = (
+            slide_level(predicted, table.label, table.slide, threshold=self.point)
+            if self.slides and self.task.kind == "classes"
             else None
-        ),
-        "tumor_types": _tumor_types(predicted, table),
-    }
+        )
+        return {
+            **self._of(predicted, table.label, table.patient),
+            "slides": (
+                self._of(by_slide[0], by_slide[1], table.patient[by_slide[2]]) | {"threshold": self.point}
+                if by_slide
+                else None
+            ),
+            "tumor_types": _tumor_types(predicted, table),
+        }
 
-
-def _level(
-    predicted: Probabilities, labels: NDArray[np.int64], patient: NDArray[np.str_], repeats: int
-) -> dict[str, Any]:
-    """Scores, intervals clustered by patient, confusion and calibration."""
-    return {
-        **scores(predicted, labels),
-        "intervals": bootstrap_intervals(predicted, labels, patient, repeats=repeats),
-        "confusion": confusion(predicted, labels),
-        "calibration": calibration(predicted, labels),
-    }
+    def _of(self, predicted: Said, labels: Truth, patient: NDArray[np.str_]) -> dict[str, Any]:
+        """Scores and intervals clustered by patient; of classes confusion and calibration too."""
+        found = {
+            **scored(predicted, labels, self.task),
+            "intervals": intervals(predicted, labels, patient, self.task, repeats=self.repeats),
+        }
+        if self.task.kind != "classes":
+            return found
+        return found | {
+            "confusion": confusion(predicted, labels),
+            "calibration": calibration(predicted, labels),
+        }
 
 
 def _pooled(tables: Mapping[str, Table]) -> Table:
@@ -304,21 +306,24 @@ def print_evaluation(document: dict[str, Any]) -> None:
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])
     whose = "models" if several else "private models"
-    headings = ["site", "n", "accuracy", "macro-acc.", "AUROC", "own part", "others'", *["with"] * several]
+    scores = document["scores"]
+    first = scores[0]
+    names = [SHORT.get(name, SCORES[name].lower()) for name in scores]
+    headings = ["site", "n", *names, "own part", "others'", *["with"] * several]
     rows: list[list[str] | None] = [
         [
             row["site"],
             str(row["n"]),
-            *(number(row[name]) for name in SCORES),
-            number(row["own"]["accuracy"]),
-            number((row["external"] or {}).get("accuracy")),
+            *(number(row[name]) for name in scores),
+            number(row["own"][first]),
+            number((row["external"] or {}).get(first)),
             *[row["with"]] * several,
         ]
         for row in document["sites"]
     ]
     if document["merged"] is not None:
-        spreads = [document["merged"][name] for name in SCORES]
-        spreads += [(document[which] or {}).get("accuracy") or {} for which in ("internal", "external")]
+        spreads = [document["merged"][name] for name in scores]
+        spreads += [(document[which] or {}).get(first) or {} for which in ("internal", "external")]
         rows += [
             None,
             ["mean ± sd", "", *(f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)],
@@ -330,9 +335,9 @@ def print_evaluation(document: dict[str, Any]) -> None:
             f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
         )
     if document["parts"]:
-        reached = {name: part["accuracy"] for name, part in document["parts"].items()}
+        reached = {name: part[first] for name, part in document["parts"].items()}
         spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
-        say(f"  accuracy on each site's part over all models: {spread}")
+        say(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
     if document["between"]:
         print_between(document["between"])
     say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")

@@ -9,7 +9,7 @@ import torch
 
 from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.metrics import scores
+from wsi_fl.learning.tasks import scored
 from wsi_fl.stages.answers.trained import answering
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.devices import device_of_rank
@@ -30,15 +30,19 @@ def outside(party: Party, sites: Sequence[SiteFile], weights: Sequence[float]) -
     if not names:
         return None
     first = party.data(sites[0].name)
-    classes, device = first.store.meta.classes, device_of_rank()
+    classes, device = first.classes, device_of_rank()
     examples = joined([_whole(party, name, classes) for name in names])
     with torch.no_grad():
         said = [
             answering(party.run, party.pipeline, site, classes, first.shape, device).probabilities(examples)
             for site in sites
         ]
-    rows = [{"site": site.name, **scores(p, examples.label)} for site, p in zip(sites, said, strict=True)]
-    aggregated = aggregated_scores(said, examples.label, weights) if len(said) > 1 else None
+    rows = [
+        {"site": site.name, **scored(p, examples.label, examples.task)}
+        for site, p in zip(sites, said, strict=True)
+    ]
+    several = len(said) > 1 and examples.task.kind == "classes"
+    aggregated = aggregated_scores(said, examples.label, weights) if several else None
     return {"sites": names, "n": len(examples), "rows": rows, "aggregated": aggregated}
 
 
@@ -52,7 +56,7 @@ def _whole(party: Party, name: str, classes: tuple[str, ...]) -> Examples:
             f'sites/{name}.toml: evaluate.external reads its patches; allow = ["patches"] lets it'
         )
     data = party.data(name)
-    if (theirs := data.store.meta.classes) != classes:
+    if (theirs := data.classes) != classes:
         raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(theirs)}")
     parts = [data.examples(split) for split in SPLITS]
     return joined([part for part in parts if len(part)])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth
 from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.site.data import Table
 from wsi_fl.system.files import write_text
@@ -19,6 +20,12 @@ from wsi_fl.types import BagTable
 Right = dict[tuple[str, ...], tuple[float, float]]
 """Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
 class."""
+_COLUMNS = {
+    "classes": (("label",), "p_{}"),
+    "number": (("label",), "said_{}"),
+    "survival": (("time", "event"), "without_event_{}"),
+}
+"""The columns of what is true, and of what a model says, by kind of task."""
 _SKEWED = 0.5
 """Part of an equal share below which the rarest class makes accuracy say little."""
 
@@ -28,20 +35,27 @@ def write_predictions(
     predicted: Mapping[str, Probabilities],
     tables: Mapping[str, Table],
     classes: tuple[str, ...],
+    task: Task = CLASSES,
 ) -> None:
-    """Write a row per test patch, or per test slide, of every site in `predicted`."""
+    """Write a row per test patch, or per test slide, of every site in `predicted`.
+
+    Args:
+        classes: what the outputs of models are called.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     of_bags = any(isinstance(table, BagTable) for table in tables.values())
     extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
-    writer.writerow(["site", "slide", "patient", *extra, "label", *(f"p_{name}" for name in classes)])
+    truth, said = _COLUMNS[task.kind]
+    writer.writerow(["site", "slide", "patient", *extra, *truth, *(said.format(name) for name in classes)])
     for site, values in predicted.items():
         table = tables[site]
         for row, p in enumerate(values):
             known = [table.tumor_type[row]] if isinstance(table, BagTable) else table.xy_l0[row].tolist()
-            truth = classes[table.label[row]]
+            label = table.label[row]
+            true = [classes[label]] if task.kind == "classes" else [f"{v:g}" for v in np.atleast_1d(label)]
             who = [site, table.slide[row], table.patient[row]]
-            writer.writerow([*who, *known, truth, *(f"{v:.6f}" for v in p)])
+            writer.writerow([*who, *known, *true, *(f"{v:.6f}" for v in p)])
     write_text(_path(folder), text.getvalue())
 
 
@@ -76,6 +90,24 @@ def read_right(folder: SiteFolder, on: str) -> Right | None:
     skewed = is_skewed(counts)
     weights = (len(labels) / len(counts) / counts[one] if skewed else 1.0 for one in labels)
     return {key: (value, weight) for (key, value), weight in zip(right.items(), weights, strict=True)}
+
+
+def read_said(folder: SiteFolder, kind: str) -> tuple[Truth, Said] | None:
+    """Return (truth, what the model says) of a site's own test examples; None where it has no predictions.
+
+    Args:
+        kind: of the task.
+    """
+    if not _path(folder).exists():
+        return None
+    truth, said = _COLUMNS[kind]
+    with _path(folder).open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["site"] == folder.path.name]
+    if not rows:
+        return None
+    columns = [name for name in rows[0] if name.startswith(said.removesuffix("{}"))]
+    found = [np.array([[float(row[name]) for name in some] for row in rows]) for some in (truth, columns)]
+    return found[0], found[1]
 
 
 def is_skewed(counts: Mapping[str, int]) -> bool:

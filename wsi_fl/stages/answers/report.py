@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
+from wsi_fl.report.words import scores_of
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.between import between_of
+from wsi_fl.stages.answers.predictions import read_said
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
@@ -74,7 +75,7 @@ def _page(party: Party, *, pictures: bool) -> Page:
         run=run.name,
         method=party.name,
         pipeline=manifest["pipeline"],
-        classes=next(iter(opened.values())).store.meta.classes,
+        classes=_counted(next(iter(opened.values())))[0],
         config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
         manifest=manifest | {"inputs": inputs},
         summary=summary,
@@ -87,6 +88,10 @@ def _page(party: Party, *, pictures: bool) -> Page:
         between=between_of(party),
         mpcpa=_optional(run.path / "mpcpa.json"),
         examples=party.kind.word,
+        scores=party.task.scores,
+        task=party.task.kind,
+        outputs=next(iter(opened.values())).classes,
+        said=_said(party),
         **_pictures(party, with_pixels, of_patients=pictures),
     )
 
@@ -130,6 +135,14 @@ def _generated_samples(path: Path) -> Patches:
         return _samples(store)
 
 
+def _said(party: Party) -> dict[str, Any]:
+    """Of each site whose predictions lie here, (truth, answers) on its own test part, where no classes are asked."""
+    if party.task.kind == "classes":
+        return {}
+    found = {name: read_said(party.run.site(name), party.task.kind) for name in party.names}
+    return {name: one for name, one in found.items() if one is not None}
+
+
 def _groups(run: RunFolder) -> dict[str, Any]:
     """Of the sites whose part of the run lies here."""
     ledgers = {path.parent.name: read_json(path) for path in sorted(run.path.glob("sites/*/ledger.json"))}
@@ -150,10 +163,13 @@ def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
     per_class, pipeline = party.pipeline.mpcpa.per_class, party.run.manifest["pipeline"]
+    scores = party.task.scores
     for path in sorted(party.study.runs.glob("[0-9]*-*")):
         run = RunFolder(path)
         evaluation, summary = run.evaluation(), run.summary()
         if path.name == party.run.name or not evaluation or not summary or evaluation["merged"] is None:
+            continue
+        if scores_of(evaluation) != scores:
             continue
         other = run.manifest
         if inputs_of(run) != inputs or other["pipeline"] != pipeline:
@@ -168,20 +184,20 @@ def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]
             "dp": dp,
             "epsilon": max(epsilons) if dp and None not in epsilons else None,
             "guarantee": summary["sites"][0]["guarantee"],
-            **{name: evaluation["merged"][name] for name in SCORES},
+            **{name: evaluation["merged"].get(name) for name in scores},
         }
     return latest.values()
 
 
 def _store_row(data: Data) -> dict[str, Any]:
-    store, table, classes = data.store, data.store.table, data.store.meta.classes
+    store, table, (names, kind) = data.store, data.table, _counted(data)
     counts = {
-        split: {c: int(((table.label == k) & (table.split == split)).sum()) for k, c in enumerate(classes)}
+        split: {c: int(((kind == k) & (table.split == split)).sum()) for k, c in enumerate(names)}
         for split in ("train", "val", "test")
     }
     return {
         "site": data.site,
-        **{c: sum(counts[split][c] for split in counts) for c in classes},
+        **{c: sum(counts[split][c] for split in counts) for c in names},
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),
         "patients": len(np.unique(table.patient)),
@@ -191,6 +207,14 @@ def _store_row(data: Data) -> dict[str, Any]:
         "mpp": store.meta.spec.mpp,
         "table": {split: values for split, values in counts.items() if sum(values.values())},
     }
+
+
+def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
+    """What examples are counted by, and the position in it of each: classes, or whether the event was seen."""
+    label = data.table.label
+    if data.task.kind == "survival":
+        return ("censored", "event"), label[:, 1].astype(int)
+    return (data.classes, label) if data.task.kind == "classes" else (data.classes, np.zeros(len(label), int))
 
 
 def _mosaics(store: FeatureStore) -> dict[str, Any]:

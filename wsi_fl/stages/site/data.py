@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from wsi_fl.federation.preflight import Inputs
 from wsi_fl.learning.bags import allowed_classes, bag_examples
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory, resized
+from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stages.site.stains import Released
+from wsi_fl.stages.site.targets import answers, outputs_of, task_of
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
@@ -46,20 +48,35 @@ class Data:
     of_images: ClassVar[bool] = False
     store: Store
 
-    def __init__(self, study: Study, site: str, input_px: int | None = None) -> None:
+    def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
         """Open the site's store.
 
         Args:
-            input_px: the size that pictures are reduced to, `train.input_px`; as stored where it is None.
+            pipeline: what it is opened for; None takes everything as stored.
 
         Raises:
             WsiFlError: when there is none; says which command makes it.
         """
-        self.study, self.site, self._input_px = study, site, input_px
+        self.study, self.site, self.pipeline = study, site, pipeline or Pipeline()
         self.store = self._opened()
 
     def _opened(self) -> Any:
         raise NotImplementedError
+
+    @property
+    def task(self) -> Task:
+        """What is asked of an example."""
+        return CLASSES
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """What each output of a model is called; the classes, where classes are asked."""
+        return self.store.meta.classes
+
+    @property
+    def table(self) -> Table:
+        """The columns of all examples, with what is true of each as its label."""
+        return self.store.table
 
     @property
     def shape(self) -> Shape:
@@ -85,8 +102,7 @@ class Data:
 
     def facts(self) -> dict[str, Any]:
         """Return what a run must know of the store once the store is gone."""
-        meta = self.store.meta
-        return {"classes": list(meta.classes), "spec": asdict(meta.spec)}
+        return {"classes": list(self.classes), "spec": asdict(self.store.meta.spec)}
 
     def digest(self) -> str:
         """Return the SHA-256 over what a run uses: examples, labels and splits. It stays with the site."""
@@ -134,7 +150,7 @@ class Patches(Data):
 
     @property
     def shape(self) -> Images:
-        return Images(self.store.channels, self._input_px or self.store.meta.spec.size_px)
+        return Images(self.store.channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
 
     @staticmethod
     def path(study: Study, site: str) -> Path:
@@ -281,27 +297,88 @@ class Mosaics(Data):
         return {"n_features": n, "encoder": meta.encoder, "tumor_types": types}
 
     def digest(self) -> str:
-        digest = _hashed(self.store.table, self.store.table.tumor_type)
+        digest = self._labelled()
         for k in range(len(self.store)):
             bag = self.store.bag(k)
             digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
         return digest.hexdigest()
 
+    def _labelled(self) -> hashlib._Hash:
+        return _hashed(self.table, self.store.table.tumor_type)
+
     def facts(self) -> dict[str, Any]:
         return super().facts() | {**self.inputs(), "recipe": dict(self.store.meta.recipe)}
+
+
+class Asked(Mosaics):
+    """Slides or patients as bags of features, with what the site's own table says of them (`[target]`)."""
+
+    def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
+        super().__init__(study, site, pipeline)
+        self.target = self.pipeline.target
+        self._task = task_of(self.target)
+        self.answers = answers(study, study.site(site), self.target, self.store.table)
+
+    @property
+    def task(self) -> Task:
+        return self._task
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return outputs_of(self.target)
+
+    @property
+    def table(self) -> BagTable:
+        return self.answers.table
+
+    def examples(self, split: str) -> Examples:
+        rows = np.flatnonzero(self.table.split == split)
+        bags = [self.answers.bags[row] for row in rows]
+        n_bytes = (
+            int(sum(self.store.sizes[bag].sum() for bag in bags))
+            * self.store.n_features
+            * np.float32().nbytes
+        )
+
+        def read(k: int) -> NDArray[np.float32]:
+            return np.concatenate([self.store.bag(int(row)).features for row in bags[k]])
+
+        found = bag_examples(
+            read,
+            self.table.take(rows),
+            None,
+            n_features=self.store.n_features,
+            in_memory=n_bytes <= IN_MEMORY_BYTES,
+        )
+        return replace(found, task=self.task)
+
+    def inputs(self) -> Inputs:
+        return super().inputs() | {"tumor_types": {}}
+
+    def _labelled(self) -> hashlib._Hash:
+        return _hashed(self.table, np.concatenate(self.answers.bags))
 
 
 KINDS: dict[str, type[Data]] = {"patches": Patches, "features": Features, "mosaics": Mosaics}
 
 
 def kind_of(pipeline: Pipeline) -> type[Data]:
-    """Return the kind of store that a pipeline trains on."""
-    return KINDS[pipeline.train.data]
+    """Return the kind of store that a pipeline trains on.
+
+    Raises:
+        UsageError: when something is asked that this kind of store does not answer.
+    """
+    kind = KINDS[pipeline.train.data]
+    if not pipeline.target.asked:
+        return kind
+    if kind is not Mosaics:
+        raise UsageError("[target] asks about slides; set train.data = 'mosaics'")
+    return Asked
 
 
 def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
     """Open the store that a pipeline trains on; says which command makes a missing one."""
-    return kind_of(pipeline)(study, site, pipeline.train.input_px)
+    return kind_of(pipeline)(study, site, pipeline)
 
 
 def open_store(study: Study, site: str) -> PatchStore:

@@ -9,10 +9,12 @@ from typing import Self
 
 from wsi_fl.federation.methods import METHODS, SHARED, Method, oneshot, replay
 from wsi_fl.learning.examples import Examples, joined
+from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Data, kind_of, open_data
 from wsi_fl.stages.site.stains import Released, stains_of
 from wsi_fl.stages.site.sums import RUN, Sums, releases_of
+from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -144,6 +146,15 @@ class Party:
     def lost(self) -> set[str]:
         """The sites that were lost in the run and have not come back."""
         return {loss["site"] for loss in self.run.losses()}
+
+    @property
+    def task(self) -> Task:
+        """What is asked of an example."""
+        return task_of(self.pipeline.target) if self.pipeline.target.asked else CLASSES
+
+    def tells_scores(self, name: str) -> bool:
+        """Return whether a site tells the others how models do on its test part; there are counts of classes alone."""
+        return self.task.kind == "classes" and self.site(name).allows("scores")
 
     def site(self, name: str) -> SiteFile:
         """Return the file of one of the sites."""

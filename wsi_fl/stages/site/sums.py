@@ -162,7 +162,7 @@ def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
         "data": pipeline.train.data,
         "encoder": data.inputs()["encoder"],
         "n_features": data.shape.n_features,
-        "classes": list(data.store.meta.classes),
+        "classes": list(data.classes),
         "directions": projection.shape[1],
         "projection": digest(projection.numpy()),
         "unit": pipeline.privacy.unit,

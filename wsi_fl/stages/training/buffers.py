@@ -22,7 +22,7 @@ def agreed_buffer(party: Party, index: int) -> Buffer | None:
     data = party.data(party.names[index])
     if party.method.carries is None or not isinstance(data, Patches):
         return None
-    seen, n_classes = data.shape, len(data.store.meta.classes)
+    seen, n_classes = data.shape, len(data.classes)
     shape = BufferShape(party.pipeline.replay.buffer, seen.size_px, seen.channels, n_classes)
     known = party.run.site(data.site).buffer()
     if known is not None:

@@ -65,6 +65,7 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     if row.bare:
         _check_bare(party)
     _check_heads(party)
+    _check_target(party)
     _check_shared_noise(party)
     if pipeline.audit.canaries and (row.bare or row.generated):
         raise UsageError(
@@ -108,6 +109,26 @@ def _check_releases(party: Party) -> None:
             raise UsageError(f"train.start = 'oneshot' is for linear heads: set model.{role} = {wanted}")
         if missing := [name for name in party.names if name not in party.releases]:
             raise WsiFlError(missing_release(party.study, missing[0]))
+
+
+def _check_target(party: Party) -> None:
+    """What is asked must be a question, and what works with classes alone is not for others."""
+    task, pipeline = party.task, party.pipeline
+    if task.kind == "classes":
+        return
+    settings = {
+        "train.tune": pipeline.train.tune,
+        "train.balance": pipeline.train.balance,
+        "audit.canaries": pipeline.audit.canaries,
+        "predict.with = 'stack'": pipeline.predict.with_ == "stack",
+        "train.start = 'oneshot'": pipeline.train.start == RUN,
+    }
+    if strange := [name for name, on in settings.items() if on]:
+        raise UsageError(
+            f"{strange[0]} works with classes alone, and [target] asks for a {task.kind}; leave it out"
+        )
+    if party.method.once:
+        raise UsageError(f"{party.name} works with classes alone, and [target] asks for a {task.kind}")
 
 
 def _check_heads(party: Party) -> None:

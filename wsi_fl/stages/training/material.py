@@ -49,7 +49,7 @@ def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data, n_stains
         if known
         else tossed(pipeline.audit.canaries)
     )
-    return canaries(seed, included, data.shape, len(data.store.meta.classes), n_stains)
+    return canaries(seed, included, data.shape, len(data.classes), n_stains)
 
 
 def remember_canaries(site: Site) -> None:

@@ -23,6 +23,7 @@ from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.relayed import Interrupted
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.book import Guarantee
+from wsi_fl.report.words import SCORES
 from wsi_fl.runs import RunFolder, hold_alone, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.party import Party
@@ -114,11 +115,11 @@ def _scoring(party: Party, sites: Sequence[Site], comm: Comm, report: loop.Repor
         party.method,
         comm,
         party.names,
-        classes=tuple(party.data(sites[0].name).store.meta.classes),
+        classes=tuple(party.data(sites[0].name).classes),
         rounds=rounds,
         masked=schedule_of(party).colluding is not None,
         apart=not party.may_merge,
-        tellers=[site.index for site in sites if party.site(site.name).allows("scores")],
+        tellers=[site.index for site in sites if party.tells_scores(site.name)],
         alive=alive,
     )
 
@@ -244,7 +245,7 @@ def take_part(party: Party, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder
 
 def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> loop.Report:
     folders = {site.name: site.folder for site in sites}
-    rounds = pipeline.train.rounds
+    rounds, task = pipeline.train.rounds, sites[0].train.task
 
     def report(event: dict[str, Any]) -> None:
         done = event.get("done")
@@ -253,8 +254,8 @@ def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> lo
             watcher.update(event["site"], event["round"] - 1 + part, rounds, f"round {event['round']}")
             return
         scores = done.get("merged") or done.get("own") or {}
-        accuracy = scores.get("accuracy")
-        note = "" if accuracy is None else f"accuracy {accuracy:.3f}"
+        reached = next(((name, scores[name]) for name in task.scores if scores.get(name) is not None), None)
+        note = f"{SCORES[reached[0]].lower()} {reached[1]:.3f}" if reached else ""
         if done["epsilon"] is not None:
             note += f" ε {done['epsilon']:.2f}"
         watcher.update(event["site"], event["round"], rounds, note.strip())

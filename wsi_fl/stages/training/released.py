@@ -39,7 +39,7 @@ def bring_released(party: Party, name: str, learners: Learners) -> None:
     assert party.method.travels is not None
     learner = learners[party.method.travels]
     name_of_head = f"{SHARED}:{party.pipeline.model.directions}"
-    head = build(name_of_head, n_classes=len(data.store.meta.classes), shape=data.shape, seed=0)
+    head = build(name_of_head, n_classes=len(data.classes), shape=data.shape, seed=0)
     assert isinstance(head, SharedHead)
     with torch.no_grad():
         head.sums.copy_(torch.from_numpy(mean))

@@ -85,14 +85,14 @@ def tuned_for(
     def trained(way: Way, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
         model.load_state_dict(start)
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
-        learner = learner_of(model, way, some.label, n_classes, device)
+        learner = learner_of(model, way, some, n_classes, device)
         noise = torch.Generator().manual_seed(settings.seed + _SEED_STEP)
         epochs = settings.rounds * settings.epochs_per_round
         rows = epoch_rows(len(some), settings.batch_size, epochs, sampler=noise)
         for batch in batches(some, rows, augment=None, device=device):
             supervised_step(learner, batch, noise)
         said = probabilities(learner.logits, others, device)
-        return undecided_where_broken(said, others.allowed)
+        return undecided_where_broken(said, others)
 
     usual = Way(settings.lr, settings.weight_decay, settings.balance)
     folds = 1 if isinstance(party.data(party.names[0]).shape, Images) else 5
@@ -101,21 +101,16 @@ def tuned_for(
     return Tuned({"by": "cross-validation", **way.facts}, way=way, held_out=held_out)
 
 
-def learner_of(
-    model: nn.Module,
-    way: Way,
-    labels: np.ndarray[Any, np.dtype[np.int64]],
-    n_classes: int,
-    device: torch.device,
-) -> Learner:
-    """Return a learner without differential privacy with these settings."""
+def learner_of(model: nn.Module, way: Way, train: Examples, n_classes: int, device: torch.device) -> Learner:
+    """Return a learner without differential privacy with these settings, for some training examples."""
     return Learner(
         model,
         lr=way.lr,
         weight_decay=way.weight_decay,
         device=device,
         dp=None,
-        class_weights=class_weights(labels, n_classes) if way.balance else None,
+        class_weights=class_weights(train.label, n_classes) if way.balance else None,
+        task=train.task,
     )
 
 

@@ -88,7 +88,7 @@ def build_model(
     private = role == "private" and not common
     return build(
         architecture(site, pipeline, role, common=common),
-        n_classes=len(data.store.meta.classes),
+        n_classes=len(data.classes),
         shape=data.shape,
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
     )
@@ -131,19 +131,24 @@ def make_learners(
             )
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
-                engine = check_per_example_gradients(model, shape, len(data.store.meta.classes))
+                engine = check_per_example_gradients(model, shape, len(data.classes))
                 settings = replace(settings, engine=engine)
-        train_keys, n_classes = pipeline.train, len(data.store.meta.classes)
+        train_keys, n_classes = pipeline.train, len(data.classes)
         if settings is not None:
             return Learner(
-                model, lr=train_keys.lr, weight_decay=train_keys.weight_decay, device=device, dp=settings
+                model,
+                lr=train_keys.lr,
+                weight_decay=train_keys.weight_decay,
+                device=device,
+                dp=settings,
+                task=data.task,
             )
         way = Way(train_keys.lr, train_keys.weight_decay, train_keys.balance)
         if role == "private" and train_keys.tune and party.method.travels != "private":
             name = architecture(site, pipeline, role, common=common)
             found.append(tuned_for(party, model, name, train, n_classes, device))
             way = found[-1].way or way
-        learner = learner_of(model, way, train.label, n_classes, device)
+        learner = learner_of(model, way, train, n_classes, device)
         if found and role == "private":
             found[-1].give(learner)
         return learner
@@ -202,7 +207,7 @@ def assemble(party: Party, index: int) -> Site:
         device=device,
         plan=planned,
         units=units,
-        n_classes=len(data.store.meta.classes),
+        n_classes=len(data.classes),
         validation=validation,
         canaries=canaries,
         buffer=agreed_buffer(party, index),
@@ -243,7 +248,7 @@ def brought(site: Site, party: Party) -> Brought:
         "run": run_id(site.ledger.run),
         "method": party.name,
         "settings": _settings(pipeline),
-        "classes": list(meta.classes),
+        "classes": list(data.classes),
         "size_px": meta.spec.size_px,
         "mpp": meta.spec.mpp,
         **data.inputs(),
@@ -259,7 +264,7 @@ def brought(site: Site, party: Party) -> Brought:
     }
 
 
-_COMPARED = ("privacy", "train", "audit", "stain", "topology", "replay")
+_COMPARED = ("privacy", "train", "target", "audit", "stain", "topology", "replay")
 """The sections of a pipeline whose settings all sites must share."""
 _OWN = ("topology.graph", "train.input_px")
 """Those of their settings that sites may have otherwise, or that are compared by what they come to."""

@@ -7,6 +7,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.targets import outputs_of
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
@@ -45,7 +46,7 @@ def of_store(party: Party, site: str) -> Learned:
     """Return what the models of a party see, from the store of one site."""
     data = party.data(site)
     shape, inputs = data.shape, data.inputs()
-    found = _learned(party.pipeline, list(data.store.meta.classes), shape)
+    found = _learned(party.pipeline, list(data.classes), shape)
     found["encoder"] = inputs.get("encoder")
     found["says"] = "As a store has it where this plan was made; the stores of all sites must agree."
     return found
@@ -58,7 +59,8 @@ def _of_settings(pipeline: Pipeline) -> Learned:
         found["says"] = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
         return found
     diagnoses = sorted({one for names in pipeline.subtypes.values() for one in names})
-    found = _learned(pipeline, diagnoses or None, None)
+    asked = list(outputs_of(pipeline.target)) if pipeline.target.asked else diagnoses
+    found = _learned(pipeline, asked or None, None)
     found["encoder"] = pipeline.encoding.encoder
     found["says"] = (
         "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "

@@ -49,7 +49,7 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
         rows += _generators(party, shape, n_classes)
     if method.generated == "others":
         rows.append(_classifier(party, shape, n_classes))
-    if any("scores" in site.allowed for site in party.sites):
+    if any(party.tells_scores(name) for name in party.names):
         rows += [*([_passed(party, shape, n_classes)] if method.travels is not None else ()), _SCORES]
     return [*rows, *_documents(party.pipeline.train.rounds)]
 

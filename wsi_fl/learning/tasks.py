@@ -1,0 +1,205 @@
+"""What is asked of an example: its class, a number, or when an event will happen. Losses, answers, scores of each.
+
+The *truth* of n examples is int64[n] positions in the classes, float32[n] numbers, or float32[n, 2] of times and
+whether the event was seen then (1) or the patient was last seen without it (0). A model's *outputs* are float32[b, k];
+what they say is float64[n, k]: probabilities of the classes, the number itself, or the probability of being without
+the event at the end of each interval.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning import metrics, survival
+from wsi_fl.learning.metrics import resampled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Said = NDArray[np.float64]
+Truth = NDArray[Any]
+Scores = Mapping[str, float | None]
+
+
+class Task(ABC):
+    """One kind of question.
+
+    Attributes:
+        kind: "classes", "number" or "survival".
+        scores: the names of its scores. The first is the most telling one, and better when it is higher.
+    """
+
+    kind: ClassVar[str]
+    scores: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """Return the loss of each example, float32[b]; it rests on nothing of the others."""
+
+    @abstractmethod
+    def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
+        """Return how far outputs are from a teacher's, the mean over the batch; the teacher is fixed."""
+
+    @abstractmethod
+    def said(self, outputs: Tensor) -> Tensor:
+        """Return what outputs say."""
+
+    @abstractmethod
+    def guess(self, n_outputs: int) -> Said:
+        """Return float64[k], what somebody says who knows nothing."""
+
+    @abstractmethod
+    def scored(self, said: Said, truth: Truth) -> Scores:
+        """Return every score by name; None for one that cannot be computed."""
+
+
+@dataclass(frozen=True)
+class Classes(Task):
+    """Which of several classes; cross-entropy, and accuracy, macro-accuracy and AUROC."""
+
+    kind = "classes"
+    scores = metrics.SCORES
+
+    def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        from torch.nn import functional
+
+        return functional.cross_entropy(outputs, truth, reduction="none")
+
+    def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
+        from wsi_fl.learning.objectives import kl_divergence
+
+        return kl_divergence(outputs, teacher)
+
+    def said(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(dim=1)
+
+    def guess(self, n_outputs: int) -> Said:
+        return np.full(n_outputs, 1 / n_outputs)
+
+    def scored(self, said: Said, truth: Truth) -> Scores:
+        return {name: metrics.MEASURES[name](said, truth) for name in self.scores}
+
+
+@dataclass(frozen=True)
+class Number(Task):
+    """A number within a range that all sites agreed on; squared error, in units of half the range.
+
+    It is the likelihood of a Gaussian of fixed width, and the divergence that of two of them.
+    """
+
+    low: float
+    high: float
+    kind = "number"
+    scores = ("r2", "mae", "rmse")
+
+    def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        wanted = 2 * (truth - self.low) / (self.high - self.low) - 1
+        return (outputs[:, 0] - wanted).square() / 2
+
+    def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
+        return (outputs - teacher.detach()).square().mean() / 2
+
+    def said(self, outputs: Tensor) -> Tensor:
+        return self.low + (outputs.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
+
+    def guess(self, n_outputs: int) -> Said:
+        return np.full(n_outputs, (self.low + self.high) / 2)
+
+    def scored(self, said: Said, truth: Truth) -> Scores:
+        """Return R², which needs two different numbers, and the mean absolute and the root mean squared error.
+
+        Example:
+            >>> Number(0, 10).scored(np.array([[1.0], [5.0]]), np.array([2.0, 5.0]))["mae"]
+            0.5
+        """
+        if not len(truth):
+            return dict.fromkeys(self.scores)
+        wrong = said[:, 0] - truth
+        spread = float(((truth - truth.mean()) ** 2).sum())
+        return {
+            "r2": 1 - float((wrong**2).sum()) / spread if spread > 0 else None,
+            "mae": float(np.abs(wrong).mean()),
+            "rmse": float(np.sqrt((wrong**2).mean())),
+        }
+
+
+@dataclass(frozen=True)
+class Survival(Task):
+    """When an event happens, in intervals that all sites agreed on: a discrete-time likelihood.
+
+    Outputs are the logits of the hazards: the probability of the event in an interval, for who has reached it
+    (Gensheimer and Narasimhan, "A scalable discrete-time survival model for neural networks", PeerJ 2019). The loss of
+    a patient is a sum over the intervals of that patient alone, as differential privacy needs it.
+
+    Attributes:
+        ends: of the intervals, rising, in the unit of the times; the first begins at 0, and what happens after the
+            last is not told apart.
+    """
+
+    ends: tuple[float, ...]
+    kind = "survival"
+    scores = ("concordance", "integrated_brier")
+
+    def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        from torch.nn import functional
+
+        time, seen = truth[:, :1], truth[:, 1:] > 0.5
+        ends = outputs.new_tensor(self.ends)
+        begins = functional.pad(ends[:-1], (1, 0))
+        last = time.where(
+            seen, time + (ends - begins) / 2
+        )  # who left in the second half of an interval is through
+        through = (last >= ends).to(outputs.dtype)
+        failed = (seen & (begins <= time) & (time < ends)).to(outputs.dtype)
+        return -(through * functional.logsigmoid(-outputs) + failed * functional.logsigmoid(outputs)).sum(1)
+
+    def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
+        """Return KL of the events in each interval, summed over the intervals."""
+        from torch.nn.functional import logsigmoid
+
+        fixed = teacher.detach()
+        event = outputs.sigmoid() * (logsigmoid(outputs) - logsigmoid(fixed))
+        none = (-outputs).sigmoid() * (logsigmoid(-outputs) - logsigmoid(-fixed))
+        return (event + none).sum(1).mean()
+
+    def said(self, outputs: Tensor) -> Tensor:
+        return (-outputs).sigmoid().cumprod(dim=1)
+
+    def guess(self, n_outputs: int) -> Said:
+        return np.cumprod(np.full(n_outputs, 0.5))
+
+    def scored(self, said: Said, truth: Truth) -> Scores:
+        return {
+            "concordance": survival.concordance(survival.risk(said, self.ends), truth),
+            "integrated_brier": survival.integrated_brier(said, truth, self.ends),
+        }
+
+
+CLASSES = Classes()
+
+
+def scored(said: Said, truth: Truth, task: Task = CLASSES) -> dict[str, Any]:
+    """Return n and every score by name."""
+    return {"n": len(truth), **task.scored(said, truth)}
+
+
+def quality(said: Said, truth: Truth, task: Task = CLASSES) -> float | None:
+    """Return the score by which models are chosen, higher for better ones; None where it cannot be computed.
+
+    Of classes it is macro-accuracy, since a site that has mostly one class would else choose whoever always says it.
+    """
+    name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
+    return task.scored(said, truth)[name]
+
+
+def intervals(
+    said: Said, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
+) -> dict[str, list[float] | None]:
+    """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement."""
+    return resampled(lambda rows: task.scored(said[rows], truth[rows]), task.scores, cluster, repeats=repeats)

@@ -1,0 +1,205 @@
+"""What a site's own table says of its slides or patients, as the `[target]` of a pipeline asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.survival import require_extra
+from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
+from wsi_fl.slides.layouts.common import delimiter_of, rows_of
+from wsi_fl.study.asking import Target
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.types import BagTable, UsageError
+
+_NOTHING = {"", "na", "n/a", "nan", "none", "null", "unknown", "not reported", "not available", "'--"}
+_SEEN = {"1": 1.0, "1.0": 1.0, "true": 1.0, "yes": 1.0, "dead": 1.0, "deceased": 1.0}
+_NOT_SEEN = {"0": 0.0, "0.0": 0.0, "false": 0.0, "no": 0.0, "alive": 0.0, "living": 0.0, "censored": 0.0}
+_EVENT = _SEEN | _NOT_SEEN
+_SLIDE = ("slide", "slide_id")
+_PATIENT = ("patient", "patient_id", "case_id", "case_submitter_id", "cases.submitter_id", "submitter_id")
+
+
+def task_of(target: Target) -> Task:
+    """Return the kind of question that a target is.
+
+    Raises:
+        UsageError: when it is none, or more than one; says what is missing.
+    """
+    if target.time or target.event or target.intervals:
+        if not (target.time and target.event and target.intervals) or target.column:
+            raise UsageError("[target]: survival needs time, event and intervals, and no column")
+        ends = [0.0, *target.intervals]
+        if any(a >= b for a, b in pairwise(ends)):
+            raise UsageError(f"target.intervals = {target.intervals}: the ends must rise, and lie above 0")
+        require_extra()
+        return Survival(tuple(target.intervals))
+    if not target.column or (target.classes is None) == (target.range is None):
+        raise UsageError(
+            '[target]: say column with classes = ["a", "b"] or with range = [0, 100], or time, event and intervals'
+        )
+    if target.range is not None:
+        if target.range[0] >= target.range[1]:
+            raise UsageError(f"target.range = {target.range}: the smallest number comes first")
+        return Number(*target.range)
+    assert target.classes is not None
+    if len(set(target.classes)) < len(target.classes) or set(target.classes) & set(target.ignore):
+        raise UsageError(
+            f"target.classes = {target.classes}: a value is named twice, or stands in target.ignore too"
+        )
+    return CLASSES
+
+
+def outputs_of(target: Target) -> tuple[str, ...]:
+    """Return what each output of a model is called: the classes, the column, or the ends of the intervals."""
+    if target.classes:
+        return tuple(target.classes)
+    return tuple(f"{end:g}" for end in target.intervals) if target.intervals else (str(target.column),)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a table says of the slides of a store.
+
+    Attributes:
+        table: a row per example, a slide or a patient, whose label is the truth of the task.
+        bags: the rows of the store that make each example.
+        aside: slides of which the table says nothing, by name.
+    """
+
+    table: BagTable
+    bags: tuple[NDArray[np.int64], ...]
+    aside: tuple[str, ...]
+
+
+def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> Answers:
+    """Look up every slide of a store in the site's table.
+
+    Raises:
+        UsageError: when there is no table, a column is missing, a value is none that was agreed on, slides of a patient
+            contradict each other, or nothing is left. It names the line of the table.
+    """
+    path = _table_path(study, site)
+    said = _values(path, site, target)
+    known, aside = [], []
+    for row, (slide, patient) in enumerate(zip(slides.slide.tolist(), slides.patient.tolist(), strict=True)):
+        value = said.get(("slide", slide), said.get(("patient", patient)))
+        if value is None:
+            aside.append(slide)
+        else:
+            known.append((row, value))
+    if not known:
+        raise UsageError(
+            f"{path}: says of none of the {len(slides)} slides of site {site.name} what [target] asks for"
+        )
+    rows = np.array([row for row, _ in known])
+    truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
+    kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
+    if target.per == "slide" and not target.intervals:
+        return Answers(kept, tuple(rows[:, None]), tuple(aside))
+    return _by_patient(kept, rows, tuple(aside), path)
+
+
+def _by_patient(slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...], path: Path) -> Answers:
+    """One example of all slides of a patient, in the order of the store."""
+    if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
+        raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
+    _, first, of = np.unique(slides.patient, return_index=True, return_inverse=True)
+    if len(
+        strange := np.flatnonzero((slides.label != slides.label[first][of]).reshape(len(slides), -1).any(1))
+    ):
+        name = slides.patient[strange[0]]
+        raise UsageError(
+            f"{path}: the slides of patient {name} have different answers, and [target] asks per patient"
+        )
+    order = np.sort(first)
+    bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
+    table = slides.take(order)
+    return Answers(replace(table, slide=table.patient), bags, aside)
+
+
+def _table_path(study: Study, site: SiteFile) -> Path:
+    named = site.clinical or site.labels
+    if named is None:
+        raise UsageError(
+            f"sites/{site.name}.toml: [target] asks for a column of the site's table; name it with "
+            "clinical = 'FILE.csv'"
+        )
+    return study.resolve(named)
+
+
+def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str], Any]:
+    """("slide" or "patient", its name) → the truth, of every line that has one."""
+    columns = [target.column] if target.column else [target.time, target.event]
+    rows = rows_of(path, [str(name) for name in columns], delimiter_of(path))
+    slide = _first(rows, _SLIDE)
+    patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
+    if rows and slide is None and patient is None:
+        raise UsageError(
+            f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
+        )
+    found: dict[tuple[str, str], Any] = {}
+    for number, row in enumerate(rows, 2):
+        if "site" in row and row["site"] != site.name:
+            continue
+        where = f"{path.name} line {number} of site {site.name}"
+        name = ("slide", row[slide]) if slide and row[slide] else ("patient", row[patient] if patient else "")
+        value = _truth(row, target, where)
+        if value is None or not name[1]:
+            continue
+        if found.setdefault(name, value) != value:
+            raise UsageError(f"{where}: {' '.join(name)} has another answer than in a line above")
+    # stores know slides by their files' names without suffix
+    stems = {("slide", Path(name).stem): value for (kind, name), value in found.items() if kind == "slide"}
+    return stems | found
+
+
+def _truth(row: Mapping[str, str], target: Target, where: str) -> Any:
+    """What a line says; None where it says nothing.
+
+    Raises:
+        UsageError: for a value that was not agreed on.
+    """
+    if target.intervals:
+        time, event = row[str(target.time)], row[str(target.event)].lower()
+        if time.lower() in _NOTHING or event in _NOTHING:
+            return None
+        if event not in _EVENT:
+            raise UsageError(f"{where}: {target.event} = {event!r} is none of {', '.join(_EVENT)}")
+        return _number(time, f"{where}: {target.time}", 0.0, float("inf")), _EVENT[event]
+    text = row[str(target.column)]
+    if text in target.ignore:
+        return None
+    if target.range is not None:
+        return None if text.lower() in _NOTHING else _number(text, f"{where}: {target.column}", *target.range)
+    assert target.classes is not None
+    if text in target.classes:
+        return target.classes.index(text)
+    if text.lower() in _NOTHING:
+        return None
+    raise UsageError(
+        f"{where}: {target.column} = {text!r} is none of target.classes ({', '.join(target.classes)}); "
+        "add it there, or to target.ignore"
+    )
+
+
+def _number(text: str, what: str, low: float, high: float) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"{what} = {text!r} is no number") from None
+    if not low <= value <= high or value == float("inf"):
+        allowed = "0 or more" if high == float("inf") else f"{low:g} to {high:g} (target.range)"
+        raise UsageError(f"{what} = {value:g}; it must be {allowed}")
+    return value
+
+
+def _first(rows: Sequence[Mapping[str, str]], names: Sequence[str]) -> str | None:
+    return next((name for name in names if rows and name in rows[0]), None)
