@@ -121,6 +121,8 @@ def _said_by_shared(site: Site, rows: Examples, alive: Callable[[], None]) -> Pr
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
     """Return the score from which on the site's own slides are best called positive; None where that is not known."""
+    if rows.task.kind != "classes":
+        return None
     slides = slide_level(said, rows.label, rows.slide)
     return None if slides is None else operating_point(slides[0][:, 1], slides[1])
 

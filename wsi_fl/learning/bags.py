@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.types import BagTable
 
 Features = NDArray[np.float32]
@@ -52,16 +53,17 @@ def bag_examples(
     return Examples(packed_rows, table.label, table.slide, table.patient, allowed)
 
 
-def unlabelled_bags(bags: Sequence[Features], allowed: NDArray[np.bool_]) -> Examples:
-    """Bags of which nothing is known but the classes that all of them may have, bool[classes]."""
+def unlabelled_bags(bags: Sequence[Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
+    """Bags of which nothing is known but what is asked, and the classes that all of them may have, bool[classes]."""
     unknown = np.full(len(bags), "")
-    possible = np.broadcast_to(allowed, (len(bags), len(allowed)))
+    possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
     return Examples(
         lambda rows: packed([bags[k] for k in rows]),
         np.zeros(len(bags), np.int64),
         unknown,
         unknown,
         possible,
+        task=task,
     )
 
 

@@ -45,16 +45,13 @@ def concordance(risk: Floats, truth: NDArray[Any]) -> float | None:
 
     None where no pair's order is known.
     """
-    from sksurv.exceptions import NoComparablePairException
     from sksurv.metrics import concordance_index_censored
 
-    seen = truth[:, 1] > 0.5
-    if not seen.any():
+    time, seen = truth[:, 0], truth[:, 1] > 0.5
+    first = time[seen].min(initial=np.inf)
+    if not ((time > first) | (~seen & (time == first))).any():
         return None
-    try:
-        return float(concordance_index_censored(seen, truth[:, 0], risk)[0])
-    except NoComparablePairException:
-        return None
+    return float(concordance_index_censored(seen, time, risk)[0])
 
 
 def integrated_brier(said: Floats, truth: NDArray[Any], ends: Sequence[float]) -> float | None:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
+from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth, quality
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -180,20 +181,45 @@ Trained = Callable[[Way, NDArray[np.bool_]], Probabilities]
 """(settings, rows bool[n] to learn from) → what a model that learned from these says of all others, in order."""
 
 
+def _strata(truth: Truth, task: Task) -> Labels:
+    """int64[n], what folds hold alike: classes, whether the event was seen, or the half of a number."""
+    if task.kind == "classes":
+        return truth
+    found: Labels = (truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)).astype(
+        np.int64
+    )
+    return found
+
+
+def _loss(said: Said, truth: Truth, task: Task) -> float:
+    """What settings are chosen by, lower is better: balanced log-loss of classes, else minus the task's first score."""
+    if task.kind == "classes":
+        return balanced_loss(said, truth)
+    reached = quality(said, truth, task)
+    return np.inf if reached is None else -reached
+
+
 def tuned(
-    labels: Labels, patient: NDArray[np.str_], usual: Way, trained: Trained, *, folds: int
-) -> tuple[Way, Probabilities | None]:
-    """Choose settings one by one: balance, then the decay of weights, then the learning rate.
+    labels: Truth,
+    patient: NDArray[np.str_],
+    usual: Way,
+    trained: Trained,
+    *,
+    folds: int,
+    task: Task = CLASSES,
+) -> tuple[Way, Said | None]:
+    """Choose settings one by one: balance where classes are asked, then the decay of weights, then the learning rate.
 
     Args:
+        labels: the truth of n rows.
         usual: the settings to begin with.
         folds: how many times rows are held out, where there are patients enough.
 
     Returns:
-        The best settings by balanced log-loss, and what was said with them of rows that were held out, float64[n,
-        classes]; the usual ones and None where nothing can be held out.
+        The best settings by balanced log-loss, or by the first score of another task, and what was said with them of
+        rows that were held out, float64[n, k]; the usual ones and None where nothing can be held out.
     """
-    parts = list(held_out_folds(labels, patient))[:folds]
+    parts = list(held_out_folds(_strata(labels, task), patient))[:folds]
     if not parts:
         return usual, None
     asked = np.concatenate([np.flatnonzero(fold) for fold in parts])
@@ -202,10 +228,11 @@ def tuned(
     def loss(way: Way) -> float:
         if way not in tried:
             said = [trained(way, ~fold) for fold in parts]
-            tried[way] = balanced_loss(np.concatenate(said), labels[asked]), said
+            tried[way] = _loss(np.concatenate(said), labels[asked], task), said
         return tried[way][0]
 
-    best = min((replace(usual, balance=one) for one in (True, False)), key=loss)
+    balances = (True, False) if task.kind == "classes" else (False,)
+    best = min((replace(usual, balance=one) for one in balances), key=loss)
     best = min((replace(best, weight_decay=one) for one in (usual.weight_decay, *_DECAYS)), key=loss)
     best = min((replace(best, lr=one * usual.lr) for one in (1.0, *_RATES)), key=loss)
     if len(parts) < _FOLDS:

@@ -112,10 +112,8 @@ def _names(slides: Sequence[Path]) -> list[str]:
 def print_predictions(document: dict[str, Any]) -> None:
     """Print a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
-        of_bags = "class" in document["slides"][0]
-        headings = (
-            ("patches", "class", "probability") if of_bags else ("patches", "max", "top k", "over threshold")
-        )
+        of_bags = "score" not in document["slides"][0]
+        headings = ("patches", "answer", "value") if of_bags else ("patches", "max", "top k", "over threshold")
         whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
         cells = _of_slide if of_bags else _of_patches
         rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
@@ -132,4 +130,9 @@ def _of_patches(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _of_slide(row: dict[str, Any]) -> tuple[str, ...]:
+    if "value" in row:
+        return row["target"], f"{row['value']:.3g}"
+    if "risk" in row:
+        end, said = list(row["without_event"].items())[-1]
+        return f"without the event at {end}", f"{said:.3f}"
     return row["class"], f"{row['probability']:.3f}"

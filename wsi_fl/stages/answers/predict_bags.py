@@ -16,18 +16,21 @@ import torch
 from numpy.typing import NDArray
 
 from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
+from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.models.deepset import DeepSet
 from wsi_fl.runs import RunFolder
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.pictures.heat import Heat, patch_boxes
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.trained import Answering, answering
 from wsi_fl.stages.prepare.mosaic import work_of
 from wsi_fl.stages.prepare.mosaic_slides import Work, bag_of_slide
 from wsi_fl.stages.site.data import open_mosaic
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kept import remembered_mosaics
+from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
@@ -77,32 +80,6 @@ class BagPredictor:
             )
         work = work_of(self.study, self.pipeline, self.site.name, encoder, threads)
         return replace(work, spec=self.meta.spec, params=replace(work.params, **self.meta.recipe))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model says of one slide with m patches.
-
-    Attributes:
-        probabilities: float64[classes] of the slide, 0 for what its tumour type cannot be.
-        alone: float64[m, classes] of each patch by itself.
-        attention: float64[m], adding up to 1; None for models that do not weigh their patches.
-    """
-
-    probabilities: NDArray[np.float64]
-    alone: NDArray[np.float64]
-    attention: NDArray[np.float64] | None
-
-    @property
-    def kind(self) -> int:
-        return int(self.probabilities.argmax())
-
-    @property
-    def heat(self) -> NDArray[np.float64]:
-        """[m] what the heatmap shows: attention as a share of the highest, else the probability of the patch alone."""
-        if self.attention is None:
-            return self.alone[:, self.kind]
-        return self.attention / max(float(self.attention.max()), np.finfo(np.float64).tiny)
 
 
 def load_bag_predictor(
@@ -159,21 +136,18 @@ def predict_bag(
     meta, bag = predictor.meta, bag_of(predictor, record)
     kind = _tumor_type(predictor, record)
     answer = answer_of(predictor, bag, kind)
-    name = meta.classes[answer.kind]
     path = slide_file(study, predictor.site, record)
     size_l0 = None
     if path is not None:
         with Slide(path, record.mpp_override, predictor.pipeline.slides.reader) as slide:
             write_bytes(folder / "heatmap.png", _picture(predictor, record, slide, bag, answer))
             size_l0 = size_in_l0(meta.spec, slide.mpp)
-    _write_patches(folder / "patches.csv", bag, answer, meta.classes, size_l0)
+    _write_patches(folder / "patches.csv", bag, answer, size_l0)
     row = {
         "slide": record.slide,
         "patches": len(bag.features),
         "tumor_type": kind,
-        "class": name,
-        "probability": float(answer.probabilities[answer.kind]),
-        "probabilities": dict(zip(meta.classes, answer.probabilities.tolist(), strict=True)),
+        **answer.facts,
     }
     origin = {
         "run": study.relative(predictor.run.path),
@@ -202,11 +176,12 @@ def answer_of(predictor: BagPredictor, bag: Bag, tumor_type: str | None) -> Answ
     Raises:
         WsiFlError: when the features are not the model's, or it gives no numbers.
     """
-    meta = predictor.meta
+    meta, target = predictor.meta, predictor.pipeline.target
+    task = task_of(target) if target.asked else CLASSES
     allowed = allowed_classes(np.array([tumor_type or ""]), meta.classes, meta.tumor_types)[0]
 
     def asked(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-        return predictor.models.probabilities(unlabelled_bags(bags, allowed))
+        return predictor.models.probabilities(unlabelled_bags(bags, allowed, task))
 
     with torch.inference_mode():
         whole = asked([bag.features])[0]
@@ -214,7 +189,7 @@ def answer_of(predictor: BagPredictor, bag: Bag, tumor_type: str | None) -> Answ
         attention = _attention(predictor.models, bag)
     if not np.isfinite(whole).all() or not np.isfinite(alone).all():
         raise WsiFlError("the model gives no numbers; it did not train well")
-    return Answer(whole, alone, attention)
+    return Answer(task, meta.classes, whole, alone, attention)
 
 
 def _attention(models: Answering, bag: Bag) -> NDArray[np.float64] | None:
@@ -240,38 +215,30 @@ def slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | None
 
 def _picture(predictor: BagPredictor, record: SlideRecord, slide: Slide, bag: Bag, answer: Answer) -> bytes:
     """The heatmap over the slide's thumbnail."""
-    spec, classes = predictor.meta.spec, predictor.meta.classes
+    spec = predictor.meta.spec
     thumbnail, downsample = slide.thumbnail(_THUMBNAIL_PX)
     boxes = patch_boxes(bag.xy_l0, spec, slide.mpp, slide.size_l0)
-    name = classes[answer.kind]
-    shown = name if answer.attention is None else "attention"
+    (said, more), (shown, legend) = answer.words, answer.legend
     values = np.stack([1 - answer.heat, answer.heat], axis=1)
     heat = Heat(boxes, ("other", shown), values, predictor.pipeline.predict.threshold)
-    legend = (
-        f"{name} probability, patch alone" if answer.attention is None else "attention, share of the highest"
-    )
-    others = sorted(zip(answer.probabilities.tolist(), classes, strict=True), reverse=True)[1:3]
-    others = [(p, other) for p, other in others if p > 0]
     caption = Caption(
         record.slide,
         f"{predictor.run.name} · {predictor.site.name} · mosaic of {len(boxes)} patches of {spec.size_px} px "
         f"at {spec.mpp:g} µm",
-        f"{name} {answer.probabilities[answer.kind]:.2f}",
-        "; ".join(f"{other} {p:.2f}" for p, other in others),
+        said,
+        more,
         legend,
     )
     return draw_heatmap(thumbnail, downsample, slide.mpp, heat, [_OTHERWISE, _ATTENTION], caption)
 
 
-def _write_patches(
-    path: Path, bag: Bag, answer: Answer, classes: Sequence[str], size_l0: float | None
-) -> None:
+def _write_patches(path: Path, bag: Bag, answer: Answer, size_l0: float | None) -> None:
     """patches.csv: a row per patch of the mosaic; what the model would say of that patch alone."""
     weighs = answer.attention is not None
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         heading = ["x_l0", "y_l0", "size_l0", *(["attention"] if weighs else [])]
-        writer.writerow([*heading, *(f"p_{name}" for name in classes)])
+        writer.writerow([*heading, *answer.columns])
         side = "" if size_l0 is None else f"{size_l0:.3f}".rstrip("0").rstrip(".")
         for k, (x, y) in enumerate(bag.xy_l0.tolist()):
             weight = [] if answer.attention is None else [f"{answer.attention[k]:.6f}"]

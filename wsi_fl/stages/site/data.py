@@ -79,6 +79,11 @@ class Data:
         return self.store.table
 
     @property
+    def without_answer(self) -> str:
+        """What to say of slides that are left out since nothing is known of what is asked; empty for none."""
+        return ""
+
+    @property
     def shape(self) -> Shape:
         """What models see of an example."""
         raise NotImplementedError
@@ -330,6 +335,13 @@ class Asked(Mosaics):
     @property
     def table(self) -> BagTable:
         return self.answers.table
+
+    @property
+    def without_answer(self) -> str:
+        aside = self.answers.aside
+        shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
+        where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no answer"
+        return f"{where} in {self.answers.source} and are left out: {shown}" if aside else ""
 
     def examples(self, split: str) -> Examples:
         rows = np.flatnonzero(self.table.split == split)

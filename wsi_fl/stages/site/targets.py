@@ -72,11 +72,13 @@ class Answers:
         table: a row per example, a slide or a patient, whose label is the truth of the task.
         bags: the rows of the store that make each example.
         aside: slides of which the table says nothing, by name.
+        source: the table's name.
     """
 
     table: BagTable
     bags: tuple[NDArray[np.int64], ...]
     aside: tuple[str, ...]
+    source: str
 
 
 def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> Answers:
@@ -103,7 +105,7 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> A
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     if target.per == "slide" and not target.intervals:
-        return Answers(kept, tuple(rows[:, None]), tuple(aside))
+        return Answers(kept, tuple(rows[:, None]), tuple(aside), path.name)
     return _by_patient(kept, rows, tuple(aside), path)
 
 
@@ -122,7 +124,7 @@ def _by_patient(slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
     table = slides.take(order)
-    return Answers(replace(table, slide=table.patient), bags, aside)
+    return Answers(replace(table, slide=table.patient), bags, aside, path.name)
 
 
 def _table_path(study: Study, site: SiteFile) -> Path:

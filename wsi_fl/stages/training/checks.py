@@ -86,7 +86,9 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
         stains_of(party.study, pipeline)
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
-            open_data(party.study, site.name, pipeline).store.close()
+            with open_data(party.study, site.name, pipeline) as data:
+                if data.without_answer:
+                    say(f"  {data.without_answer}", "yellow")
 
 
 def _check_releases(party: Party) -> None:
@@ -117,7 +119,6 @@ def _check_target(party: Party) -> None:
     if task.kind == "classes":
         return
     settings = {
-        "train.tune": pipeline.train.tune,
         "train.balance": pipeline.train.balance,
         "audit.canaries": pipeline.audit.canaries,
         "predict.with = 'stack'": pipeline.predict.with_ == "stack",

@@ -72,7 +72,7 @@ def tuned_for(
         model: a fresh one; models that are trained begin as it does.
         name: of its architecture.
     """
-    if is_linear(name):
+    if is_linear(name) and train.task.kind == "classes":
         below = _layers(model)[:-1].to(device)
         every = [np.arange(len(train))[k : k + 256] for k in range(0, len(train), 256)]
         with torch.no_grad():
@@ -96,7 +96,7 @@ def tuned_for(
 
     usual = Way(settings.lr, settings.weight_decay, settings.balance)
     folds = 1 if isinstance(party.data(party.names[0]).shape, Images) else 5
-    way, held_out = tuned(train.label, train.patient, usual, trained, folds=folds)
+    way, held_out = tuned(train.label, train.patient, usual, trained, folds=folds, task=train.task)
     model.load_state_dict(start)
     return Tuned({"by": "cross-validation", **way.facts}, way=way, held_out=held_out)
 

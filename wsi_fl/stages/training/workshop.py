@@ -162,6 +162,8 @@ def assemble(party: Party, index: int) -> Site:
     data, folder, device = party.data(site.name), party.run.site(site.name), device_of_rank()
     if folder.store_digest() is None:  # a run that began with them goes on with them
         data.require_current()
+    if data.without_answer:
+        folder.log(data.without_answer)
     train, validation = learned_from(party, site.name)
     if not len(train):
         raise WsiFlError(f"site {site.name}: its store has no training {data.word}")

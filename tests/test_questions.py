@@ -1,0 +1,468 @@
+"""`[target]`: any column of a hospital's own table as classes, a number, or survival; per slide or per patient."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wsi_fl.learning.objectives import mutual
+from wsi_fl.learning.survival import concordance, integrated_brier, kaplan_meier, logrank, risk
+from wsi_fl.learning.tasks import CLASSES, Classes, Number, Survival, intervals, quality, scored
+from wsi_fl.stages.answers.audit import audit
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.targets import outputs_of, task_of
+from wsi_fl.stages.training.train import train
+from wsi_fl.stores.features import Bag, FeatureMeta, write_features
+from wsi_fl.study.asking import Target
+from wsi_fl.study.folder import Study
+from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
+
+sksurv = pytest.importorskip("sksurv.metrics", reason="without the extra `survival`")
+ENDS = (1.0, 2.0, 4.0)
+D, N = 8, 24
+PIPELINE = """
+[model]
+private = "deepset"
+proxy = "mean_head"
+[train]
+data = "mosaics"
+rounds = 3
+batch_size = 6
+lr = 0.01
+[evaluate]
+bootstrap = 20
+"""
+SURVIVAL = ('target.time="months"', 'target.event="dead"', "target.intervals=[6, 12, 24, 36]")
+NUMBER = ('target.column="burden"', "target.range=[0, 1]")
+GRADE = ('target.column="grade"', 'target.classes=["low", "high"]')
+OPEN = "privacy.enabled=false"
+
+
+# tasks, by hand
+
+
+def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient_reached():
+    task, x = Survival(ENDS), torch.tensor([[0.3, -1.0, 0.5]], dtype=torch.float64)
+    h = x.sigmoid()[0]
+    by_hand = {
+        (0.5, 1.0): -h[0].log(),
+        (1.0, 1.0): -(1 - h[0]).log() - h[1].log(),  # intervals begin with their first moment
+        (3.0, 1.0): -(1 - h[0]).log() - (1 - h[1]).log() - h[2].log(),
+        (9.0, 1.0): -((1 - h).log().sum()),  # after the last end nobody looks
+        (0.4, 0.0): torch.tensor(0.0),  # left in the first half of an interval: nothing is known of it
+        (0.6, 0.0): -(1 - h[0]).log(),
+        (3.5, 0.0): -((1 - h).log().sum()),
+    }
+    for truth, wanted in by_hand.items():
+        (found,) = task.losses(x, torch.tensor([truth]))
+        assert float(found) == pytest.approx(float(wanted), abs=1e-9), truth
+    np.testing.assert_allclose(task.said(x)[0], np.cumprod(1 - h.numpy()))
+
+
+def test_what_is_fitted_by_the_likelihood_is_the_kaplan_meier_estimate():
+    """One hazard for everybody and no covariates: its maximum is known, events over patients at risk."""
+    truth = torch.tensor([[0.5, 1], [0.5, 1], [1.5, 1], [1.5, 1], [3.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
+    x = torch.zeros(1, 3, requires_grad=True)
+    optimizer = torch.optim.LBFGS([x], max_iter=100)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = Survival(ENDS).losses(x.expand(8, 3), truth).mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    np.testing.assert_allclose(Survival(ENDS).said(x.detach())[0], [6 / 8, 4 / 8, 3 / 8], atol=1e-3)
+    times, share = kaplan_meier(truth.numpy())
+    assert dict(zip(times, share, strict=True))[3.0] == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize("task", [Classes(), Number(0.0, 50.0), Survival(ENDS)], ids=lambda t: t.kind)
+def test_every_loss_is_of_its_example_alone_and_divergence_vanishes_between_equals(task):
+    torch.manual_seed(0)
+    x, other = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    truth = {
+        "classes": torch.tensor([0, 2, 1, 1, 0]),
+        "number": torch.tensor([3.0, 50.0, 0.0, 7.5, 20.0]),
+        "survival": torch.tensor([[0.5, 1], [3, 0], [9, 0], [2, 1], [1, 1]]),
+    }[task.kind]
+    together = task.losses(x, truth)
+    alone = torch.cat([task.losses(x[k : k + 1], truth[k : k + 1]) for k in range(5)])
+    torch.testing.assert_close(together, alone)
+    assert float(task.divergence(x, x)) == pytest.approx(0, abs=1e-12)
+    assert float(task.divergence(x, other)) > 0
+    half = mutual(x, truth, other, 0.5, task=task)
+    torch.testing.assert_close(half, (together.mean() + task.divergence(x, other)) / 2)
+    assert np.isfinite(task.guess(3)).all() and len(task.guess(3)) == 3
+
+
+def test_a_number_stays_within_the_range_that_was_agreed_on():
+    task = Number(10.0, 30.0)
+    assert task.said(torch.tensor([[-9.0], [0.0], [0.5], [9.0]])).flatten().tolist() == [10, 20, 25, 30]
+    assert float(task.losses(torch.tensor([[0.5]]), torch.tensor([25.0]))) == 0
+    exact = task.scored(np.array([[10.0], [20.0]]), np.array([10.0, 20.0]))
+    assert exact == {"r2": 1.0, "mae": 0.0, "rmse": 0.0}
+    assert task.scored(np.array([[10.0]]), np.array([12.0]))["r2"] is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31))
+def test_concordance_is_the_share_of_ordered_pairs(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 12))
+    truth = np.stack([rng.integers(1, 8, n), rng.integers(0, 2, n)], 1).astype(float)
+    stated = rng.integers(0, 4, n).astype(float)
+    right = pairs = 0.0
+    for i in range(n):
+        for j in range(n):
+            earlier = truth[i, 0] < truth[j, 0] or (truth[i, 0] == truth[j, 0] and not truth[j, 1])
+            if i != j and truth[i, 1] and earlier:
+                pairs += 1
+                right += 1.0 if stated[i] > stated[j] else 0.5 if stated[i] == stated[j] else 0.0
+    found = concordance(stated, truth)
+    assert found is None if not pairs else found == pytest.approx(right / pairs)
+
+
+def test_scores_of_survival_that_cannot_be_computed_are_none():
+    task = Survival(ENDS)
+    said = np.full((3, 3), 0.5)
+    nobody = np.array([[1.0, 0], [2, 0], [3, 0]])
+    assert scored(said, nobody, task) == {"n": 3, "concordance": None, "integrated_brier": None}
+    assert scored(said[:0], nobody[:0], task)["concordance"] is None
+    assert logrank(nobody, np.array([True, False, True])) is None
+    assert quality(said, nobody, task) is None
+
+
+def test_knowing_the_future_scores_better_than_guessing():
+    rng = np.random.default_rng(0)
+    time = rng.exponential(2.0, 80)
+    truth = np.stack([np.minimum(time, 5), time < 5], 1)
+    known = (time[:, None] > np.array(ENDS)).astype(float) * 0.98 + 0.01
+    task = Survival(ENDS)
+    knows, guesses = scored(known, truth, task), scored(np.full_like(known, 0.5), truth, task)
+    assert knows["concordance"] > 0.85 and guesses["concordance"] == 0.5
+    assert knows["integrated_brier"] < 0.05
+    assert guesses["integrated_brier"] > 0.2
+    low, high = intervals(known, truth, np.arange(80).astype(str), task, repeats=50)["concordance"]
+    assert low <= knows["concordance"] <= high
+    assert concordance(risk(known, ENDS), truth) == pytest.approx(
+        sksurv.concordance_index_censored(truth[:, 1] > 0.5, truth[:, 0], risk(known, ENDS))[0]
+    )
+    assert integrated_brier(known, truth, (0.01,)) is None  # one end is no integral
+
+
+# what is asked
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ({"column": "x"}, "say column with classes"),
+        ({"classes": ["a", "b"]}, "say column with classes"),
+        ({"column": "x", "classes": ["a", "b"], "range": [0.0, 1.0]}, "say column with classes"),
+        ({"column": "x", "classes": ["a", "a"]}, "named twice"),
+        ({"column": "x", "classes": ["a", "b"], "ignore": ["b"]}, "target.ignore too"),
+        ({"column": "x", "range": [1.0, 0.0]}, "the smallest number comes first"),
+        ({"time": "t"}, "survival needs time, event and intervals"),
+        ({"time": "t", "event": "e", "intervals": [2.0, 1.0]}, "the ends must rise"),
+        ({"time": "t", "event": "e", "intervals": [0.0, 1.0]}, "above 0"),
+    ],
+)
+def test_what_is_no_question_is_refused(target, said):
+    refused(lambda: task_of(Target(**target)), said)
+
+
+def test_outputs_are_named_after_what_they_say():
+    assert outputs_of(Target(column="x", classes=["a", "b"])) == ("a", "b")
+    assert outputs_of(Target(column="x", range=[0.0, 1.0])) == ("x",)
+    assert outputs_of(Target(time="t", event="e", intervals=[6.0, 12.5])) == ("6", "12.5")
+
+
+# a study whose slides show how much tumour there is, which decides everything else
+
+
+def write_site(study, site, seed):
+    """Two slides of every patient; the mean of feature 0 over a slide's patches is the tumour's share of it."""
+    rng = np.random.default_rng(seed)
+    burden = rng.uniform(0, 1, N)
+    bags, slide, patient, split = [], [], [], []
+    for k in range(N):
+        for s in range(2):
+            m = int(rng.integers(20, 40))
+            features = rng.normal(0, 0.3, (m, D)).astype(np.float32)
+            features[: round(burden[k] * m), 0] += 4
+            bags.append(Bag(features, np.zeros((m, 2), np.int64)))
+            slide.append(f"{site}_{k}_{s}")
+            patient.append(f"P{k}")
+            split.append("test" if k % 3 == 0 else "train")
+    table = BagTable(
+        np.zeros(2 * N, np.int64),
+        np.full(2 * N, ""),
+        np.array(slide),
+        np.array(patient),
+        np.array(split),
+    )
+    path = study.mosaic(site)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_features(path, FeatureMeta(site, ("healthy", "tumor"), {}, "e", GridSpec(64, 1.0, 64)), table, bags)
+    time = rng.exponential(40 * np.exp(-4 * burden))
+    left = rng.uniform(10, 60, N)
+    return [
+        {
+            "patient": f"P{k}",
+            "burden": f"{burden[k]:.4f}",
+            "grade": "high" if burden[k] > 0.5 else "low",
+            "months": f"{min(time[k], left[k]):.3f}",
+            "dead": "yes" if time[k] < left[k] else "no",
+        }
+        for k in range(N)
+    ]
+
+
+def write_table(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def make(root, n_sites=2):
+    (root / "pipelines").mkdir(parents=True)
+    (root / "sites").mkdir()
+    (root / "pipelines" / "q.toml").write_text(PIPELINE)
+    study = Study(root)
+    for k in range(n_sites):
+        write_table(root / f"S{k}.csv", write_site(study, f"S{k}", seed=k))
+        (root / "sites" / f"S{k}.toml").write_text(f'name = "S{k}"\nreal = false\nclinical = "S{k}.csv"\n')
+    return study
+
+
+@pytest.fixture
+def study(tmp_path):
+    return make(tmp_path / "study")
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory):
+    study = make(tmp_path_factory.mktemp("questions") / "study")
+    found = {
+        method: train(study, method=method, overrides=[*SURVIVAL, OPEN, "train.rounds=12"], backend="local")[
+            "run"
+        ]
+        for method in ("proxyfl", "regular")
+    }
+    return study, found
+
+
+def opened(study, *overrides):
+    pipeline = study.pipeline("q", list(overrides))
+    return open_data(study, "S0", pipeline)
+
+
+def edit(study, **changes):
+    """Write the first line of S0's table anew."""
+    path = study.root / "S0.csv"
+    rows = list(csv.DictReader(path.open()))
+    write_table(path, [rows[0] | changes, *rows[1:]])
+
+
+def test_a_patient_is_one_bag_of_all_slides_and_a_slide_is_one_otherwise(study):
+    with opened(study, *NUMBER) as slides, opened(study, *NUMBER, 'target.per="patient"') as patients:
+        assert (len(slides.table), len(patients.table)) == (2 * N, N)
+        assert patients.table.slide.tolist() == patients.table.patient.tolist()
+        one = patients.examples("train")
+        whole = one.read(np.array([0]))[0]
+        rows = np.flatnonzero(slides.store.table.patient == one.patient[0])
+        bags = np.concatenate([slides.store.bag(int(row)).features for row in rows])
+        np.testing.assert_array_equal(whole[:, :-1], bags)
+        assert whole[:, -1].all()
+        assert one.task == Number(0, 1) and one.label.dtype == np.float32
+    with opened(study, *SURVIVAL) as survival:
+        assert len(survival.table) == N and survival.table.label.shape == (N, 2)
+
+
+def test_survival_is_learned_measured_and_drawn(survived):
+    study, runs = survived
+    document = evaluate(study, runs["proxyfl"])
+    assert (document["task"], document["scores"]) == ("survival", ["concordance", "integrated_brier"])
+    assert document["merged"]["concordance"]["mean"] > 0.7
+    for row in document["sites"]:
+        low, high = row["intervals"]["concordance"]
+        assert low <= row["concordance"] <= high and "confusion" not in row
+    folder = study.run(runs["proxyfl"])
+    with (folder / "sites/S0/predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert set(rows[0]) >= {"patient", "time", "event", "without_event_6", "without_event_36"}
+    said = np.array([[float(row[f"without_event_{end}"]) for end in (6, 12, 24, 36)] for row in rows])
+    assert (np.diff(said) <= 0).all() and (said > 0).all() and (said < 1).all()
+    page = report(study, runs["proxyfl"]).read_text()
+    assert "Concordance" in page and "Log-rank p" in page and "accuracy" not in page.split("<pre")[0].lower()
+
+
+def test_methods_that_answer_the_same_question_are_compared_by_its_scores(survived):
+    study, runs = survived
+    document = compare(study, list(runs.values()))
+    assert document["scores"] == ["concordance", "integrated_brier"] and document["worth"] is None
+    assert all(row["concordance"]["mean"] > 0.6 for row in document["rows"])
+    text = (study.root / document["table"]).read_text()
+    assert "own_concordance_mean" in text.splitlines()[0]
+    other = train(study, method="regular", overrides=[*NUMBER, OPEN], backend="local")["run"]
+    refused(lambda: compare(study, [runs["proxyfl"], other]), "learned from other slides", error=WsiFlError)
+
+
+def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survived):
+    study, runs = survived
+    (row,) = predict(study, runs["proxyfl"], site="S0", slides=[Path("S0_3_1")])["slides"]
+    chances = list(row["without_event"].values())
+    assert list(row["without_event"]) == ["6", "12", "24", "36"] and chances == sorted(chances, reverse=True)
+    assert -36 <= row["risk"] <= 0 and "class" not in row
+    with (study.root / row["csv"]).open() as file:
+        patches = list(csv.DictReader(file))
+    assert len(patches) == row["patches"] and 0 <= float(patches[0]["without_event_36"]) <= 1
+
+
+def test_an_attack_on_survival_ranks_by_its_own_loss(survived):
+    study, runs = survived
+    found = audit(study, runs["regular"])
+    found = [model["membership"]["own"]["auroc"] for site in found["sites"] for model in site["models"]]
+    assert len(found) == 2 and all(0.3 <= value <= 1 for value in found)
+
+
+def test_a_number_is_learned(study):
+    run = train(study, method="proxyfl", overrides=[*NUMBER, OPEN, "train.rounds=12"], backend="local")["run"]
+    document = evaluate(study, run)
+    assert document["merged"]["r2"]["mean"] > 0.5
+    assert document["merged"]["mae"]["mean"] < 0.2
+    assert "Each dot is a test" in report(study, run).read_text()
+
+
+def test_classes_of_a_column_are_learned_as_those_of_a_store(study):
+    run = train(study, method="proxyfl", overrides=[*GRADE, OPEN, "train.rounds=12"], backend="local")["run"]
+    document = evaluate(study, run)
+    assert document["task"] == "classes" and document["merged"]["auroc"]["mean"] > 0.9
+    with (study.run(run) / "sites/S0/predictions.csv").open() as file:
+        assert {"p_low", "p_high"} <= set(next(csv.DictReader(file)))
+
+
+def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
+    dp = ["privacy.unit=patient", "privacy.insecure_seed=1", "train.rounds=1"]
+    spent = {}
+    for name, target in (("survival", SURVIVAL), ("grade", (*GRADE, 'target.per="patient"'))):
+        summary = train(study, method="proxyfl", overrides=[*target, *dp], backend="local")
+        lines = (study.root / summary["run"] / "sites/S0/metrics.jsonl").read_text().splitlines()
+        spent[name] = json.loads(lines[-1])["epsilon"]
+        assert np.isfinite(json.loads(lines[-1])["loss"]["proxy"])
+    assert spent["survival"] == spent["grade"] is not None
+
+
+# what hospitals' tables are like
+
+
+@pytest.mark.parametrize(
+    ("target", "change", "said"),
+    [
+        (GRADE, {"grade": "Low"}, "grade = 'Low' is none of target.classes (low, high)"),
+        (NUMBER, {"burden": "7"}, "burden = 7; it must be 0 to 1 (target.range)"),
+        (NUMBER, {"burden": "much"}, "burden = 'much' is no number"),
+        (NUMBER, {"burden": "inf"}, "it must be 0 to 1"),
+        (SURVIVAL, {"months": "-3"}, "months = -3; it must be 0 or more"),
+        (SURVIVAL, {"dead": "perhaps"}, "dead = 'perhaps' is none of"),
+        (("target.range=[0, 1]", 'target.column="size"'), {}, "column 'size' is missing"),
+        (GRADE, {"patient": "P1", "grade": "low"}, "patient P1 has another answer"),
+    ],
+)
+def test_a_table_that_does_not_answer_is_refused_in_one_line(study, target, change, said):
+    if change.get("patient"):
+        rows = list(csv.DictReader((study.root / "S0.csv").open()))
+        change["grade"] = {"low": "high", "high": "low"}[rows[1]["grade"]]
+    edit(study, **change)
+    refused(lambda: opened(study, *target), said)
+
+
+def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
+    edit(study, burden="")
+    with opened(study, *NUMBER) as data:
+        assert len(data.table) == 2 * N - 2
+        assert data.answers.aside == ("S0_0_0", "S0_0_1")
+    with opened(study, *GRADE, 'target.ignore=["none"]') as data:
+        assert len(data.table) == 2 * N
+    train(study, method="regular", overrides=[*NUMBER, OPEN, "train.rounds=1"], backend="local")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
+
+
+def test_lines_may_name_slides_by_file_and_sites_share_a_table(study):
+    rows = [
+        {"slide_id": f"slides/S0_{k}_{s}.svs", "site": "S0", "burden": f"{(2 * k + s) / 100}"}
+        for k in range(N)
+        for s in range(2)
+    ]
+    write_table(study.root / "S0.csv", [*rows, {"slide_id": "x.svs", "site": "S1", "burden": "nonsense"}])
+    with opened(study, *NUMBER) as data:
+        assert data.table.label[:4].tolist() == pytest.approx([0, 0.01, 0.02, 0.03])
+    refused(
+        lambda: opened(study, *NUMBER, 'target.per="patient"'),
+        "the slides of patient P0 have different answers",
+    )
+
+
+def test_a_site_without_a_table_or_with_another_ones_is_told(study):
+    file = study.root / "sites" / "S0.toml"
+    file.write_text('name = "S0"\nreal = false\n')
+    refused(lambda: opened(study, *NUMBER), "name it with clinical")
+    file.write_text('name = "S0"\nreal = false\nclinical = "none.csv"\n')
+    refused(lambda: opened(study, *NUMBER), "no such file")
+    write_table(study.root / "none.csv", [{"patient": "Z", "burden": "0.5"}])
+    refused(lambda: opened(study, *NUMBER), "says of none of the 48 slides")
+    write_table(study.root / "none.csv", [{"name": "Z", "burden": "0.5"}])
+    refused(lambda: opened(study, *NUMBER), "has no column of slides")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.data=features"], "set train.data = 'mosaics'"),
+        (["train.balance=true"], "train.balance works with classes alone"),
+        (["audit.canaries=4"], "audit.canaries works with classes alone"),
+        (["predict.with=stack"], "predict.with = 'stack' works with classes alone"),
+    ],
+)
+def test_what_works_with_classes_alone_is_refused_for_other_questions(study, overrides, said):
+    refused(
+        lambda: train(study, method="proxyfl", overrides=[*SURVIVAL, OPEN, *overrides], backend="local"), said
+    )
+    if "canaries" in said:
+        refused(lambda: train(study, method="oneshot", overrides=[*NUMBER], backend="local"), "classes alone")
+
+
+def test_a_lone_hospital_tunes_by_the_score_of_the_question(study):
+    run = train(
+        study,
+        method="regular",
+        overrides=[*SURVIVAL, OPEN, "train.tune=true", "train.rounds=4"],
+        backend="local",
+    )["run"]
+    kept = json.loads((study.run(run) / "sites/S0/tuned.json").read_text())
+    assert kept["by"] == "cross-validation" and kept["balance"] is False
+
+
+def test_without_the_extra_one_line_says_how_to_install_it(monkeypatch):
+    from wsi_fl.learning import survival
+
+    monkeypatch.setattr(survival, "find_spec", lambda name: None)
+    refused(
+        lambda: task_of(Target(time="t", event="e", intervals=[1.0])),
+        "pip install 'wsi-fl[survival]'",
+        error=UsageError,
+    )
+    assert task_of(Target(column="x", classes=["a", "b"])) is CLASSES
