@@ -16,10 +16,11 @@ gradients may be 0.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from math import exp, expm1, inf, isfinite, log, log1p
+from math import expm1, inf, isfinite, log, log1p
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,14 +123,23 @@ def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDA
 def by_textbook(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
     """kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is still `delta` (Vadhan, 2017, lemma 2.2).
 
-    The smaller δ', the larger ε; the largest one that suffices is searched among powers of ten.
+    The smaller δ', the larger ε; the largest one that suffices is searched among powers of ten. Any that suffices is a
+    bound, so that the search may halve its steps.
     """
-    for power in np.arange(0, 300, 0.25):
-        smaller = delta * exp(-float(power) * log(10))
+
+    def bound(step: int) -> float | None:
+        """kε where this δ' suffices, infinite where it is beyond use, None where it is still too large."""
+        smaller = delta * 10.0 ** (-step / 4)
         value = epsilon(mechanisms, smaller) if smaller > 0 else inf
         if not isfinite(value) or k * value > MOST_EPSILON:
             return inf
         grown = 1.0 if value == 0 else expm1(k * value) / expm1(value) if k * value < 700 else inf
-        if smaller * (grown if value else k) <= delta:
-            return k * value
-    return inf
+        return k * value if smaller * (grown if value else k) <= delta else None
+
+    first = bisect_left(range(_STEPS), True, key=lambda step: bound(step) is not None)
+    found = bound(first) if first < _STEPS else None
+    return inf if found is None else found
+
+
+_STEPS = 1200
+"""Quarters of a power of ten."""

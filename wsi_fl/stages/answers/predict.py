@@ -113,7 +113,9 @@ def print_predictions(document: dict[str, Any]) -> None:
     """Print a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
-        headings = ("patches", "answer", "value") if of_bags else ("patches", "max", "top k", "over threshold")
+        headings = (
+            ("patches", "answer", "value") if of_bags else ("patches", "max", "top k", "over threshold")
+        )
         whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
         cells = _of_slide if of_bags else _of_patches
         rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
