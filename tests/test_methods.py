@@ -46,7 +46,10 @@ def test_every_method_trains_accounts_and_is_evaluated(study, method):
     assert summary["communication"]["messages"] == 2 * messages
 
 
-@pytest.mark.parametrize("method", ACCOUNTED)
+@pytest.mark.parametrize(
+    "method",
+    [one if one in {"proxyfl", "cwt"} else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED],
+)
 def test_every_method_goes_on_to_the_same_models_after_a_kill(study, method, monkeypatch):
     whole = run(study, method, SEEDED)
     from wsi_fl.federation import loop

@@ -543,6 +543,7 @@ def test_a_dry_run_writes_nothing(study):
     assert {row["guarantee"] for row in document["sites"]} == {"none"}
 
 
+@pytest.mark.slow
 def test_three_ranks_do_as_one_process_does(study, wsi_fl):
     local = run(study)
     done = wsi_fl("train", "--method", "replay", "--json", "--set", "train.rounds=2", cwd=study.root)

@@ -242,7 +242,7 @@ def wait_for_round(study, number, site, run="00001-proxyfl-small"):
     raise AssertionError(f"{site} never finished round {number}")
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign):
     study = make_study(tmp_path / "study", n_sites=3)
     job = started(study, "train.rounds=12", timeout_s=3)

@@ -90,6 +90,7 @@ def whole(tmp_path_factory):
     return study, summary
 
 
+@pytest.mark.slow
 def test_four_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
     study, summary = whole
     done = under_mpiexec(study, 4, "train", "--json", *sets(SEEDED))

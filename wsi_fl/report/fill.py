@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
@@ -13,6 +14,14 @@ from wsi_fl.report import words
 
 def fill(template: str, context: Mapping[str, Any], **filters: Callable[..., Any]) -> str:
     """One of the room's templates, filled; numbers are shown by the functions of `words`, and by `filters`."""
+    environment = _environment()
+    environment.filters.update(filters)
+    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(context))
+
+
+@cache
+def _environment() -> Environment:
+    """It keeps the templates that it has compiled."""
     environment = Environment(
         loader=PackageLoader("wsi_fl", "report"),
         autoescape=True,
@@ -32,5 +41,5 @@ def fill(template: str, context: Mapping[str, Any], **filters: Callable[..., Any
         "known",
         "percent",
     )
-    environment.filters.update({name: getattr(words, name) for name in shown} | filters)
-    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(context))
+    environment.filters.update({name: getattr(words, name) for name in shown})
+    return environment
