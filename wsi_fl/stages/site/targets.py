@@ -64,6 +64,22 @@ def outputs_of(target: Target) -> tuple[str, ...]:
     return tuple(f"{end:g}" for end in target.intervals) if target.intervals else (str(target.column),)
 
 
+def question(target: Target) -> str:
+    """Return what is asked, in words.
+
+    Example:
+        >>> question(Target(column="grade", classes=["low", "high"]))
+        "column 'grade' of the hospital's own table, per slide"
+    """
+    if not target.asked:
+        return "what the stores are labelled with"
+    whose = "of the hospital's own table"
+    if target.intervals:
+        return f"time until '{target.event}', by column '{target.time}' {whose}, per patient"
+    within = "" if target.range is None else f", a number from {target.range[0]:g} to {target.range[1]:g}"
+    return f"column '{target.column}' {whose}{within}, per {target.per}"
+
+
 @dataclass(frozen=True)
 class Answers:
     """What a table says of the slides of a store.

@@ -7,7 +7,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.targets import outputs_of
+from wsi_fl.stages.site.targets import outputs_of, question
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
@@ -17,12 +17,15 @@ class Learned(TypedDict):
 
     Attributes:
         data: `train.data`.
+        asks: what models answer, in words.
+        classes: the classes; of numbers and survival what each output is called.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
         says: where this is from, and what it rests on.
     """
 
     data: Literal["patches", "features", "mosaics"]
+    asks: str
     classes: list[str] | None
     channels: int | None
     size_px: int | None
@@ -72,6 +75,7 @@ def _of_settings(pipeline: Pipeline) -> Learned:
 def _learned(pipeline: Pipeline, classes: list[str] | None, shape: Shape | None) -> Learned:
     return {
         "data": pipeline.train.data,
+        "asks": question(pipeline.target),
         "classes": classes,
         "channels": shape.channels if isinstance(shape, Images) else None,
         "size_px": shape.size_px if isinstance(shape, Images) else None,

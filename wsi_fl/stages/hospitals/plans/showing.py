@@ -21,7 +21,8 @@ def print_look(looked: Looked) -> None:
     )
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
-    say(f"  trained on {learned['data']} ({learned['encoder'] or 'pixels'}): {classes}. {learned['says']}")
+    trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
+    say(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
     say(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
     say("what leaves your hospital:")
     for one in said["leaves"]:
