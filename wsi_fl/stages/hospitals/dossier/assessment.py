@@ -63,8 +63,8 @@ def _description(said: PlanDocument, site: SiteFile) -> Part:
         "heading": "Systematic description of the processing and its purposes, Art. 35 (7) (a)",
         "facts": [
             f"{len(names)} sites ({', '.join(names)}) train models on whole-slide images together: {said['does']}",
-            f"At site {site.name} the processing reads {learned['data']} made of its slides, and learns "
-            f"{' against '.join(learned['classes'] or ['the classes of the stores'])}.",
+            f"At site {site.name} the processing reads {learned['data']} made of its slides, and learns to answer "
+            f"{learned['asks']}: {', '.join(learned['classes'] or ['classes that the stores know'])}.",
             f"What leaves the hospital and is computed of records: {'; '.join(leaving)}.",
             f"What never leaves: {'; '.join(said['stays'])}.",
         ],
