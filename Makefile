@@ -26,6 +26,9 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --durations=30
 
+test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=20 tests/test_flare_methods.py tests/test_flare_faults.py tests/test_folder_line.py tests/test_federation_demo.py
+
 check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +59,4 @@ wheelhouse:      ## all wheels for a hospital without internet, and an installat
 clean:           ## remove the environment, the demos and the wheels
 	rm -rf .venv demo federation-demo docs/_build wheelhouse
 
-.PHONY: help env demo federation-demo test check docs bench wheelhouse clean
+.PHONY: help env demo federation-demo test test-hospitals check docs bench wheelhouse clean
