@@ -55,6 +55,9 @@ class Train(Section):
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
     data: Literal["patches", "features", "mosaics"] = "patches"
     """What an example is: a patch, the features of a patch, or a slide as the bag of its mosaic's features."""
+    max_patches: int | None = Field(None, ge=1)
+    """Largest number of patches of a slide in one training step, drawn anew in each step; for mosaics and imported
+    features. By default all are seen. A slide is predicted from all of its patches."""
     seed: int = 0
     """Seed of everything in training that is not secret. Noise and private batches never follow it."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
@@ -75,7 +78,8 @@ class Model(Section):
     private: str = "resnet18"
     """Architecture of the private models, which stay at home. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
     `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
-    `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`."""
+    `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
+    `mean_head`."""
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 
