@@ -89,7 +89,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
         watcher.update("evaluate", index + 1, len(taking_part), site.name)
     if not rows:
         raise WsiFlError(f"{party.run.name}: every site whose store is here was lost and has no model")
-    weights = [float((party.data(one.name).store.table.split == "train").sum()) for one in taking_part]
+    weights = [float((party.data(one.name).table.split == "train").sum()) for one in taking_part]
     several = merged and len(rows) > 1
     return {
         "run": party.study.relative(party.run.path),
@@ -133,8 +133,7 @@ def _over_models(rows: Sequence[Mapping[str, Any]], *, merged: bool) -> dict[str
 
 
 def _test_part(data: Data) -> tuple[Examples, Table]:
-    table = data.store.table
-    return data.held_out, table.take(np.flatnonzero(table.split == "test"))
+    return data.held_out, data.table.take(np.flatnonzero(data.table.split == "test"))
 
 
 def _evaluate_site(

@@ -13,15 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.preflight import Inputs
-from wsi_fl.learning.bags import allowed_classes, bag_examples
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory, resized
+from wsi_fl.learning.bags import allowed_classes, bag_examples, bags_at_once
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory
+from wsi_fl.stages.site.parts import divided, pictures, rows_of
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stages.site.stains import Released
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.types import Bags, BagTable, Images, PatchTable, Shape, UsageError, Vectors, WsiFlError
 
 _HASHED = 4096
@@ -46,16 +47,17 @@ class Data:
     of_images: ClassVar[bool] = False
     store: Store
 
-    def __init__(self, study: Study, site: str, input_px: int | None = None) -> None:
+    def __init__(self, study: Study, site: str, train: Train | None = None) -> None:
         """Open the site's store.
 
         Args:
-            input_px: the size that pictures are reduced to, `train.input_px`; as stored where it is None.
+            train: what says to which size pictures are reduced and which fold is for testing; both as stored
+                where it is None.
 
         Raises:
             WsiFlError: when there is none; says which command makes it.
         """
-        self.study, self.site, self._input_px = study, site, input_px
+        self.study, self.site, self._train = study, site, train or Train()
         self.store = self._opened()
 
     def _opened(self) -> Any:
@@ -65,6 +67,11 @@ class Data:
     def shape(self) -> Shape:
         """What models see of an example."""
         raise NotImplementedError
+
+    @cached_property
+    def table(self) -> Any:
+        """The store's table with the splits that the run uses; raises what `divided` does."""
+        return divided(self.store.table, self._train, self.site)
 
     @staticmethod
     def path(study: Study, site: str) -> Path:
@@ -134,14 +141,14 @@ class Patches(Data):
 
     @property
     def shape(self) -> Images:
-        return Images(self.store.channels, self._input_px or self.store.meta.spec.size_px)
+        return Images(self.store.channels, self._train.input_px or self.store.meta.spec.size_px)
 
     @staticmethod
     def path(study: Study, site: str) -> Path:
         return study.store(site)
 
     def examples(self, split: str) -> Examples:
-        found = examples_of(self.store, split, self.shape.size_px)
+        found = pictures(rows_of(self.store, self.table, split), self.shape.size_px)
         self.store.rest()  # a process may hold the stores of hundreds of sites
         return found
 
@@ -184,7 +191,7 @@ class Features(Data):
         return study.features(site)
 
     def examples(self, split: str) -> Examples:
-        return in_memory(_rows_of_split(self.store, split), chunk=_HASHED)
+        return in_memory(rows_of(self.store, self.table, split), chunk=_HASHED)
 
     def inputs(self) -> Inputs:
         return {"n_features": self.store.n_features, "encoder": self.store.encoder}
@@ -257,8 +264,8 @@ class Mosaics(Data):
 
     def examples(self, split: str) -> Examples:
         store = self.store
-        rows = np.flatnonzero(store.table.split == split)
-        table, meta = store.table.take(rows), store.meta
+        rows = np.flatnonzero(self.table.split == split)
+        table, meta = self.table.take(rows), store.meta
         allowed = allowed_classes(table.tumor_type, meta.classes, meta.tumor_types)
         for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
             label, kind = meta.classes[table.label[row]], table.tumor_type[row]
@@ -273,6 +280,7 @@ class Mosaics(Data):
             allowed,
             n_features=store.n_features,
             in_memory=n_bytes <= IN_MEMORY_BYTES,
+            at_once=bags_at_once(int(store.sizes[rows].max(initial=1)), store.n_features),
         )
 
     def inputs(self) -> Inputs:
@@ -301,7 +309,7 @@ def kind_of(pipeline: Pipeline) -> type[Data]:
 
 def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
     """Open the store that a pipeline trains on; says which command makes a missing one."""
-    return kind_of(pipeline)(study, site, pipeline.train.input_px)
+    return kind_of(pipeline)(study, site, pipeline.train)
 
 
 def open_store(study: Study, site: str) -> PatchStore:
@@ -333,17 +341,3 @@ def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     for column in (known, table.label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest
-
-
-def examples_of(
-    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
-) -> Examples:
-    """Return the patches of one split, reduced to input_px, in memory where they fit."""
-    found = _rows_of_split(store, split)
-    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
-
-
-def _rows_of_split(store: PatchStore | PatchFeatures, split: str) -> Examples:
-    rows = np.flatnonzero(store.table.split == split)
-    table = store.table.take(rows)
-    return Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)

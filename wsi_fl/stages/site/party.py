@@ -83,11 +83,14 @@ class Party:
 
     @staticmethod
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
-        """Read the site files of a pipeline; stores are opened when somebody asks for them."""
+        """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
         if method_for(method, pipeline).once:
             pipeline = _of_one_release(pipeline)
-        return Party(study, pipeline, method, folder, tuple(study.sites(pipeline)))
+        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
+        if pipeline.train.left_out is not None:
+            pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
+        return Party(study, pipeline, method, folder, sites)
 
     @staticmethod
     def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> Party:
