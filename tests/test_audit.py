@@ -35,7 +35,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, print_audit
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.material import agreed_canaries
 from wsi_fl.stages.training.train import train

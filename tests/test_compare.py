@@ -24,7 +24,7 @@ from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 from wsi_fl.learning.significance import clustered_interval, holm, paired
 from wsi_fl.report import comparison, worth
 from wsi_fl.report.comparison_figures import Series, charts, palette, png
-from wsi_fl.stages.answers import compare_runs
+from wsi_fl.stages.answers import compare_baseline
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -460,7 +460,7 @@ def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of
         asked.update(arguments)
         raise WsiFlError("stop")
 
-    monkeypatch.setattr(compare_runs, "train", instead_of_train)
+    monkeypatch.setattr(compare_baseline, "train", instead_of_train)
     refused(lambda: compare(study, [name]), "stop", error=WsiFlError)
     assert (asked["backend"], asked["method"], asked["pipeline_name"]) == ("mpi", "regular", "small")
     assert "privacy.enabled=false" in asked["overrides"]

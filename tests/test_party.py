@@ -11,7 +11,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site import data
-from wsi_fl.stages.site.data import KINDS, kind_of
+from wsi_fl.stages.site.kinds import KINDS, kind_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.train import train

@@ -19,7 +19,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.targets import outputs_of, task_of
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features

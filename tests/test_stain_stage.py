@@ -16,7 +16,8 @@ from wsi_fl.slides.stains.reinhard import restained, stain_of, tissue_moments
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.prepare import stain as stage
 from wsi_fl.stages.prepare.stain import stain
-from wsi_fl.stages.site.data import open_data, open_store
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.stains import read_stain, stains_of
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import train

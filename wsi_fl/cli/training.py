@@ -49,6 +49,16 @@ def train(
     seeds: Annotated[
         int | None, typer.Option(metavar="N", help="A series of runs from N seeds, train.seed and on.")
     ] = None,
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="A series of runs, each testing one of N folds of every site's patients."
+        ),
+    ] = None,
+    leave_site_out: Annotated[
+        bool,
+        typer.Option("--leave-site-out", help="A series of runs, each testing a site that takes no part."),
+    ] = False,
     without: Annotated[
         list[str] | None,
         typer.Option(metavar="SITE", help="With --resume: go on without this site. Repeatable."),
@@ -65,14 +75,22 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
-    if resume is not None and (overrides or pipeline or seeds):
-        raise UsageError("a resumed run keeps its configuration; leave out --set, --pipeline and --seeds")
+    if resume is not None and (overrides or pipeline or seeds or folds or leave_site_out):
+        raise UsageError(
+            "a resumed run keeps its configuration; leave out --set, --pipeline and --seeds, --folds, --leave-site-out"
+        )
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
-    if baselines and (method != "mpcpa" or resume is not None or seeds is not None or dry_run):
+    several = seeds is not None or folds is not None or leave_site_out
+    if baselines and (method != "mpcpa" or resume is not None or several or dry_run):
         raise UsageError("--baselines belongs to --method mpcpa, alone")
     study = find_study()
-    chosen: dict[str, Any] = {"method": method, "pipeline_name": pipeline, "overrides": overrides or []}
+    divided = [] if folds is None else [f"train.folds={folds}"]
+    chosen: dict[str, Any] = {
+        "method": method,
+        "pipeline_name": pipeline,
+        "overrides": [*(overrides or []), *divided],
+    }
     from wsi_fl.stages.training import series
     from wsi_fl.stages.training import train as stage
     from wsi_fl.stages.work.console import Bars
@@ -80,6 +98,8 @@ def train(
     if dry_run:
         from wsi_fl.stages.training import plan
 
+        if folds is not None:  # of one of the runs
+            chosen["overrides"].append("train.fold=1")
         cost = plan.dry_run(study, **chosen, backend=backend)
         show(cost, as_json, plan.print_plan)
         return
@@ -95,8 +115,10 @@ def train(
         if resume is not None:
             summary = stage.resume(study, resume, without=without or (), backend=backend, watcher=bars)
             summary = series.resume_series(study, resume, backend=backend, watcher=bars) or summary
-        elif seeds is not None:
-            summary = series.train_series(study, seeds=seeds, **chosen, backend=backend, watcher=bars)
+        elif several or series.is_series(study.pipeline(study.pipeline_name(pipeline), chosen["overrides"])):
+            summary = series.train_series(
+                study, seeds=seeds, leave_site_out=leave_site_out, **chosen, backend=backend, watcher=bars
+            )
         else:
             summary = stage.train(study, **chosen, backend=backend, watcher=bars)
     show(summary, as_json, series.print_series if "runs" in summary else stage.print_summary)

@@ -26,7 +26,8 @@ Inputs = NDArray[Any]
 float32[b, d] of patches."""
 
 Show = Callable[[NDArray[np.int64], NDArray[np.int64]], Inputs]
-"""(rows int64[b], stains int64[b]) → what models see of each row in that stain; stain 0 is its own."""
+"""(rows int64[b], stains int64[b]) → what models see of each row in that stain; stain 0 is its own. Of bags the numbers
+say which of their patches are seen."""
 
 Restain = Callable[[NDArray[np.int64], Inputs], Inputs]
 """(rows int64[b], what models see of them) → the same in another stain."""
@@ -50,6 +51,7 @@ class Examples:
         allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
         show: the rows in other laboratories' stains too, for training; None where there is no other.
         n_stains: how many stains `show` knows.
+        at_once: the most that are read at a time where all are predicted; None for any number.
         task: what is asked of each.
     """
 
@@ -60,6 +62,7 @@ class Examples:
     allowed: NDArray[np.bool_] | None = None
     show: Show | None = None
     n_stains: int = 1
+    at_once: int | None = None
     task: Task = CLASSES
 
     def __len__(self) -> int:
@@ -83,6 +86,7 @@ def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
         None if examples.allowed is None else examples.allowed[rows],
         partial(_shown_of, show, rows) if (show := examples.show) is not None else None,
         examples.n_stains,
+        examples.at_once,
         examples.task,
     )
 
@@ -169,6 +173,7 @@ def joined(parts: list[Examples]) -> Examples:
         _all_allowed([part.allowed for part in parts if part.allowed is not None]),
         show if len(shows) == len(parts) else None,
         min(part.n_stains for part in parts),
+        min((part.at_once for part in parts if part.at_once is not None), default=None),
         parts[0].task,
     )
 

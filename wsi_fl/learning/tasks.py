@@ -203,3 +203,11 @@ def intervals(
 ) -> dict[str, list[float] | None]:
     """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement."""
     return resampled(lambda rows: task.scored(said[rows], truth[rows]), task.scores, cluster, repeats=repeats)
+
+
+def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
+    """Return int64[n], what folds hold alike: classes, whether the event was seen, or the half of a number."""
+    if task.kind == "classes":
+        return truth
+    halves = truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)
+    return np.asarray(halves, np.int64)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
-from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth, quality
+from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth, quality, strata
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -181,16 +181,6 @@ Trained = Callable[[Way, NDArray[np.bool_]], Probabilities]
 """(settings, rows bool[n] to learn from) → what a model that learned from these says of all others, in order."""
 
 
-def _strata(truth: Truth, task: Task) -> Labels:
-    """int64[n], what folds hold alike: classes, whether the event was seen, or the half of a number."""
-    if task.kind == "classes":
-        return truth
-    found: Labels = (truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)).astype(
-        np.int64
-    )
-    return found
-
-
 def _loss(said: Said, truth: Truth, task: Task) -> float:
     """What settings are chosen by, lower is better: balanced log-loss of classes, else minus the task's first score."""
     if task.kind == "classes":
@@ -219,7 +209,7 @@ def tuned(
         The best settings by balanced log-loss, or by the first score of another task, and what was said with them of
         rows that were held out, float64[n, k]; the usual ones and None where nothing can be held out.
     """
-    parts = list(held_out_folds(_strata(labels, task), patient))[:folds]
+    parts = list(held_out_folds(strata(labels, task), patient))[:folds]
     if not parts:
         return usual, None
     asked = np.concatenate([np.flatnonzero(fold) for fold in parts])

@@ -1,7 +1,7 @@
 """One file per architecture; three tables of builders, of images, bags and vectors, and `build` the door to all.
 
 What a builder returns maps a batch of its kind of input to logits float32[b, n_classes]: images
-float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `deepset`), or vectors
+float32[b, channels, size_px, size_px], bags float32[b, m, n_features + 1] (see `bags`), or vectors
 float32[b, n_features]. None uses BatchNorm, whose batch statistics tie the examples of a batch together and void
 differential privacy.
 """
@@ -19,6 +19,7 @@ from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.deepset import deepset, deepset_attention, deepset_max
 from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.lenet import lenet5
+from wsi_fl.models.mil import abmil, clam_sb, transmil
 from wsi_fl.models.mlp import mlp
 from wsi_fl.models.shared_head import N_DIRECTIONS, SharedHead
 from wsi_fl.models.vgg import vgg11
@@ -53,6 +54,9 @@ BAG_BUILDERS: dict[str, FeatureBuilder] = {
     "deepset": deepset,
     "deepset_max": deepset_max,
     "deepset_attention": deepset_attention,
+    "abmil": abmil,
+    "clam_sb": clam_sb,
+    "transmil": transmil,
     "mean_head": mean_head,
 }
 

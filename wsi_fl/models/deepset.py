@@ -1,8 +1,4 @@
-"""Deep Sets (Zaheer et al., NeurIPS 2017): a label for a bag of patch features, whatever their order and number.
-
-A batch of bags is one tensor float32[b, m, d + 1] whose last column is 1 for a patch and 0 for padding. What
-stands in the other columns of padding is never looked at.
-"""
+"""Deep Sets (Zaheer et al., NeurIPS 2017): a label for a bag of patch features, whatever their order and number."""
 
 from __future__ import annotations
 
@@ -10,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+
+from wsi_fl.models.bags import BagModel, opened
 
 HIDDEN, ATTENDING = 256, 128
 """Units of φ and ρ, and of the attention."""
@@ -27,15 +25,19 @@ def _max(phi: Tensor, present: Tensor) -> Tensor:
     return phi.amax(1)
 
 
-class _Attention(nn.Module):
-    """Weights of the patches: softmax of wᵀ tanh(V φ) over the bag (Ilse et al., ICML 2018)."""
+class Attention(nn.Module):
+    """A mean of the patches, weighted by the softmax of their scores over the bag (Ilse et al., ICML 2018).
 
-    def __init__(self, hidden: int) -> None:
+    Args:
+        score: φ float32[b, m, hidden] → float32[b, m, 1].
+    """
+
+    def __init__(self, score: nn.Module) -> None:
         super().__init__()
-        self.score = nn.Sequential(nn.Linear(hidden, ATTENDING), nn.Tanh(), nn.Linear(ATTENDING, 1))
+        self.score = score
 
     def weights(self, phi: Tensor, present: Tensor) -> Tensor:
-        """float32[b, m], 0 at padding; sums to 1 over each bag that has a patch."""
+        """Return float32[b, m], 0 at padding; sums to 1 over each bag that has a patch."""
         scores = self.score(phi).squeeze(2).masked_fill(~present, torch.finfo(phi.dtype).min)
         return torch.softmax(scores, dim=1) * present
 
@@ -43,24 +45,15 @@ class _Attention(nn.Module):
         return (self.weights(phi, present).unsqueeze(2) * phi).sum(1)
 
 
-class DeepSet(nn.Module):
-    """ρ of the pooled φ of each patch; φ begins with a LayerNorm, since encoders differ in scale."""
+class PooledBag(BagModel):
+    """ρ of the pooled φ of each patch; φ ends in a ReLU."""
 
-    def __init__(self, n_classes: int, n_features: int, hidden: int, pool: Pool) -> None:
+    def __init__(self, phi: nn.Module, pool: Pool, rho: nn.Module) -> None:
         super().__init__()
-        self.phi = nn.Sequential(
-            nn.LayerNorm(n_features),
-            nn.Linear(n_features, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-        )
-        self.pool = pool
-        self.rho = nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
+        self.phi, self.pool, self.rho = phi, pool, rho
 
     def _embedded(self, bags: Tensor) -> tuple[Tensor, Tensor]:
-        present = bags[..., -1] > 0.5
-        features = torch.where(present.unsqueeze(2), bags[..., :-1], 0.0)
+        features, present = opened(bags)
         return self.phi(features) * present.unsqueeze(2), present
 
     def forward(self, bags: Tensor) -> Tensor:
@@ -68,10 +61,21 @@ class DeepSet(nn.Module):
         return logits
 
     def attention(self, bags: Tensor) -> Tensor | None:
-        """Weights float32[b, m] of the patches, 0 at padding; None for a model that weighs none."""
-        if not isinstance(self.pool, _Attention):
-            return None
-        return self.pool.weights(*self._embedded(bags))
+        return self.pool.weights(*self._embedded(bags)) if isinstance(self.pool, Attention) else None
+
+
+def _deepset(n_classes: int, n_features: int, hidden: int, pool: Pool) -> nn.Module:
+    """φ begins with a LayerNorm, since encoders differ in scale."""
+    phi = nn.Sequential(
+        nn.LayerNorm(n_features),
+        nn.Linear(n_features, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+    )
+    return PooledBag(
+        phi, pool, nn.Sequential(nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, n_classes))
+    )
 
 
 def deepset(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
@@ -81,14 +85,15 @@ def deepset(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
         >>> deepset(2, 1024)(torch.zeros(3, 50, 1025)).shape
         torch.Size([3, 2])
     """
-    return DeepSet(n_classes, n_features, hidden, _mean)
+    return _deepset(n_classes, n_features, hidden, _mean)
 
 
 def deepset_max(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
     """The largest value of each unit of φ over the bag."""
-    return DeepSet(n_classes, n_features, hidden, _max)
+    return _deepset(n_classes, n_features, hidden, _max)
 
 
 def deepset_attention(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module:
     """A mean weighted by attention, which says what the answer rests on."""
-    return DeepSet(n_classes, n_features, hidden, _Attention(hidden))
+    score = nn.Sequential(nn.Linear(hidden, ATTENDING), nn.Tanh(), nn.Linear(ATTENDING, 1))
+    return _deepset(n_classes, n_features, hidden, Attention(score))

@@ -26,7 +26,7 @@ def mlp_head(n_classes: int, n_features: int, hidden: int = HIDDEN) -> nn.Module
 
 
 class MeanOfBag(nn.Module):
-    """Maps bags float32[b, m, d + 1] (see `deepset`) to the mean of their features float32[b, d]."""
+    """Maps bags float32[b, m, d + 1] (see `bags`) to the mean of their features float32[b, d]."""
 
     def forward(self, bags: Tensor) -> Tensor:
         present = (bags[..., -1:] > 0.5).to(bags.dtype)

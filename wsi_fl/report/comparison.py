@@ -18,7 +18,23 @@ Json = Mapping[str, Any]
 SIGNIFICANT = 0.05
 """A Holm-corrected p below this is called a difference."""
 ALONE = "a hospital alone without DP"
-WHERE = {"merged": "on the merged test set", "own": "on each site's own test part"}
+WHERE = {
+    "merged": "on the merged test set",
+    "own": "on each site's own test part",
+    "left_out": "on the site that was left out",
+}
+
+
+def repeated(rows: Sequence[Json]) -> str:
+    """Return what values are spread over, in words.
+
+    Example:
+        >>> repeated([{"seeds": [0], "folds": [1, 2]}])
+        'sites, seeds and folds'
+    """
+    if any(row.get("left_out") for row in rows):
+        return "sites left out and seeds"
+    return "sites, seeds and folds" if any(row.get("folds") for row in rows) else "sites and seeds"
 
 
 def findings(
@@ -45,7 +61,8 @@ def findings(
             )
         ]
     n, seeds = alone["n_sites"], len(alone["seeds"])
-    measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'})"
+    folds = f", {len(alone['folds'])} folds" if alone.get("folds") else ""
+    measured = f"({n} site{'' if n == 1 else 's'}, {seeds} seed{'' if seeds == 1 else 's'}{folds})"
     reached = f"{_capital(ALONE)} reaches {number(alone[metric]['mean'], 2)} {measured}."
     own_metric = next((name for name in alone if name.startswith("own_")), "")
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
@@ -123,6 +140,11 @@ def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
         "A hospital alone chose its regularisation and the weights of its classes by cross-validation on its own "
         "patients. Give the same care to every method before you believe in a loss, and to the pooled model."
     ]
+    if any(test["unit"] == "fold" for test in tests):
+        found.append(
+            "Where a test pairs folds, its p-value is too small: any two folds train on mostly the same patients. "
+            "Tests by patient do not know how much chance there is in training; repeat with other seeds (--seeds 3)."
+        )
     if any(test["unit"] == "site" for test in tests):
         found.append(
             "Where fewer than three seeds are common to both, a test pairs the sites. Sites of one run learned from "
@@ -169,6 +191,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "document": document,
         "title": f"{len(document['rows'])} methods on the same {document.get('examples', 'patches')}",
         "where": WHERE[document["on"]],
+        "over": repeated(document["rows"]),
         "measure": (document.get("worth") or {}).get("measure", words.SCORES[scores[0]].lower()),
         "own": f"own_{scores[0]}",
         "rows": [_shown(row) for row in document["rows"]],

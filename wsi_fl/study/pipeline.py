@@ -20,7 +20,7 @@ from wsi_fl.study.toml import Section
 class Train(Section):
     """How models are trained."""
 
-    without_effect = ("seed", "eval_every")
+    without_effect = ("seed", "eval_every", "fold", "left_out")
     rounds: int = Field(30, ge=1)
     """Number of rounds. In each the sites train alone, then exchange what travels."""
     eval_every: int = Field(1, ge=1)
@@ -56,6 +56,18 @@ class Train(Section):
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
     data: Literal["patches", "features", "mosaics"] = "patches"
     """What an example is: a patch, the features of a patch, or a slide as the bag of its mosaic's features."""
+    max_patches: int | None = Field(None, ge=1)
+    """Largest number of patches of a slide in one training step, drawn anew in each step; for mosaics and imported
+    features. By default all are seen. A slide is predicted from all of its patches."""
+    folds: int | None = Field(None, ge=2)
+    """Number of folds of a cross-validation. The patients of every site are divided into as many folds, stratified by
+    label and drawn by `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each
+    fold."""
+    fold: int | None = Field(None, ge=1)
+    """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
+    left_out: str | None = None
+    """Name of a site that takes no part in training, and whose slides are the test set of all models.
+    `wsi-fl train --leave-site-out` trains a run for each site."""
     seed: int = 0
     """Seed of everything in training that is not secret. Noise and private batches never follow it."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
@@ -76,7 +88,8 @@ class Model(Section):
     private: str = "resnet18"
     """Architecture of the private models, which stay at home. For patches: `resnet18`, `gn_cnn`, `gn_cnn_small`,
     `lenet5`, `mlp`, `cnn1`, `cnn2`, `vgg11`, or `timm:NAME` for any timm architecture. For features: `linear_head`,
-    `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`."""
+    `mlp_head`. For mosaics: `deepset`, `deepset_max`, `deepset_attention`, `abmil`, `clam_sb`, `transmil`,
+    `mean_head`."""
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 

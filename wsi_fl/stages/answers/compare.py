@@ -14,6 +14,7 @@ from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report import comparison, words
 from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison_figures import png
+from wsi_fl.stages.answers.compare_baseline import with_baseline
 from wsi_fl.stages.answers.compare_rows import (
     Row,
     comparisons,
@@ -24,10 +25,10 @@ from wsi_fl.stages.answers.compare_rows import (
     series_of,
     spread_of,
 )
-from wsi_fl.stages.answers.compare_runs import Run, named, with_baseline
+from wsi_fl.stages.answers.compare_runs import Run, named
 from wsi_fl.stages.answers.compare_worth import worth
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.data import kind_of
+from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text
@@ -39,7 +40,8 @@ def compare(
     """Compares finished runs on the same stores; returns the document and writes page, figure and table.
 
     A row is a method, whether it had DP, and the settings in which the runs differ; runs that differ in their
-    seed alone are repetitions of one row. The baseline row, every hospital alone without DP, is always there.
+    seed, their fold or the site that they leave out are repetitions of one row. The baseline row, every hospital
+    alone without DP, is always there.
 
     Args:
         runs: folders, names, numbers, ranges (3-8) or patterns; the first one's row is the reference.
@@ -53,6 +55,8 @@ def compare(
     everything, notes = with_baseline(study, given, train_missing=baseline, watcher=watcher)
     evaluations = [_evaluation(study, run, watcher) for run in everything]
     on = "merged" if all(e["merged"] is not None for e in evaluations) else "own"
+    if given[0].member.left_out is not None:
+        on = "left_out"
     if on == "own":
         notes.append(
             "Not every run has a merged test set: each model is measured on its own site's test part."
@@ -90,7 +94,7 @@ def _document(
     alone = next(row.label for row in rows if is_alone(row, first))
     rows.sort(key=lambda row: -(spread_of(row, metric)["mean"] or 0.0) if row.runs else 1.0)
     table = [described(row, scores) for row in rows]
-    tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores)
+    tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores, on)
     word = kind_of(first.pipeline).word
     return {
         "runs": [],
@@ -157,7 +161,7 @@ def print_compare(document: dict[str, Any]) -> None:
 
     where = comparison.WHERE[document["on"]]
     table = Table(
-        title=f"models {where}, mean ± sd over sites and seeds",
+        title=f"models {where}, mean ± sd over {comparison.repeated(document['rows'])}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
@@ -173,7 +177,9 @@ def print_compare(document: dict[str, Any]) -> None:
         spent = "–" if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
         numbers = (words.spread(row[metric], 2) for metric in document["scores"])
         sent = words.size(row["communication"]["bytes"])
-        table.add_row(row["label"], str(len(row["seeds"])), *numbers, spent, sent)
+        parts = len(row["folds"]) or len(row["left_out"])
+        repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
+        table.add_row(row["label"], repeats, *numbers, spent, sent)
     stderr.print(table)
     if document["worth"]:
         for name, row in worth_figure.rows_of(document["worth"]):

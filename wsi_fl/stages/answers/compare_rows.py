@@ -1,32 +1,39 @@
-"""Rows of a comparison: runs of one method and setting, their spread over sites and seeds, and paired tests."""
+"""Rows of a comparison: runs of one method and setting, their spread over sites, seeds and folds, and paired tests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.significance import holm, paired
 from wsi_fl.report import words
 from wsi_fl.report.comparison import settings_words
 from wsi_fl.report.comparison_figures import Series
-from wsi_fl.stages.answers.compare_runs import BASELINE, Run, baseline_settings, differing, is_baseline
+from wsi_fl.stages.answers.compare_baseline import BASELINE, baseline_settings, is_baseline
+from wsi_fl.stages.answers.compare_runs import Run, differing
+from wsi_fl.stages.answers.predictions import read_right
 
 _ENOUGH_SEEDS = 3
 """With fewer common seeds than this, pairs are sites."""
+AnyKey = TypeVar("AnyKey")
+Patient = tuple[str, str]
+"""Site and name."""
 _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
 """From the weakest to the strongest."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The runs of one method with the same settings, and their evaluations, in the order of the seeds.
+    """The runs of one method with the same settings, and their evaluations, in the order of seeds and folds.
 
     Attributes:
         settings: what sets it apart from other rows of its method.
-        values: per run, {site: {metric: value or None}}.
+        values: per run, {site: {metric: value or None}}; the site is whose model it is, or the one that was left out.
+        right: by where it is measured, {patient: how often the models were right}; of folds alone, which test each
+            patient once per seed.
     """
 
     method: str
@@ -34,6 +41,7 @@ class Row:
     settings: dict[str, Any]
     runs: list[Run]
     values: list[dict[str, dict[str, float | None]]]
+    right: dict[str, dict[Patient, float]]
 
     @property
     def name(self) -> str:
@@ -56,18 +64,40 @@ def grouped(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: s
     """Runs grouped into rows, and an empty row for a baseline that is missing."""
     keys = differing(runs)
     rows: dict[str, Row] = {}
-    for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].seed):
+    for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].member.place):
         apart = {key: run.settings[key] for key in keys if key in run.settings}
-        row = Row(run.method, run.dp, apart, [], [])
+        row = Row(run.method, run.dp, apart, [], [], {})
         row = rows.setdefault(row.label, row)
         row.runs.append(run)
-        scores = words.scores_of(evaluation)
-        row.values.append({site["site"]: _measured(site, on, scores) for site in evaluation["sites"]})
+        row.values.append(_measured_in(evaluation, on))
     if not any(is_alone(row, first) for row in rows.values()):
         wanted = baseline_settings(first)
-        empty = Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted}, [], [])
+        empty = Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted}, [], [], {})
         rows[empty.label] = empty
+    if first.pipeline.train.folds:
+        for row in rows.values():
+            row.right.update({where: _by_patient(row, where) for where in ("merged", "own")})
     return list(rows.values())
+
+
+def _by_patient(row: Row, where: str) -> dict[Patient, float]:
+    """How often all models of a row were right about each patient, whom each seed tests in one fold."""
+    said: dict[Patient, list[float]] = {}
+    for run in row.runs:
+        for site in run.summary["sites"]:
+            for key, (value, _) in (read_right(run.folder.site(site["site"]), where) or {}).items():
+                said.setdefault((key[0], key[1]), []).append(value)
+    return {patient: fmean(values) for patient, values in said.items()}
+
+
+def _measured_in(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, float | None]]:
+    """The values of one run: of each site's model, or of the site that was left out the mean over all models."""
+    scores = words.scores_of(evaluation)
+    if on != "left_out":
+        return {site["site"]: _measured(site, on, scores) for site in evaluation["sites"]}
+    found = evaluation["external_set"]
+    means = {name: _average(row[name] for row in found["rows"]) for name in scores}
+    return {found["sites"][-1]: means | {f"own_{scores[0]}": means[scores[0]]}}
 
 
 def is_alone(row: Row, first: Run) -> bool:
@@ -114,6 +144,8 @@ def described(row: Row, scores: Sequence[str]) -> dict[str, Any]:
         "guarantee": weakest,
         "epsilon": max(spent) if private else None,
         "seeds": sorted({run.seed for run in row.runs}),
+        "folds": sorted({run.member.fold for run in row.runs if run.member.fold is not None}),
+        "left_out": sorted({run.member.left_out for run in row.runs if run.member.left_out is not None}),
         "runs": [run.folder.name for run in row.runs],
         "n_sites": max((len(summary["sites"]) for summary in summaries), default=None),
         **{metric: spread_of(row, metric) for metric in measured(scores)},
@@ -145,7 +177,7 @@ def _communication(runs: Sequence[Run]) -> dict[str, float | None]:
 
 
 def comparisons(
-    rows: Sequence[Row], reference: str, alone: str, metrics: Sequence[str]
+    rows: Sequence[Row], reference: str, alone: str, metrics: Sequence[str], on: str
 ) -> list[dict[str, Any]]:
     """Every row against the baseline and against the reference, each metric a family of its own for Holm."""
     by_label = {row.label: row for row in rows}
@@ -153,21 +185,31 @@ def comparisons(
     pairs = [(a, b) for a, b in pairs if (a, b) != (alone, reference)]  # the other way round is there
     tests: list[dict[str, Any]] = []
     for metric in metrics:
-        family = [_test(by_label[a], by_label[b], metric) for a, b in pairs]
+        family = [_test(by_label[a], by_label[b], metric, on) for a, b in pairs]
         made = [test for test in family if test is not None]
         for test, corrected in zip(made, holm([test["p"] for test in made]), strict=True):
             tests.append({**test, "p_holm": corrected})
     return tests
 
 
-def _test(a: Row, b: Row, metric: str) -> dict[str, Any] | None:
-    """The paired test of two rows: by seed, or by site where too few seeds are common; None without any pair."""
+def _test(a: Row, b: Row, metric: str, on: str) -> dict[str, Any] | None:
+    """The paired test of two rows; None without any pair.
+
+    Pairs are seeds, or where too few seeds are common patients or folds of a cross-validation, or else sites.
+    """
     ours, theirs = a.by_seed(metric), b.by_seed(metric)
     common = sorted(ours.keys() & theirs.keys())
+    where = {"accuracy": on, "own_accuracy": "own"}.get(metric, "")
     if len(common) >= _ENOUGH_SEEDS:
         unit = "seed"
         by_seed = [_shared(_by_site(ours, [seed]), _by_site(theirs, [seed])) for seed in common]
         pairs = [(fmean(x for x, _ in sites), fmean(y for _, y in sites)) for sites in by_seed if sites]
+    elif a.right.get(where) and b.right.get(where):
+        unit = "patient"
+        pairs = _shared(a.right[where], b.right[where])
+    elif a.right and b.right:
+        unit = "fold"
+        pairs = _shared(_by_fold(a, metric), _by_fold(b, metric))
     else:
         unit = "site"
         pairs = _shared(_by_site(ours, common or list(ours)), _by_site(theirs, common or list(theirs)))
@@ -177,9 +219,15 @@ def _test(a: Row, b: Row, metric: str) -> dict[str, Any] | None:
     return {"a": a.label, "b": b.label, "metric": metric, **found, "unit": unit}
 
 
-def _shared(ours: Mapping[str, float], theirs: Mapping[str, float]) -> list[tuple[float, float]]:
-    """The values of the sites that both have: one may have lost some."""
-    return [(ours[site], theirs[site]) for site in ours if site in theirs]
+def _by_fold(row: Row, metric: str) -> dict[str, float]:
+    """Mean over sites, by seed and fold."""
+    means = (_average(site[metric] for site in values.values()) for values in row.values)
+    return {str(run.member): mean for run, mean in zip(row.runs, means, strict=True) if mean is not None}
+
+
+def _shared(ours: Mapping[AnyKey, float], theirs: Mapping[AnyKey, float]) -> list[tuple[float, float]]:
+    """The values of what both have: one may have lost a site."""
+    return [(ours[key], theirs[key]) for key in ours if key in theirs]
 
 
 def _by_site(values: Mapping[int, Sequence[Mapping[str, float]]], seeds: Sequence[int]) -> dict[str, float]:

@@ -17,7 +17,8 @@ from wsi_fl.stages.answers.predictions import Right, measure_of, read_right
 
 
 def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
-    """Every site's own accuracy with each of three models; None where no federated method is compared.
+    """Every site's own accuracy with each of three models; None where no federated method is compared, or a whole site
+    is left out.
 
     *Alone* is the baseline without DP, *joined* the first federated row given, *pooled* a model of all data, without DP
     where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
@@ -25,7 +26,7 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
     `verdict` says in a word what follows for the hospital.
     """
     chosen = _chosen(rows, first)
-    if chosen is None:
+    if chosen is None or on == "left_out":
         return None
     names = [site["site"] for site in chosen["joined"].runs[0].summary["sites"]]
     answers = {kind: _by_site(row, names, on) for kind, row in chosen.items()}
@@ -58,15 +59,13 @@ def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
 
 
 def _by_site(row: Row, names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
-    """Site → seed → its predictions."""
-    return {
-        name: {
-            run.seed: right
-            for run in row.runs
-            if (right := read_right(run.folder.site(name), on)) is not None
-        }
-        for name in names
-    }
+    """Site → seed → its predictions; those of all folds together, which have no patient in common."""
+    found: dict[str, dict[int, Right]] = {name: {} for name in names}
+    for run in row.runs:
+        for name, by_seed in found.items():
+            if (right := read_right(run.folder.site(name), on)) is not None:
+                by_seed.setdefault(run.seed, {}).update(right)
+    return found
 
 
 def _over_sites(parts: Iterable[Mapping[int, Right]]) -> dict[int, Right]:

@@ -18,7 +18,8 @@ from wsi_fl.types import SPLITS, UsageError
 
 
 def outside(party: Party, sites: Sequence[SiteFile], weights: Sequence[float]) -> dict[str, Any] | None:
-    """Every site's scores on `evaluate.external`, and those of all predictions as one; None where none is named.
+    """Every site's scores on `evaluate.external` and the site that was left out, and those of all predictions as one;
+    None where there is neither.
 
     Args:
         weights: of the sites, for weighted aggregation.
@@ -26,7 +27,9 @@ def outside(party: Party, sites: Sequence[SiteFile], weights: Sequence[float]) -
     Raises:
         UsageError: when an external site took part, tells other classes apart, or does not let its patches be read.
     """
-    names = party.pipeline.evaluate.external
+    left_out = party.pipeline.train.left_out
+    names = [name for name in party.pipeline.evaluate.external if name != left_out]
+    names += [] if left_out is None else [left_out]
     if not names:
         return None
     first = party.data(sites[0].name)

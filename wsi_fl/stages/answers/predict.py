@@ -16,7 +16,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.answers.trained import answers_with, trained_site
-from wsi_fl.stages.site.data import kind_of
+from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job

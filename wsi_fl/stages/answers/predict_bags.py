@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
 from wsi_fl.learning.tasks import CLASSES
-from wsi_fl.models.deepset import DeepSet
+from wsi_fl.models.bags import BagModel
 from wsi_fl.runs import RunFolder
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.pictures.heat import Heat, patch_boxes
@@ -195,7 +195,7 @@ def answer_of(predictor: BagPredictor, bag: Bag, tumor_type: str | None) -> Answ
 def _attention(models: Answering, bag: Bag) -> NDArray[np.float64] | None:
     """float64[m], of two models the mean; None unless every model that is asked weighs its patches."""
     x = torch.from_numpy(packed([bag.features])).to(models.device)
-    weights = [model.attention(x) if isinstance(model, DeepSet) else None for model in models.asked]
+    weights = [model.attention(x) if isinstance(model, BagModel) else None for model in models.asked]
     known = [one[0].double().cpu().numpy() for one in weights if one is not None]
     return np.mean(known, axis=0) if len(known) == len(weights) else None
 

@@ -23,9 +23,9 @@ from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering
 from wsi_fl.stages.prepare.tile import spec_of
-from wsi_fl.stages.site.data import kind_of
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kept import remembered_patches
+from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study

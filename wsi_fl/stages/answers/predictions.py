@@ -60,7 +60,8 @@ def write_predictions(
 
 
 def read_right(folder: SiteFolder, on: str) -> Right | None:
-    """Return on which examples a site's answer was right; None where the site has no predictions.
+    """Return on which examples a site's answer was right; None where the site has no predictions, or none
+    of classes.
 
     Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
     mean is balanced accuracy; see `is_skewed`.
@@ -73,6 +74,8 @@ def read_right(folder: SiteFolder, on: str) -> Right | None:
     with _path(folder).open(newline="", encoding="utf-8") as file:
         table = csv.reader(file)
         header = next(table)
+        if not any(name.startswith("p_") for name in header):
+            return None
         label, first = (
             header.index("label"),
             next(k for k, name in enumerate(header) if name.startswith("p_")),

@@ -22,6 +22,7 @@ from wsi_fl.stages.work.console import say
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import Train
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import WsiFlError
 
@@ -164,6 +165,7 @@ def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
     per_class, pipeline = party.pipeline.mpcpa.per_class, party.run.manifest["pipeline"]
     scores = party.task.scores
+    train = party.pipeline.train
     for path in sorted(party.study.runs.glob("[0-9]*-*")):
         run = RunFolder(path)
         evaluation, summary = run.evaluation(), run.summary()
@@ -174,7 +176,10 @@ def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]
         other = run.manifest
         if inputs_of(run) != inputs or other["pipeline"] != pipeline:
             continue
-        if other["method"] == "mpcpa" and load_pipeline(path / "config.toml").mpcpa.per_class != per_class:
+        settings = load_pipeline(path / "config.toml")
+        if not _tests_the_same(settings.train, train):
+            continue
+        if other["method"] == "mpcpa" and settings.mpcpa.per_class != per_class:
             continue  # a point of the curve over generated images
         epsilons = [row["epsilon"] for row in summary["sites"]]
         dp = summary["sites"][0]["guarantee"] != "none"
@@ -187,6 +192,13 @@ def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]
             **{name: evaluation["merged"].get(name) for name in scores},
         }
     return latest.values()
+
+
+def _tests_the_same(one: Train, other: Train) -> bool:
+    """Whether two runs on the same stores test the same patients: of folds, the seed draws them."""
+    if (one.folds, one.fold, one.left_out) != (other.folds, other.fold, other.left_out):
+        return False
+    return one.folds is None or one.seed == other.seed
 
 
 def _store_row(data: Data) -> dict[str, Any]:

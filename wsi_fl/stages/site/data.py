@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -13,18 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.preflight import Inputs
-from wsi_fl.learning.bags import allowed_classes, bag_examples
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory, resized
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory
 from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.stages.site.parts import divided, pictures, rows_of
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stages.site.stains import Released
-from wsi_fl.stages.site.targets import answers, outputs_of, task_of
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import Bags, BagTable, Images, PatchTable, Shape, UsageError, Vectors, WsiFlError
+from wsi_fl.types import BagTable, Images, PatchTable, Shape, UsageError, Vectors, WsiFlError
 
 _HASHED = 4096
 """Rows of features hashed at a time."""
@@ -73,10 +72,14 @@ class Data:
         """What each output of a model is called; the classes, where classes are asked."""
         return self.store.meta.classes
 
-    @property
-    def table(self) -> Table:
-        """The columns of all examples, with what is true of each as its label."""
-        return self.store.table
+    @cached_property
+    def table(self) -> Any:
+        """The columns of all examples, with what is true of each as its label and the splits that the run uses.
+
+        Raises:
+            UsageError: when the site's patients cannot be divided into folds.
+        """
+        return divided(self.store.table, self.pipeline.train, self.site)
 
     @property
     def without_answer(self) -> str:
@@ -162,7 +165,7 @@ class Patches(Data):
         return study.store(site)
 
     def examples(self, split: str) -> Examples:
-        found = examples_of(self.store, split, self.shape.size_px)
+        found = pictures(rows_of(self.store, self.table, split), self.shape.size_px)
         self.store.rest()  # a process may hold the stores of hundreds of sites
         return found
 
@@ -205,13 +208,13 @@ class Features(Data):
         return study.features(site)
 
     def examples(self, split: str) -> Examples:
-        return in_memory(_rows_of_split(self.store, split), chunk=_HASHED)
+        return in_memory(rows_of(self.store, self.table, split), chunk=_HASHED)
 
     def inputs(self) -> Inputs:
         return {"n_features": self.store.n_features, "encoder": self.store.encoder}
 
     def digest(self) -> str:
-        digest = _hashed(self.store.table, self.store.table.xy_l0)
+        digest = hashed(self.store.table, self.store.table.xy_l0)
         digest.update(self.store.encoder.encode())
         for first in range(0, len(self.store), _HASHED):
             rows = np.arange(first, min(first + _HASHED, len(self.store)))
@@ -258,141 +261,6 @@ class Features(Data):
         return [lambda rows, _, read=read: read(rows) for read in reads]  # type: ignore[misc]
 
 
-class Mosaics(Data):
-    """Slides as bags of features."""
-
-    word = "slides"
-    cut_by = "mosaic"
-    store: FeatureStore
-
-    def _opened(self) -> FeatureStore:
-        return open_mosaic(self.study, self.site)
-
-    @property
-    def shape(self) -> Bags:
-        return Bags(self.store.n_features)
-
-    @staticmethod
-    def path(study: Study, site: str) -> Path:
-        return study.mosaic(site)
-
-    def examples(self, split: str) -> Examples:
-        store = self.store
-        rows = np.flatnonzero(store.table.split == split)
-        table, meta = store.table.take(rows), store.meta
-        allowed = allowed_classes(table.tumor_type, meta.classes, meta.tumor_types)
-        for row in np.flatnonzero(~allowed[np.arange(len(table)), table.label])[:1]:
-            label, kind = meta.classes[table.label[row]], table.tumor_type[row]
-            raise WsiFlError(
-                f"{store.path}: slide {table.slide[row]} is labelled {label}, which {kind} does not have in "
-                "[subtypes]; correct one of them and run `wsi-fl mosaic` again"
-            )
-        n_bytes = int(store.sizes[rows].sum()) * store.n_features * np.float32().nbytes
-        return bag_examples(
-            lambda k: store.bag(int(rows[k])).features,
-            table,
-            allowed,
-            n_features=store.n_features,
-            in_memory=n_bytes <= IN_MEMORY_BYTES,
-        )
-
-    def inputs(self) -> Inputs:
-        meta, n = self.store.meta, self.store.n_features
-        types = {kind: list(classes) for kind, classes in meta.tumor_types.items()}
-        return {"n_features": n, "encoder": meta.encoder, "tumor_types": types}
-
-    def digest(self) -> str:
-        digest = self._labelled()
-        for k in range(len(self.store)):
-            bag = self.store.bag(k)
-            digest.update(bag.features.tobytes() + bag.xy_l0.tobytes())
-        return digest.hexdigest()
-
-    def _labelled(self) -> hashlib._Hash:
-        return _hashed(self.table, self.store.table.tumor_type)
-
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | {**self.inputs(), "recipe": dict(self.store.meta.recipe)}
-
-
-class Asked(Mosaics):
-    """Slides or patients as bags of features, with what the site's own table says of them (`[target]`)."""
-
-    def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
-        super().__init__(study, site, pipeline)
-        self.target = self.pipeline.target
-        self._task = task_of(self.target)
-        self.answers = answers(study, study.site(site), self.target, self.store.table)
-
-    @property
-    def task(self) -> Task:
-        return self._task
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return outputs_of(self.target)
-
-    @property
-    def table(self) -> BagTable:
-        return self.answers.table
-
-    @property
-    def without_answer(self) -> str:
-        aside = self.answers.aside
-        shown = ", ".join(aside[:3]) + (", …" if len(aside) > 3 else "")
-        where = f"site {self.site}: {len(aside)} of {len(self.store)} slides have no answer"
-        return f"{where} in {self.answers.source} and are left out: {shown}" if aside else ""
-
-    def examples(self, split: str) -> Examples:
-        rows = np.flatnonzero(self.table.split == split)
-        bags = [self.answers.bags[row] for row in rows]
-        n_bytes = (
-            int(sum(self.store.sizes[bag].sum() for bag in bags))
-            * self.store.n_features
-            * np.float32().nbytes
-        )
-
-        def read(k: int) -> NDArray[np.float32]:
-            return np.concatenate([self.store.bag(int(row)).features for row in bags[k]])
-
-        found = bag_examples(
-            read,
-            self.table.take(rows),
-            None,
-            n_features=self.store.n_features,
-            in_memory=n_bytes <= IN_MEMORY_BYTES,
-        )
-        return replace(found, task=self.task)
-
-    def inputs(self) -> Inputs:
-        return super().inputs() | {"tumor_types": {}}
-
-    def _labelled(self) -> hashlib._Hash:
-        return _hashed(self.table, np.concatenate(self.answers.bags))
-
-
-KINDS: dict[str, type[Data]] = {"patches": Patches, "features": Features, "mosaics": Mosaics}
-
-
-def kind_of(pipeline: Pipeline) -> type[Data]:
-    """Return the kind of store that a pipeline trains on.
-
-    Raises:
-        UsageError: when something is asked that this kind of store does not answer.
-    """
-    kind = KINDS[pipeline.train.data]
-    if not pipeline.target.asked:
-        return kind
-    if kind is not Mosaics:
-        raise UsageError("[target] asks about slides; set train.data = 'mosaics'")
-    return Asked
-
-
-def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
-    """Open the store that a pipeline trains on; says which command makes a missing one."""
-    return kind_of(pipeline)(study, site, pipeline)
-
-
 def open_store(study: Study, site: str) -> PatchStore:
     """Open the patch store of a site."""
     return PatchStore(_there(study, site, study.store(site), "tile"), SlidePixels(study, site))
@@ -413,26 +281,12 @@ def _there(study: Study, site: str, path: Path, command: str) -> Path:
 
 def store_digest(store: PatchStore) -> str:
     """Return the SHA-256 over the patches of a store, their labels and splits."""
-    return _hashed(store.table, store.table.xy_l0).hexdigest()
+    return hashed(store.table, store.table.xy_l0).hexdigest()
 
 
-def _hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
-    """SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
+def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
+    """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
     digest = hashlib.sha256()
     for column in (known, table.label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest
-
-
-def examples_of(
-    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
-) -> Examples:
-    """Return the patches of one split, reduced to input_px, in memory where they fit."""
-    found = _rows_of_split(store, split)
-    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
-
-
-def _rows_of_split(store: PatchStore | PatchFeatures, split: str) -> Examples:
-    rows = np.flatnonzero(store.table.split == split)
-    table = store.table.take(rows)
-    return Examples(lambda chosen: store.read(rows[chosen]), table.label, table.slide, table.patient)

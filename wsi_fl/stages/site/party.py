@@ -11,7 +11,8 @@ from wsi_fl.federation.methods import METHODS, SHARED, Method, oneshot, replay
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.site.data import Data, kind_of, open_data
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.kinds import kind_of, open_data
 from wsi_fl.stages.site.stains import Released, stains_of
 from wsi_fl.stages.site.sums import RUN, Sums, releases_of
 from wsi_fl.stages.site.targets import task_of
@@ -85,11 +86,14 @@ class Party:
 
     @staticmethod
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
-        """Read the site files of a pipeline; stores are opened when somebody asks for them."""
+        """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
         if method_for(method, pipeline).once:
             pipeline = _of_one_release(pipeline)
-        return Party(study, pipeline, method, folder, tuple(study.sites(pipeline)))
+        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
+        if pipeline.train.left_out is not None:
+            pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
+        return Party(study, pipeline, method, folder, sites)
 
     @staticmethod
     def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> Party:

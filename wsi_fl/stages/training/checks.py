@@ -11,7 +11,7 @@ from wsi_fl.federation.graph import from_file
 from wsi_fl.federation.methods import SHARED
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
-from wsi_fl.stages.site.data import open_data
+from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import LINEAR, Party
 from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.site.sums import RUN, missing_release
@@ -64,6 +64,7 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     if row.bare:
         _check_bare(party)
+    _check_division(party)
     _check_heads(party)
     _check_target(party)
     _check_shared_noise(party)
@@ -89,6 +90,44 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
             with open_data(party.study, site.name, pipeline) as data:
                 if data.without_answer:
                     say(f"  {data.without_answer}", "yellow")
+
+
+def _check_division(party: Party) -> None:
+    """Refuse folds without one that is tested, or beside what was made of the store's own split, and a site to leave
+    out whose patches are not here for testing.
+    """
+    train, row = party.pipeline.train, party.method
+    if train.fold is not None and not train.folds:
+        raise UsageError(
+            f"train.fold = {train.fold} belongs to train.folds, which says how many folds there are"
+        )
+    if train.folds and train.fold is None:
+        raise UsageError(
+            f"train.folds = {train.folds} is a series of runs: `wsi-fl train --folds {train.folds}`, or one of them "
+            "with train.fold=1"
+        )
+    if train.folds and train.fold is not None and train.fold > train.folds:
+        raise UsageError(f"train.fold = {train.fold}: there are train.folds = {train.folds} folds")
+    made = {
+        "stain.exchange": party.pipeline.stain.exchange,
+        "train.releases": party.by_files,
+        "train.start = 'oneshot'": row.starts and train.start == RUN,
+        f"--method {party.name}": row.generated or row.carries is not None,
+    }
+    if train.folds and (used := [what for what, uses in made.items() if uses]):
+        raise UsageError(
+            f"train.folds: {used[0]} rests on the training part of the stores' own split, and a fold tests some of "
+            "these patients; leave out one of the two"
+        )
+    if train.left_out is None:
+        return
+    if not party.study.site(train.left_out).allows("patches"):
+        raise UsageError(
+            f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; "
+            'allow = ["patches"] lets them, or name the sites to leave out that do with train.left_out'
+        )
+    if not party.sites:
+        raise UsageError(f"train.left_out = {train.left_out!r} leaves no site to train")
 
 
 def _check_releases(party: Party) -> None:
@@ -239,9 +278,8 @@ def warn_of_other_patches(party: Party) -> None:
     """Say when stores belong to no site, or were made otherwise than the pipeline would."""
     study, first = party.study, party.here[0]
     file = party.kind.path(study, first).name
-    left = sorted(
-        p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in party.names
-    )
+    known = {*party.names, party.pipeline.train.left_out}
+    left = sorted(p.parent.name for p in study.root.glob(f"stores/*/{file}") if p.parent.name not in known)
     if left and party.pipeline.sites is None:
         say(f"  stores/{left[0]} has no site file, so this site takes no part", style="yellow")
     if not party.site(first).allows("patches"):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from wsi_fl.federation.site import Site
+from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
 from wsi_fl.learning.examples import Examples, in_stains, joined
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
@@ -15,7 +16,7 @@ from wsi_fl.runs import SiteFolder
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import UsageError
+from wsi_fl.types import Bags, UsageError
 
 
 def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
@@ -62,9 +63,13 @@ def remember_canaries(site: Site) -> None:
 
 
 def _training(party: Party, name: str) -> Examples:
-    """A site's training examples; with `stain.exchange` each can be shown in the stain of every site."""
-    data = party.data(name)
+    """A site's training examples; with `stain.exchange` each can be shown in the stain of every site, and with
+    `train.max_patches` in many choices of its patches.
+    """
+    data, most = party.data(name), party.pipeline.train.max_patches
     train = data.examples("train")
+    if most is not None and isinstance(data.shape, Bags):
+        return with_drawn_patches(train, most)
     return in_stains(train, data.restains(party.stains)) if party.stains else train
 
 

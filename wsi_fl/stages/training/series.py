@@ -1,12 +1,17 @@
-"""`train --seeds N`: the same run from several seeds, told together; resuming one of them completes all."""
+"""`train --seeds`, `--folds`, `--leave-site-out`: runs that are told together; resuming one of them completes all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
+from wsi_fl.learning.folds import rare_classes
 from wsi_fl.runs import RunFolder
+from wsi_fl.stages.site.account import spends
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.train import Series, begin, resume
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
@@ -15,28 +20,126 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import UsageError
 
 
+class Member(NamedTuple):
+    """What sets one run of a series apart."""
+
+    seed: int
+    fold: int | None
+    left_out: str | None
+
+    @staticmethod
+    def of(pipeline: Pipeline) -> Member:
+        """Return which run of a series has this configuration."""
+        train = pipeline.train
+        return Member(train.seed, train.fold, train.left_out)
+
+    @property
+    def place(self) -> tuple[int, int, str]:
+        """What members are ordered by."""
+        return self.seed, self.fold or 0, self.left_out or ""
+
+    def __str__(self) -> str:
+        fold = "" if self.fold is None else f", fold {self.fold}"
+        return f"seed {self.seed}{fold}" + ("" if self.left_out is None else f" without {self.left_out}")
+
+
 def train_series(
     study: Study,
     *,
-    seeds: int,
+    seeds: int | None = None,
+    leave_site_out: bool = False,
     method: str,
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     backend: str = "mpi",
     watcher: Watcher | None = None,
 ) -> dict[str, Any]:
-    """Trains one run for each of train.seed, train.seed + 1, … and returns {"method", "seeds", "runs"}."""
-    if seeds < 1:
+    """Train all runs of a series and return {"method", "seeds", "folds", "left_out", "runs"}.
+
+    Args:
+        seeds: a run for each of train.seed, train.seed + 1, …; None for that seed alone. Where `train.folds` is set and
+            no fold is named, each seed has a run per fold.
+        leave_site_out: whether each seed has a run per site, which takes no part in it.
+
+    Raises:
+        UsageError: when there is nothing to train, or ranks were started by mpiexec or srun.
+    """
+    if seeds is not None and seeds < 1:
         raise UsageError("--seeds must be at least 1")
-    if launched_ranks() is not None:
-        raise UsageError(
-            "--seeds starts ranks of its own; leave out mpiexec or srun, or train one seed after another"
-        )
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    first = pipeline.train.seed
-    series = Series(uuid4().hex, tuple(range(first, first + seeds)))
+    if launched_ranks() is not None:
+        raise UsageError(
+            "--seeds, --folds and --leave-site-out start ranks of their own; leave out mpiexec or srun, or train one "
+            "run after another"
+        )
+    series = _series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
+    for member in _members(series):  # what is wrong with the last one is said before the first is trained
+        check(Party.of(study, _pipeline_of(pipeline, series, member), method), backend)
+    with Party.of(study, pipeline, method) as party:
+        _tell(party, series)
     return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
+
+
+def is_series(pipeline: Pipeline) -> bool:
+    """Return whether a pipeline asks for a run per fold."""
+    return pipeline.train.folds is not None and pipeline.train.fold is None
+
+
+def _series(study: Study, pipeline: Pipeline, seeds: int, *, leave_site_out: bool) -> Series:
+    train = pipeline.train
+    sites = tuple(site.name for site in study.sites(pipeline)) if leave_site_out else ()
+    if leave_site_out and (train.folds or train.left_out):
+        raise UsageError(
+            "--leave-site-out tests whole sites; leave out --folds, train.folds and train.left_out"
+        )
+    if leave_site_out and len(sites) < 2:
+        raise UsageError("--leave-site-out needs two sites or more")
+    folds = train.folds if train.fold is None else None
+    return Series(uuid4().hex, tuple(range(train.seed, train.seed + seeds)), folds, sites)
+
+
+def _members(series: Series) -> list[Member]:
+    """All runs of a series, in order."""
+    folds = range(1, series.folds + 1) if series.folds else (None,)
+    return [
+        Member(seed, fold, site)
+        for seed in series.seeds
+        for fold in folds
+        for site in series.sites or (None,)
+    ]
+
+
+def _tell(party: Party, series: Series) -> None:
+    """Say what the runs cost together, and which classes are too rare for as many folds."""
+    n, target = len(_members(series)), party.pipeline.privacy.target_epsilon
+    if n > 1 and (series.folds or series.sites) and spends(party.pipeline):
+        say(
+            f"  every run is charged on the ledgers by itself: {n} runs cost a site about {n} times as much",
+            "yellow",
+        )
+        for site in party.sites:
+            if site.real and site.max_epsilon is not None and target and n * target > site.max_epsilon:
+                say(
+                    f"  sites/{site.name}.toml: max_epsilon = {site.max_epsilon:g} may not be enough for {n} runs of "
+                    f"ε = {target:g}; what is not affordable is not trained",
+                    "yellow",
+                )
+    for name in party.names if series.folds else ():
+        if party.site(name).allows("patches") and party.has_store(name):
+            _tell_rare(party.data(name), series.folds or 1)
+
+
+def _tell_rare(data: Data, n_folds: int) -> None:
+    table, classes = data.table, data.classes
+    if data.task.kind != "classes":
+        return
+    for kind, patients in rare_classes(table.patient, table.label, n_folds=n_folds).items():
+        say(
+            f"  site {data.site}: {patients} patients of class {classes[kind]} for {n_folds} folds, so some folds test "
+            "none of them here",
+            "yellow",
+        )
 
 
 def resume_series(
@@ -47,9 +150,9 @@ def resume_series(
         return None
     run = RunFolder(study.run(run_name))
     manifest = run.manifest
-    if not manifest.get("series"):
+    if not (known := manifest.get("series")):
         return None
-    series = Series(manifest["series"]["id"], tuple(manifest["series"]["seeds"]))
+    series = Series(known["id"], tuple(known["seeds"]), known.get("folds"), tuple(known.get("sites") or ()))
     pipeline = load_pipeline(run.path / "config.toml")
     return _complete(
         study,
@@ -72,36 +175,63 @@ def _complete(
     backend: str,
     watcher: Watcher,
 ) -> dict[str, Any]:
-    """The runs of all seeds: those there are finished, the others begun."""
+    """The runs of all members: those there are finished, the others begun."""
     begun = _begun(study, series)
+    members = _members(series)
     summaries = []
-    for number, seed in enumerate(series.seeds, 1):
-        say(f"seed {seed} ({number} of {len(series.seeds)})")
-        if seed in begun and (summary := begun[seed].summary()) is not None:
+    for number, member in enumerate(members, 1):
+        say(f"{member} ({number} of {len(members)})")
+        if member in begun and (summary := begun[member].summary()) is not None:
             summaries.append(summary)
             continue
-        if seed in begun:
-            summaries.append(resume(study, begun[seed].name, backend=backend, watcher=watcher))
+        if member in begun:
+            summaries.append(resume(study, begun[member].name, backend=backend, watcher=watcher))
             continue
-        seeded = pipeline.model_copy(update={"train": pipeline.train.model_copy(update={"seed": seed})})
-        summaries.append(begin(study, seeded, method, name, backend=backend, watcher=watcher, series=series))
-    return {"method": method, "seeds": list(series.seeds), "runs": summaries}
+        own = _pipeline_of(pipeline, series, member)
+        summaries.append(begin(study, own, method, name, backend=backend, watcher=watcher, series=series))
+    return {
+        "method": method,
+        "seeds": list(series.seeds),
+        "folds": series.folds,
+        "left_out": list(series.sites),
+        "runs": summaries,
+    }
 
 
-def _begun(study: Study, series: Series) -> dict[int, RunFolder]:
-    """The runs of the series by seed."""
+def _pipeline_of(pipeline: Pipeline, series: Series, member: Member) -> Pipeline:
+    """The pipeline of one run: that of the series, or of another of its runs, under what sets this one apart."""
+    own = {"seed": member.seed} | ({"fold": member.fold} if series.folds else {})
+    if not series.sites:
+        return pipeline.model_copy(update={"train": pipeline.train.model_copy(update=own)})
+    train = pipeline.train.model_copy(update=own | {"left_out": member.left_out})
+    return pipeline.model_copy(update={"train": train, "sites": list(series.sites)})
+
+
+def _begun(study: Study, series: Series) -> dict[Member, RunFolder]:
+    """The runs of the series that there are."""
     found = {}
     for path in sorted(study.runs.glob("[0-9]*-*/manifest.json")):
         run = RunFolder(path.parent)
         if (run.manifest.get("series") or {}).get("id") == series.id:
-            found[load_pipeline(run.path / "config.toml").train.seed] = run
+            member = Member.of(load_pipeline(run.path / "config.toml"))
+            found[_as_counted(member, series)] = run
     return found
+
+
+def _as_counted(member: Member, series: Series) -> Member:
+    """What all runs of a series share, such as a fold named in its pipeline, sets none of them apart."""
+    return Member(
+        member.seed, member.fold if series.folds else None, member.left_out if series.sites else None
+    )
 
 
 def print_series(document: dict[str, Any]) -> None:
     """The runs for people."""
     runs = " ".join(summary["run"] for summary in document["runs"])
     seconds = sum(summary["seconds"] for summary in document["runs"])
-    say(
-        f"{len(document['runs'])} seeds of {document['method']} done in {seconds:.0f} s; next: wsi-fl compare {runs}"
+    n = len(document["runs"])
+    parts = "folds" if document["folds"] else "sites left out" if document["left_out"] else "seeds"
+    seeded = (
+        f" from {len(document['seeds'])} seeds" if parts != "seeds" and len(document["seeds"]) > 1 else ""
     )
+    say(f"{n} {parts}{seeded} of {document['method']} done in {seconds:.0f} s; next: wsi-fl compare {runs}")

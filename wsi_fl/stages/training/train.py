@@ -75,10 +75,17 @@ def train(
 
 @dataclass(frozen=True)
 class Series:
-    """Runs that differ in their seed alone."""
+    """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
+
+    Attributes:
+        folds: how many folds each seed has; None for no cross-validation.
+        sites: each is left out by one run of each seed; empty where none is.
+    """
 
     id: str
     seeds: tuple[int, ...]
+    folds: int | None = None
+    sites: tuple[str, ...] = ()
 
 
 def begin(

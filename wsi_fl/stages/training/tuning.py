@@ -74,12 +74,14 @@ def tuned_for(
     """
     if is_linear(name) and train.task.kind == "classes":
         below = _layers(model)[:-1].to(device)
-        every = [np.arange(len(train))[k : k + 256] for k in range(0, len(train), 256)]
+        size = train.at_once or 256
+        every = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
         with torch.no_grad():
             x = torch.cat([below(x) for x, _ in batches(train, iter(every), augment=None, device=device)])
         head = fitted_head(x.cpu().numpy(), train.label, train.patient, n_classes)
         return Tuned(head.facts, head=head, held_out=head.held_out)
     settings = party.pipeline.train
+    stain_seed = settings.seed if settings.max_patches else None  # of which patches are seen
     start = {key: value.clone() for key, value in model.state_dict().items()}
 
     def trained(way: Way, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
@@ -89,7 +91,7 @@ def tuned_for(
         noise = torch.Generator().manual_seed(settings.seed + _SEED_STEP)
         epochs = settings.rounds * settings.epochs_per_round
         rows = epoch_rows(len(some), settings.batch_size, epochs, sampler=noise)
-        for batch in batches(some, rows, augment=None, device=device):
+        for batch in batches(some, rows, augment=None, device=device, stain_seed=stain_seed):
             supervised_step(learner, batch, noise)
         said = probabilities(learner.logits, others, device)
         return undecided_where_broken(said, others)

@@ -1,0 +1,306 @@
+"""Cross-validation: every patient tested once, no patient on both sides, all sites kept, or one site left out."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import interrupted_after, make_study, refused
+from hypothesis import given
+from hypothesis import strategies as st
+from test_bags import make_bag_study
+
+from wsi_fl.learning.folds import folds_of, rare_classes
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.kinds import open_data
+from wsi_fl.stages.training import series
+from wsi_fl.stages.training.series import resume_series, train_series
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import load_pipeline
+
+OPEN = "privacy.enabled=false"
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Two sites of twelve slides, each of a patient of its own; half are healthy."""
+    return make_bag_study(tmp_path / "study", n_sites=2, classes=("healthy", "tumor"))
+
+
+@pytest.fixture
+def three(tmp_path):
+    """One more site."""
+    return make_bag_study(tmp_path / "three", n_sites=3, classes=("healthy", "tumor"))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A study, three folds of ProxyFL and the comparison with the hospitals alone."""
+    study = make_bag_study(
+        tmp_path_factory.mktemp("folds") / "study", n_sites=2, classes=("healthy", "tumor")
+    )
+    document = train_series(study, method="proxyfl", overrides=["train.folds=3", OPEN], backend="local")
+    return study, document, compare(study, [run["run"] for run in document["runs"]])
+
+
+def asked(study, run, site="S0"):
+    """The patients whom a run tests at a site."""
+    lines = (study.root / run / "sites" / site / "predictions.csv").read_text().splitlines()[1:]
+    return [line.split(",")[2] for line in lines if line.startswith(f"{site},")]
+
+
+def config(study, run):
+    return load_pipeline(study.root / run / "config.toml")
+
+
+# which patient is in which fold
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 3)), min_size=40, max_size=150),
+    st.integers(2, 6),
+    st.integers(0, 5),
+)
+def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
+    patient, label = np.array([f"p{who}" for who, _ in rows]), np.array([kind for _, kind in rows])
+    if len(set(patient)) < n:
+        return
+    fold = folds_of(patient, label, n_folds=n, seed=seed)
+    assert set(fold.tolist()) == set(range(n))
+    where, kind = dict(zip(patient, fold, strict=True)), {}
+    assert all(where[name] == one for name, one in zip(patient, fold, strict=True))
+    for name, one in zip(patient, label, strict=True):
+        kind[name] = max(one, kind.get(name, 0))
+    for group in [set(kind), *({name for name in kind if kind[name] == one} for one in range(4))]:
+        counts = Counter(where[name] for name in group)
+        sizes = [counts[k] for k in range(n)]
+        assert max(sizes) - min(sizes) <= 1
+    turned = np.arange(len(rows))[::-1]
+    again = folds_of(patient[turned], label[turned], n_folds=n, seed=seed)
+    np.testing.assert_array_equal(again, fold[turned])
+
+
+def test_another_seed_divides_otherwise():
+    patient, label = np.array([f"p{k}" for k in range(40)]), np.zeros(40, np.int64)
+    one, other = (folds_of(patient, label, n_folds=5, seed=seed) for seed in (0, 1))
+    assert (one != other).any()
+
+
+def test_what_cannot_be_divided_is_refused_in_one_line():
+    names, label = np.array(["a", "b", ""]), np.zeros(3, np.int64)
+    refused(lambda: folds_of(names, label, n_folds=2, seed=0), "1 rows have no patient")
+    refused(lambda: folds_of(names[:2], label[:2], n_folds=3, seed=0), "2 patients", "train.folds to 2")
+
+
+def test_rare_classes_are_told(tmp_path, capsys):
+    assert rare_classes(np.array(["a", "a", "b"]), np.array([0, 1, 0]), n_folds=2) == {0: 1, 1: 1}
+    study = make_bag_study(tmp_path / "study", n_sites=1)
+    train_series(
+        study, method="regular", overrides=["train.folds=4", "train.rounds=1", OPEN], backend="local"
+    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "site S0: 3 patients of class LUAD for 4 folds, so some folds test none of them here" in said
+
+
+@pytest.mark.parametrize("data", ["patches", "mosaics"])
+def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tmp_path, study, data):
+    if data == "patches":
+        study = make_study(tmp_path / "patches", n_sites=1)
+    found = []
+    for fold in (1, 2, 2):
+        pipeline = study.pipeline(
+            study.pipeline_name(None), ["train.folds=2", f"train.fold={fold}", f'train.data="{data}"']
+        )
+        with open_data(study, "S0", pipeline) as one:
+            parts = [set(one.examples(split).patient.tolist()) for split in ("train", "test", "val")]
+            assert parts[0] | parts[1] == set(one.store.table.patient.tolist())
+            assert not parts[0] & parts[1] and not parts[2]
+            assert set(one.held_out.patient.tolist()) == parts[1]
+            found.append((parts[1], one.digest()))
+    assert found[1] == found[2] and not found[0][0] & found[1][0]
+    assert found[0][1] == found[1][1]  # a digest is of the store
+
+
+# a series of folds
+
+
+def test_every_patient_is_tested_once_at_every_site(done):
+    study, document, _ = done
+    assert document["folds"] == 3 and document["seeds"] == [0] and document["left_out"] == []
+    runs = [run["run"] for run in document["runs"]]
+    assert [config(study, run).train.fold for run in runs] == [1, 2, 3]
+    for site in study.site_names():
+        patients = [name for run in runs for name in asked(study, run, site)]
+        assert len(patients) == len(set(patients)) == 12
+        assert [len(asked(study, run, site)) for run in runs] == [4, 4, 4]
+        assert all(row["n_train"] == 8 for run in document["runs"] for row in run["sites"])
+
+
+def test_a_fold_can_be_repeated_alone(done, tmp_path):
+    study, document, _ = done
+    again = train(
+        study, method="proxyfl", overrides=["train.folds=3", "train.fold=2", OPEN], backend="local"
+    )["run"]
+    evaluate(study, again)
+    assert asked(study, again) == asked(study, document["runs"][1]["run"])
+    assert config(study, again).train == config(study, document["runs"][1]["run"]).train
+
+
+def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
+    study, _, compared = done
+    row = next(row for row in compared["rows"] if row["method"] == "proxyfl")
+    alone = next(row for row in compared["rows"] if row["label"] == compared["baseline"])
+    assert (row["folds"], row["seeds"], len(row["runs"])) == ([1, 2, 3], [0], 3)
+    assert alone["folds"] == [1, 2, 3] and row["accuracy"]["n"] == 6  # two sites, three folds
+    tests = {test["metric"]: test for test in compared["paired"]}
+    assert (tests["accuracy"]["unit"], tests["accuracy"]["n"]) == ("patient", 24)
+    assert (tests["own_accuracy"]["unit"], tests["own_accuracy"]["n"]) == ("patient", 24)
+    assert (tests["auroc"]["unit"], tests["auroc"]["n"]) == ("fold", 3)
+    assert tests["accuracy"]["difference"] == pytest.approx(
+        row["accuracy"]["mean"] - alone["accuracy"]["mean"]
+    )
+    worth = compared["worth"]["all"]
+    assert (
+        worth["joined"]["mean"] == pytest.approx(row["accuracy"]["mean"])
+        and worth["joined"]["low"] is not None
+    )
+    assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
+
+
+def test_the_report_of_a_fold_counts_its_own_parts(done):
+    study, document, _ = done
+    page = report(study, document["runs"][0]["run"]).read_text()
+    assert "train.fold" in page or "fold = 1" in page
+
+
+def test_runs_that_test_other_patients_are_not_compared(done):
+    study, document, _ = done
+    other = train(study, method="regular", overrides=[OPEN], backend="local")["run"]
+    refused(
+        lambda: compare(study, [document["runs"][0]["run"], other]),
+        "tests other patients",
+        "3 folds",
+        "own split",
+    )
+
+
+def test_a_killed_series_of_folds_goes_on_where_it_was(study):
+    overrides = ["train.folds=2", "privacy.insecure_seed=3"]
+    with interrupted_after(6):  # in the second run
+        train_series(study, method="proxyfl", seeds=2, overrides=overrides, backend="local")
+    assert len(list(study.runs.glob("0*"))) == 2
+    document = resume_series(study, "1", backend="local")
+    found = [config(study, run["run"]).train for run in document["runs"]]
+    assert [(one.seed, one.fold) for one in found] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [2] * 8
+    assert resume_series(study, "3", backend="local") == document
+
+
+def test_each_fold_is_charged_by_itself(study, capsys):
+    document = train_series(study, method="proxyfl", overrides=["train.folds=2"], backend="local")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "every run is charged on the ledgers by itself: 2 runs cost a site about 2 times as much" in said
+    lines = [json.loads(line) for line in study.ledger("S0").read_text().splitlines()]
+    charged = Counter(line["run"].split()[0] for line in lines if line.get("run"))
+    assert len(charged) == 2
+    assert document["runs"][0]["sites"][0]["epsilon"] == pytest.approx(
+        document["runs"][1]["sites"][0]["epsilon"]
+    )
+
+
+def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
+    def folded(*overrides, method="proxyfl"):
+        return lambda: train(study, method=method, overrides=["train.folds=3", *overrides], backend="local")
+
+    refused(folded(), "train.folds = 3 is a series of runs", "--folds 3")
+    refused(folded("train.fold=4"), "there are train.folds = 3")
+    refused(
+        lambda: train(study, method="regular", overrides=["train.fold=1"], backend="local"),
+        "belongs to train.folds",
+    )
+    refused(folded("train.fold=1", "train.releases=true", method="oneshot"), "train.releases", "own split")
+    refused(folded("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")
+    monkeypatch.setattr(series, "launched_ranks", lambda: 2)
+    refused(
+        lambda: train_series(study, method="regular", overrides=["train.folds=3"]),
+        "leave out mpiexec or srun",
+    )
+
+
+# a site left out
+
+
+def test_the_store_of_a_site_that_is_left_out_is_not_opened_in_training(three, monkeypatch):
+    real, opened = Data.__init__, set()
+
+    def noted(self, study, site, *args):
+        opened.add(site)
+        real(self, study, site, *args)
+
+    monkeypatch.setattr(Data, "__init__", noted)
+    train(three, method="proxyfl", overrides=[OPEN, "train.left_out=S1"], backend="local")
+    assert opened == {"S0", "S2"}
+
+
+def test_each_site_is_left_out_once_and_tests_all_models(three):
+    study = three
+    document = train_series(study, method="proxyfl", leave_site_out=True, overrides=[OPEN], backend="local")
+    assert document["left_out"] == ["S0", "S1", "S2"]
+    for name, summary in zip(document["left_out"], document["runs"], strict=True):
+        run = RunFolder(study.root / summary["run"])
+        assert name not in {row["site"] for row in summary["sites"]} and not run.site(name).path.exists()
+        assert config(study, summary["run"]).train.left_out == name
+        outside = evaluate(study, summary["run"])["external_set"]
+        assert outside["sites"] == [name] and outside["n"] == 12 and len(outside["rows"]) == 2
+    compared = compare(study, [run["run"] for run in document["runs"]])
+    row = next(row for row in compared["rows"] if row["method"] == "proxyfl")
+    assert compared["on"] == "left_out" and list(row["sites"]) == row["left_out"] == ["S0", "S1", "S2"]
+    assert row["accuracy"]["n"] == 3
+    (test,) = [test for test in compared["paired"] if test["metric"] == "accuracy"]
+    assert (test["unit"], test["n"]) == ("site", 3)
+
+
+def test_a_series_of_sites_left_out_is_completed_from_any_of_its_runs(study):
+    with interrupted_after(3):
+        train_series(study, method="regular", leave_site_out=True, overrides=[OPEN], backend="local")
+    document = resume_series(study, "1", backend="local")
+    assert [[row["site"] for row in run["sites"]] for run in document["runs"]] == [["S1"], ["S0"]]
+
+
+def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=2, real=True)
+    refused(
+        lambda: train_series(study, method="regular", leave_site_out=True, overrides=[OPEN]),
+        "sites/S0.toml",
+        'allow = ["patches"]',
+    )
+    assert not list(study.runs.glob("0*"))
+
+
+def test_the_command_line(study, wsi_fl):
+    done = wsi_fl(
+        "train",
+        "--method",
+        "regular",
+        "--folds",
+        2,
+        "--backend",
+        "local",
+        "--set",
+        OPEN,
+        "--json",
+        cwd=study.root,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["folds"] == 2
+    for arguments, words in (
+        (("--folds", 1), "train.folds"),
+        (("--resume", 1, "--folds", 2), "leave out"),
+        (("--leave-site-out", "--folds", 2), "--leave-site-out tests whole sites"),
+    ):
+        done = wsi_fl("train", "--method", "regular", *arguments, cwd=study.root)
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr

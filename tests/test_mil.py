@@ -1,0 +1,230 @@
+"""Heads of whole slides by their names in the literature, and slides that are too large for one training step."""
+
+import numpy as np
+import pytest
+import torch
+from test_bags import OPEN, D, as_tensor, make_bag_study, model_of, unequal
+from torch.nn import functional
+
+from wsi_fl.learning.bags import bag_examples, bags_at_once, with_drawn_patches
+from wsi_fl.learning.canaries import canaries
+from wsi_fl.learning.examples import batches, joined
+from wsi_fl.learning.local import probabilities
+from wsi_fl.models import mil
+from wsi_fl.privacy.gradients import ENGINES, engine_of
+from wsi_fl.privacy.patients import summed_by_patient
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.predict_bags import answer_of, load_bag_predictor
+from wsi_fl.stages.training.train import train
+from wsi_fl.study.folder import load_pipeline
+from wsi_fl.types import Bags, BagTable
+
+CPU = torch.device("cpu")
+HEADS = ("abmil", "clam_sb", "transmil")
+
+
+@pytest.fixture
+def few_landmarks(monkeypatch):
+    monkeypatch.setattr(mil, "LANDMARKS", 4)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_attention_sums_to_one_over_the_patches_and_padding_has_none(name):
+    x = as_tensor([*unequal(), np.zeros((1, D), np.float32)])
+    x[4, :, -1] = 0  # a bag without a patch
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    weights = model_of(name).attention(x)
+    torch.testing.assert_close(weights.sum(1), torch.tensor([1.0, 1, 1, 1, 0]))
+    assert (weights[x[..., -1] == 0] == 0).all() and (weights[x[..., -1] == 1] > 0).all()
+
+
+def test_attention_is_what_the_answer_rests_on():
+    """ABMIL's answer is its last layer on the mean of the projected patches that attention weighs."""
+    model, x = model_of("abmil"), as_tensor(unequal())
+    weighted = (model.attention(x).unsqueeze(2) * model.phi(x[..., :-1])).sum(1)
+    torch.testing.assert_close(model(x), model.rho(weighted))
+
+
+def test_gated_attention_is_that_of_the_paper():
+    score, h = mil._Gated(5, 3), torch.randn(2, 4, 5)
+    tanh, gate = (
+        torch.tanh(h @ score.v.weight.T + score.v.bias),
+        torch.sigmoid(h @ score.u.weight.T + score.u.bias),
+    )
+    torch.testing.assert_close(score(h), (tanh * gate) @ score.w.weight.T + score.w.bias)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_has_the_engine_that_needs_least_memory(name):
+    assert engine_of(model_of(name)) == "ghost"
+
+
+def test_transmil_with_as_many_landmarks_as_patches_is_exact(monkeypatch):
+    model, x = model_of("transmil"), as_tensor(unequal(lengths=(9, 12)))
+    exact = model(x)
+    monkeypatch.setattr(mil, "LANDMARKS", 12)
+    torch.testing.assert_close(model(x), exact)
+    monkeypatch.setattr(mil, "LANDMARKS", 8)
+    assert (model(x) - exact).abs().max() > 1e-6
+
+
+def test_landmarks_of_alike_neighbours_are_exact(monkeypatch):
+    """Where the patches of a run are alike, so that its mean says all, nothing is lost."""
+    model, patches = model_of("transmil"), unequal(lengths=(4,))[0]
+    x = as_tensor([np.repeat(patches, 3, axis=0)])
+    exact = model(x)
+    monkeypatch.setattr(mil, "LANDMARKS", 4)
+    torch.testing.assert_close(model(x), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("few_landmarks")
+def test_transmil_never_sees_padding_where_it_has_landmarks():
+    model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
+    x = functional.pad(as_tensor(bags), (0, 0, 0, 11), value=torch.nan)
+    x[:, 17:, -1] = 0
+    x[..., :-1][x[..., -1] == 0] = torch.nan
+    whole = model(x)
+    for k, bag in enumerate(bags):
+        torch.testing.assert_close(model(as_tensor([bag]))[0], whole[k])
+
+
+@pytest.mark.usefixtures("few_landmarks")
+@pytest.mark.parametrize("engine", ENGINES)
+def test_per_example_gradients_hold_where_transmil_has_landmarks(engine):
+    model, bags = model_of("transmil"), unequal(lengths=(9, 2, 17))
+    y, c = torch.arange(3) % 3, torch.tensor([1.0, 0.5, 0.2])
+    parameters = list(model.parameters())
+    singly = [
+        torch.autograd.grad(functional.cross_entropy(model(as_tensor([bag])), y[k : k + 1]), parameters)
+        for k, bag in enumerate(bags)
+    ]
+    sums, _ = ENGINES[engine](
+        model, as_tensor(bags), lambda logits: functional.cross_entropy(logits, y), lambda _: c
+    )
+    for total, each in zip(sums, zip(*singly, strict=True), strict=True):
+        torch.testing.assert_close(
+            total, torch.einsum("n,n...->...", c, torch.stack(each)), rtol=1e-3, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_gradients_of_patients_are_means_over_their_slides(name):
+    model, x, y = model_of(name), as_tensor(unequal()), torch.arange(4) % 3
+    parameters, patient = list(model.parameters()), torch.tensor([5, 2, 5, 5])
+    means = []
+    for one in (2, 5):
+        rows = patient == one
+        loss = functional.cross_entropy(model(x[rows]), y[rows])
+        means.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)]))
+    norms = []
+
+    def weigh(norm):
+        norms.append(float(norm))
+        return torch.tensor([0.5])
+
+    sums, _ = summed_by_patient(model, x, patient, lambda logits: functional.cross_entropy(logits, y), weigh)
+    assert norms == pytest.approx([float(mean.norm()) for mean in means], rel=1e-4)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in sums]), 0.5 * sum(means), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("unit", ["row", "patient"])
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_train_as_private_models_and_proxies_under_privacy(tmp_path, name, unit):
+    study = make_bag_study(tmp_path / "study", n_sites=2)
+    overrides = [
+        f"model.private={name}",
+        f"model.proxy={name}",
+        "train.max_patches=3",
+        f"privacy.unit={unit}",
+    ]
+    summary = train(study, method="proxyfl", overrides=overrides, backend="local")
+    assert all(row["epsilon"] > 0 and row["guarantee"] == "guaranteed" for row in summary["sites"])
+
+
+def test_attention_of_every_head_reaches_predict(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=1)
+    for name in HEADS:
+        overrides = [OPEN, f"model.private={name}", "train.rounds=1"]
+        run = RunFolder(
+            study.root / train(study, method="regular", overrides=overrides, backend="local")["run"]
+        )
+        predictor = load_bag_predictor(
+            study, run, load_pipeline(run.path / "config.toml"), study.site("S0"), None
+        )
+        bag = predictor.store.bag(2)
+        attention = answer_of(predictor, bag, None).attention
+        assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
+
+
+# slides of many patches
+
+
+def many(lengths=(3, 50, 20), d=2):
+    """Bags whose k-th patch is numbered k."""
+    bags = [np.stack([np.arange(m), np.full(m, m)], 1).astype(np.float32) for m in lengths]
+    names = np.array([f"s{m}" for m in lengths])
+    table = BagTable(
+        np.zeros(len(bags), np.int64), np.full(len(bags), ""), names, names, np.full(len(bags), "train")
+    )
+    return bag_examples(
+        bags.__getitem__, table, np.ones((len(bags), 2), bool), n_features=d, in_memory=True, at_once=1
+    )
+
+
+def seen(examples, seed, rows=(0, 1, 2)):
+    """The numbers of the patches that a training step sees, by bag."""
+    ((x, _),) = batches(examples, iter([np.array(rows)]), augment=None, device=CPU, stain_seed=seed)
+    return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
+
+
+def test_a_training_step_sees_some_patches_drawn_anew_and_predictions_all():
+    examples = with_drawn_patches(many(), 10)
+    first, second = seen(examples, 1), seen(examples, 2)
+    assert [len(bag) for bag in first] == [3, 10, 10] and first[0] == [0, 1, 2]
+    assert all(bag == sorted(set(bag)) for bag in first)
+    assert first == seen(examples, 1) and first[1:] != second[1:]
+    assert examples.read(np.arange(3)).shape == (3, 50, 3)
+
+
+def test_every_patch_is_drawn_alike():
+    examples, counts = with_drawn_patches(many((40,)), 10), np.zeros(40)
+    for seed in range(400):
+        counts[seen(examples, seed, [0])[0]] += 1
+    assert counts.sum() == 4000 and counts.min() > 60 and counts.max() < 145  # 100 each, ± 4.6 sd
+
+
+def test_what_is_seen_of_a_bag_does_not_depend_on_what_is_in_the_others():
+    """The promise of ε: one record changes one gradient."""
+    one, other = with_drawn_patches(many((30, 50, 20)), 10), with_drawn_patches(many((30, 7, 20)), 10)
+    for seed in range(5):
+        a, b = seen(one, seed), seen(other, seed)
+        assert (a[0], a[2]) == (b[0], b[2])
+
+
+def test_canaries_and_pooled_sites_stand_beside_drawn_patches():
+    examples = with_drawn_patches(many(), 10)
+    planted = canaries(3, np.array([True, True]), Bags(2), 2, examples.n_stains).examples
+    both = joined([examples, planted, with_drawn_patches(many((60,)), 10)])
+    assert [len(bag) for bag in seen(both, 0, range(6))] == [3, 10, 10, 8, 8, 10]
+    assert both.at_once == 1
+
+
+def test_slides_are_predicted_in_pieces_that_fit():
+    sizes = []
+
+    def predict(x):
+        sizes.append(len(x))
+        return torch.zeros(len(x), 2)
+
+    assert probabilities(predict, many(), CPU).shape == (3, 2) and sizes == [1, 1, 1]
+    assert bags_at_once(10_000, 1024) == 1 and bags_at_once(1, 1) > 1000
+
+
+def test_fewer_patches_in_a_step_are_other_settings_of_the_same_method(tmp_path):
+    study = make_bag_study(tmp_path / "study", n_sites=1)
+    loss = []
+    for most in ([], ["train.max_patches=1"]):
+        run = train(study, method="regular", overrides=[OPEN, *most], backend="local")["run"]
+        line = (study.root / run / "sites/S0/metrics.jsonl").read_text().splitlines()[0]
+        loss.append(line.split('"loss":')[1].split("}")[0])
+    assert loss[0] != loss[1]

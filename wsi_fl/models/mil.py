@@ -1,0 +1,166 @@
+"""Heads that pathology knows by name: gated attention, CLAM's single branch, and a small TransMIL.
+
+All begin with a LayerNorm, since encoders differ in scale, and tie no examples together. All their parameters lie in
+layers, so that differential privacy has the gradients of single examples (`wsi_fl.privacy.ghost`).
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wsi_fl.models.bags import BagModel, opened
+from wsi_fl.models.deepset import ATTENDING, HIDDEN, Attention, PooledBag
+
+CLAM_HIDDEN, CLAM_ATTENDING = 512, 256
+"""Units of CLAM's projection and of its attention, `small` in the paper's code."""
+TOKEN, HEADS, LANDMARKS = 128, 4, 1024
+"""Units of a token of TransMIL, heads of its attention, and the most patches that a patch attends to one by one."""
+
+
+class _Gated(nn.Module):
+    """Scores wᵀ(tanh(V h) ⊙ σ(U h)) of patches (Ilse et al., eq. 9)."""
+
+    def __init__(self, hidden: int, attending: int) -> None:
+        super().__init__()
+        self.v, self.u = nn.Linear(hidden, attending), nn.Linear(hidden, attending)
+        self.w = nn.Linear(attending, 1)
+
+    def forward(self, h: Tensor) -> Tensor:
+        scores: Tensor = self.w(torch.tanh(self.v(h)) * torch.sigmoid(self.u(h)))
+        return scores
+
+
+def _gated(n_classes: int, n_features: int, hidden: int, attending: int) -> nn.Module:
+    phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, hidden), nn.ReLU())
+    return PooledBag(phi, Attention(_Gated(hidden, attending)), nn.Linear(hidden, n_classes))
+
+
+def abmil(n_classes: int, n_features: int) -> nn.Module:
+    """Gated attention (Ilse, Tomczak and Welling, ICML 2018, eq. 9) on a projection to 256 units.
+
+    Example:
+        >>> abmil(2, 1024)(torch.zeros(3, 50, 1025)).shape
+        torch.Size([3, 2])
+    """
+    return _gated(n_classes, n_features, HIDDEN, ATTENDING)
+
+
+def clam_sb(n_classes: int, n_features: int) -> nn.Module:
+    """The single attention branch of CLAM (Lu et al., Nature Biomedical Engineering 2021): 512 units, 256 attend.
+
+    What is different from CLAM: there is no clustering loss on the patches that are attended most and least, since what
+    sites train and exchange here has one loss, that of logits; there is no dropout; and a LayerNorm comes first. So
+    it differs from `abmil` in size alone.
+    """
+    return _gated(n_classes, n_features, CLAM_HIDDEN, CLAM_ATTENDING)
+
+
+class _SelfAttention(nn.Module):
+    """One block of TransMIL: tokens and what they attend to, added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(TOKEN)
+        self.query, self.key, self.value = (nn.Linear(TOKEN, TOKEN, bias=False) for _ in range(3))
+        self.out = nn.Linear(TOKEN, TOKEN)
+
+    def projected(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, float32[b, 1 + m, units] each."""
+        x = self.norm(tokens)
+        return self.query(x), self.key(x), self.value(x)
+
+
+def _heads(x: Tensor) -> Tensor:
+    """float32[n, units] → float32[heads, n, units / heads]."""
+    return x.view(len(x), HEADS, -1).transpose(0, 1)
+
+
+def _landmarks(x: Tensor) -> Tensor:
+    """The class token and LANDMARKS means over runs of patches that follow each other."""
+    return torch.cat([x[:1], functional.adaptive_avg_pool1d(x[1:].T, LANDMARKS).T])
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What tokens of one bag attend to, float32[n, units]; in pieces, so that memory never holds n × n numbers.
+
+    Args:
+        bias: float32[1, keys], added to the scores.
+    """
+    found = functional.scaled_dot_product_attention(
+        _heads(q)[None], _heads(k)[None], _heads(v)[None], attn_mask=bias
+    )
+    return found[0].transpose(0, 1).flatten(1)
+
+
+def _self_attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What each token of one bag attends to: exact, or where patches are many by landmarks, which count as often as
+    they have patches.
+    """
+    n = len(k) - 1
+    if n <= LANDMARKS:
+        return _attended(q, k, v)
+    bias = functional.pad(k.new_full((1, LANDMARKS), log(n / LANDMARKS)), (1, 0))
+    return _attended(q, _landmarks(k), _landmarks(v), bias)
+
+
+class TransMil(BagModel):
+    """See `transmil`. The token of the class comes first, then those of the patches."""
+
+    def __init__(self, n_classes: int, n_features: int) -> None:
+        super().__init__()
+        self.phi = nn.Sequential(nn.LayerNorm(n_features), nn.Linear(n_features, TOKEN), nn.ReLU())
+        self.token = nn.Linear(1, TOKEN, bias=False)  # of a constant: a parameter that lies in a layer
+        self.among, self.onto = _SelfAttention(), _SelfAttention()
+        self.rho = nn.Sequential(nn.LayerNorm(TOKEN), nn.Linear(TOKEN, n_classes))
+
+    def _mixed(self, bags: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Tokens float32[b, 1 + m, units] after the first block, and which of them each bag has."""
+        features, present = opened(bags)
+        first = self.token(features.new_ones(len(features), 1, 1))
+        tokens = torch.cat([first, self.phi(features)], dim=1)
+        here = [functional.pad(row, (1, 0), value=True).nonzero().flatten() for row in present]
+        found = [
+            torch.zeros_like(row).index_copy(0, own, _self_attended(q[own], k[own], v[own]))
+            for row, q, k, v, own in zip(tokens, *self.among.projected(tokens), here, strict=True)
+        ]
+        return tokens + self.among.out(torch.stack(found)), here
+
+    def forward(self, bags: Tensor) -> Tensor:
+        tokens, here = self._mixed(bags)
+        found = [
+            _attended(q[:1], k[own], v[own])  # nobody looks at what patches attend to here
+            for q, k, v, own in zip(*self.onto.projected(tokens), here, strict=True)
+        ]
+        logits: Tensor = self.rho(tokens[:, 0] + self.onto.out(torch.cat(found)))
+        return logits
+
+    def attention(self, bags: Tensor) -> Tensor:
+        """Return what the class token attends to in the second block, float32[b, m], by patch: the mean over heads."""
+        tokens, here = self._mixed(bags)
+        rows = []
+        for q, k, own in zip(*self.onto.projected(tokens)[:2], here, strict=True):
+            query, keys = _heads(q[:1]), _heads(k[own])
+            each = torch.softmax(query @ keys.mT / keys.shape[2] ** 0.5, dim=2).mean((0, 1))[1:]
+            none = q.new_zeros(bags.shape[1])
+            rows.append(none.index_copy(0, own[1:] - 1, each / each.sum()))
+        return torch.stack(rows)
+
+
+def transmil(n_classes: int, n_features: int) -> nn.Module:
+    """TransMIL (Shao et al., NeurIPS 2021), made small: two blocks of self-attention over 128 units, 4 heads.
+
+    What is different from TransMIL: attention is exact in bags of up to 1024 patches. In larger ones patches attend to
+    1024 means over runs of patches that follow each other, in place of Nyström's approximation; the class token attends
+    to every patch, so memory grows with the number of patches and not with its square. There are no convolutions over
+    the patches laid out in a square (PPEG and Nyström's residual), since a patch's place in a list says nothing of
+    where it was: in bags of up to 1024 patches the order does not matter. There is no dropout.
+
+    Example:
+        >>> transmil(2, 1024)(torch.zeros(3, 50, 1025)).shape
+        torch.Size([3, 2])
+    """
+    return TransMil(n_classes, n_features)
