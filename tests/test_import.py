@@ -88,7 +88,10 @@ def brought(study, form, folder, **more):
 @pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
 def test_what_is_exported_comes_back_bit_for_bit_and_trains_the_same_model(study, form, tmp_path):
     before = {site: contents(study.mosaic(site)) for site in ("S0", "S1")}
-    first = study.root / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+    first = (
+        study.root
+        / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+    )
     for site in ("S0", "S1"):
         out = tmp_path / form / site
         export(study, site=site, form=form, out=out)
@@ -99,11 +102,18 @@ def test_what_is_exported_comes_back_bit_for_bit_and_trains_the_same_model(study
         assert said == before[site][0]
         assert columns.keys() == before[site][1].keys()
         for name, values in columns.items():
-            assert values.dtype == before[site][1][name].dtype and np.array_equal(values, before[site][1][name])
-    again = study.root / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+            assert values.dtype == before[site][1][name].dtype and np.array_equal(
+                values, before[site][1][name]
+            )
+    again = (
+        study.root
+        / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+    )
     for site in ("S0", "S1"):
         assert same(model(first, site), model(again, site))
-        digests = [json.loads((run / "sites" / site / "store.json").read_text())["sha256"] for run in (first, again)]
+        digests = [
+            json.loads((run / "sites" / site / "store.json").read_text())["sha256"] for run in (first, again)
+        ]
         assert digests[0] == digests[1]
 
 
@@ -164,8 +174,12 @@ def of_clam(folder, names=("a", "b", "c", "d"), h5=True):
 
 
 def labels(path, names=("a", "b", "c", "d"), heading="slide_id,case_id,label", **more):
-    rows = [[name, f"patient {k}", CLASSES[k % 2], *[v[k] for v in more.values()]] for k, name in enumerate(names)]
-    path.write_text("\n".join([",".join([heading, *more]), *(",".join(map(str, row)) for row in rows)]) + "\n")
+    rows = [
+        [name, f"patient {k}", CLASSES[k % 2], *[v[k] for v in more.values()]] for k, name in enumerate(names)
+    ]
+    path.write_text(
+        "\n".join([",".join([heading, *more]), *(",".join(map(str, row)) for row in rows)]) + "\n"
+    )
     return path
 
 
@@ -185,7 +199,9 @@ def test_tridents_folder(study, tmp_path, shape):
             assert np.array_equal(store.bag(k).features, made[name])
             assert store.bag(k).xy_l0.tolist() == [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
             assert store.bag(k).cluster is None
-        patients = {split: set(store.table.patient[store.table.split == split]) for split in ("train", "test")}
+        patients = {
+            split: set(store.table.patient[store.table.split == split]) for split in ("train", "test")
+        }
         assert patients["train"] and patients["test"] and not patients["train"] & patients["test"]
     brought(study, "trident", folder, labels=table, said=Said(mpp=0.46))  # measured, not nominal
     with store_of(study) as store:
@@ -202,7 +218,10 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
         assert store.meta.encoder == "uni" and store.meta.spec.size_px == 224
         assert store.meta.spec.mpp == pytest.approx(256 / 224)
         assert store.bag(0).features.dtype == np.float32 and np.array_equal(store.bag(0).features, made["a"])
-        assert store.bag(0).xy_l0[1].tolist() == [2048, 3072] and store.bag(1).xy_l0[1].tolist() == [1024, 1536]
+        assert store.bag(0).xy_l0[1].tolist() == [2048, 3072] and store.bag(1).xy_l0[1].tolist() == [
+            1024,
+            1536,
+        ]
     row = brought(study, "stamp", folder, labels=labels(tmp_path / "bare.csv"))["sites"][0]
     assert len(row["notes"]) == 4 and "mpp_override" in row["notes"][0]["note"]
     with store_of(study) as store:
@@ -338,7 +357,9 @@ def test_bags_are_streamed_and_must_be_as_they_were_announced(tmp_path):
     tracemalloc.stop()
     assert peak < 8 * m * d * 4 < n * m * d * 4
     with FeatureStore(tmp_path / "x.h5") as store:
-        assert [store.bag(k).features[0, 0] for k in (0, 7, 39)] == [0, 7, 39] and store.bag(0).cluster is None
+        assert [store.bag(k).features[0, 0] for k in (0, 7, 39)] == [0, 7, 39] and store.bag(
+            0
+        ).cluster is None
     for bags, sizes in (([bag] * (n - 1), [m] * n), ([bag] * n, [m] * (n - 1) + [m + 1])):
         with pytest.raises(WsiFlError):
             write_features(tmp_path / "y.h5", meta, table, iter(bags), sizes=sizes)
