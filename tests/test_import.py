@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import model, refused, same
 
+from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.importing import Said, import_features
 from wsi_fl.stages.training.train import train
@@ -379,6 +380,27 @@ def test_clams_training_reads_what_is_exported(study, tmp_path):
                 assert file["coords"].shape == (len(features), 2)
             assert features.dtype == torch.float32 and np.array_equal(features, store.bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
+
+
+def test_a_tensor_beside_files_that_say_more_is_of_their_kind(study, tmp_path):
+    out = tmp_path / "clam"
+    export(study, site="S0", form="clam", out=out, tensors=True)
+    (out / "h5_files" / "S0.slide-3.h5").unlink()
+    row = brought(study, "clam", out)["sites"][0]
+    assert row["bags"] == 9 and row["encoder"] == "uni sha256:0123" and len(row["notes"]) == 1
+    export(study, site="S0", form="stamp", out=tmp_path / "stamp")
+    notes = brought(study, "stamp", tmp_path / "stamp")["sites"][0]["notes"]
+    assert [note["slide"] for note in notes] == ["S0.slide-3"] and "−1" in notes[0]["note"]
+
+
+def test_a_model_of_bags_leaves_as_onnx_alone(study):
+    pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    run = train(study, method="proxyfl", backend="local")["run"]
+    document = export_model(study, run, called="proxy", form="onnx")
+    card = json.loads((study.root / document["out"] / "model_card.json").read_text())
+    assert document["difference"] < 1e-5 and card["inputs"]["encoder"] == "uni sha256:0123"
+    assert card["examples"] == "slides" and "`bags`" in card["model"]["input"] and card["metrics"] is None
+    refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use onnx")
 
 
 def test_the_command(study, tmp_path, wsi_fl):

@@ -93,7 +93,7 @@ def asked_for(party: Party, called: str, site_name: str | None) -> Leaving:
         site,
         called,
         role,
-        covered=with_dp and account_of(run, site.name)["guarantee"] != "none",
+        covered=with_dp and all(account["guarantee"] != "none" for account in _accounts(party, called, site)),
         architecture=architecture(site, party.pipeline, role, common=party.method.travels == "private"),
         facts=folder.store_facts(),
     )
@@ -109,21 +109,31 @@ def require_allowed(leaving: Leaving, *, private: bool) -> None:
         UsageError: which says what to write where.
     """
     site = leaving.site
-    if leaving.called == "private" and not private:
+    if leaving.called == "private":
+        if not private:
+            raise UsageError(
+                "--model private: it may have memorised patients and was to stay at home; add --private if it may leave"
+            )
+        if not site.allows("private_model"):
+            raise UsageError(
+                f"sites/{site.name}.toml: a real hospital's private model leaves only where the file allows that when "
+                'the run begins; add allow = ["private_model"] and train a new run'
+            )
+        return
+    shut = [one.name for one in leaving.party.sites if not one.allows("model")]
+    if shut and not leaving.covered:
         raise UsageError(
-            "--model private: it may have memorised patients and was to stay at home; add --private if it may leave"
-        )
-    needed = "private_model" if leaving.called == "private" else None if leaving.covered else "model"
-    if needed == "private_model" and not site.allows("private_model"):
-        raise UsageError(
-            f"sites/{site.name}.toml: a real hospital's private model leaves only where the file allows it; "
-            'add allow = ["private_model"]'
-        )
-    if needed == "model" and not site.allows("model"):
-        raise UsageError(
-            f"sites/{site.name}.toml: this model was trained without differential privacy; "
+            f"sites/{shut[0]}.toml: this model was trained without differential privacy; "
             'it leaves only with allow = ["model"]'
         )
+
+
+def _accounts(party: Party, called: str, site: SiteFile) -> list[dict[str, Any]]:
+    """The accounts that a model's ε rests on: the site's own, and of a shared one all that lie here."""
+    names = [site.name] if called == "private" else party.names
+    return [
+        account_of(party.run, name) for name in names if (party.run.site(name).path / "ledger.json").exists()
+    ]
 
 
 def account_of(run: RunFolder, site: str) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def _metrics(leaving: Leaving) -> dict[str, Any] | None:
         return None
     answers = row["with"] == leaving.role
     parts = [_part("the test part of its own site", model["own"], row["own"] if answers else None)]
-    if evaluation and evaluation["merged"] is not None:
+    told = all(site.allows("scores") for site in leaving.party.sites)
+    if evaluation and evaluation["merged"] is not None and told:
         parts.insert(0, _part("the test parts of all sites", model, row if answers else None))
     return {"parts": parts}
 

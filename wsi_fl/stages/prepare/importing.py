@@ -127,11 +127,12 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
     looked = _Looked(record, path, n, d, own)
     if foreign.bag(looked.mpp_l0).placed:
         return looked
-    why = (
-        "a .pt has no coordinates, and there is no h5 file"
-        if foreign.places is None
-        else "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
-    )
+    if foreign.places is None:
+        why = "a .pt has no coordinates, and there is no h5 file"
+    elif looked.mpp_l0 is None:
+        why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
+    else:
+        why = "its coordinates are all −1"
     return replace(looked, note=f"nobody knows where its patches lie: {why}; heatmaps need that")
 
 
@@ -150,10 +151,8 @@ def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) 
 
 def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
     """The resolution of the patches; one that is measured goes before one that a magnification stands for."""
-    nominal = looked[0].facts.nominal
-    if not nominal or said is None:
-        found = _settled(looked, "resolution", lambda one: one.mpp, said, "--mpp")
-        return float(found)
+    if said is None or not any(one.facts.nominal for one in looked):
+        return float(_settled(looked, "resolution", lambda one: one.mpp, said, "--mpp"))
     found = float(_agreed(looked, "resolution", lambda one: one.facts.mpp))
     if not 1 / _ROUNDED <= said / found <= _ROUNDED:
         raise UsageError(
@@ -173,15 +172,14 @@ def _settled(looked: Sequence[_Looked], what: str, of: Callable[[Facts], Any], s
 
 
 def _agreed(looked: Sequence[_Looked], what: str, of: Callable[[_Looked], Any]) -> Any:
-    """What all say; UsageError names a slide of each where two differ."""
-    first = of(looked[0])
-    for one in looked:
-        if not _same(of(one), first):
+    """What all say that say anything, or None; UsageError names a slide of each where two differ."""
+    told = [(one.record.slide, value) for one in looked if (value := of(one)) is not None]
+    for slide, value in told:
+        if not _same(value, told[0][1]):
             raise UsageError(
-                f"slides are not alike: {looked[0].record.slide} has {what} {first}, {one.record.slide} {of(one)}; "
-                "import one kind"
+                f"slides are not alike: {told[0][0]} has {what} {told[0][1]}, {slide} {value}; import one kind"
             )
-    return first
+    return told[0][1] if told else None
 
 
 def _same(a: Any, b: Any) -> bool:
