@@ -66,7 +66,7 @@ def test_mistake_in_a_pipeline_is_one_line(study, text, words):
         ("slides = 'x'\nlayout = 'camelyon'", ("layout", "'camelyon17', 'camelyon16', 'tcga' or 'generic'")),
         (
             "slides = 'x'\nallow = ['models']",
-            ("allow.0", "'model', 'buffer', 'generator', 'patches', 'shared' or 'scores'"),
+            ("allow.0", "'model', 'buffer', 'generator', 'patches', 'shared', 'scores' or 'private_model'"),
         ),
         ("slides = 'x'\nmpp_override = 0", ("mpp_override = 0", "greater than 0")),
         ("slides = 'x'\nreal = 'false'", ("real", "boolean")),
@@ -315,13 +315,13 @@ def test_run_is_found_by_path_name_and_number(study, monkeypatch):
 
 
 def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():
-    everything = ("model", "buffer", "generator", "patches", "shared", "scores")
+    everything = ("model", "buffer", "generator", "patches", "shared", "scores", "private_model")
     simulated, real = (
         SiteFile(name="a", slides="x", real=False),
         SiteFile(name="a", slides="x", allow=["model"]),
     )
-    assert [simulated.allows(what) for what in everything] == [True] * 6
-    assert [real.allows(what) for what in everything] == [True, False, False, False, False, False]
+    assert [simulated.allows(what) for what in everything] == [True] * 7
+    assert [real.allows(what) for what in everything] == [True, *[False] * 6]
     assert simulated.allowed == everything and real.allowed == ("model",)
     assert SiteFile(name="a", slides="x").real, "a site is real unless its file says otherwise"
     assert SiteFile(name="a", slides="x").allowed == ()

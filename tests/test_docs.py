@@ -16,7 +16,7 @@ from wsi_fl.study.reference import keys, page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
-FILES = ("csv", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
+FILES = ("csv", "onnx", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
 
 
 def text_of(name):
@@ -72,7 +72,7 @@ def test_keys_that_are_named_exist(path):
 
 
 def test_every_command_and_pipeline_is_described():
-    visible = [c.callback.__name__ for c in app.registered_commands if not c.hidden]
+    visible = [c.name or c.callback.__name__ for c in app.registered_commands if not c.hidden]
     described = text_of("docs/commands.md")
     assert [name for name in (*visible, "synthesize") if f"`wsi-fl {name}" not in described] == []
     between = [c.callback.__name__ for c in federation.registered_commands]

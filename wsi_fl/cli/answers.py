@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from wsi_fl.cli.options import Answering, Json, Run, find_study, show
+from wsi_fl.types import UsageError
 
 
 def evaluate(run: Run, overrides: Answering = None, as_json: Json = False) -> None:
@@ -109,3 +110,44 @@ def report(
 
     path = report(study, run, pictures=pictures)
     show({"report": study.relative(path)}, as_json, lambda _: print(path))
+
+
+def export(
+    site: Annotated[
+        str | None, typer.Option(help="The site whose mosaics, or whose model. Of shared models any.")
+    ] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="Of mosaics clam, trident or stamp; of a model wsinfer or onnx.")
+    ] = "clam",
+    run: Annotated[
+        str | None, typer.Option(help="The run whose model to export. Without it, mosaics.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="proxy, shared or private, as the run's method has them.")
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="A private model may leave, which may have memorised patients.")
+    ] = False,
+    tensors: Annotated[
+        bool, typer.Option("--pt", help="clam: write the .pt files too that its training reads.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: in the study, or the run.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a site's mosaics, or a trained model with its card, in the format of another tool."""
+    study = find_study()
+    if run is not None:
+        if model is None or tensors:
+            raise UsageError("export --run needs --model (proxy, shared or private), and no --pt")
+        from wsi_fl.stages.answers.export_model import export_model, print_export_model
+
+        how = {"called": model, "form": form, "site": site, "private": private, "out": out}
+        show(export_model(study, run, **how), as_json, print_export_model)  # type: ignore[arg-type]
+        return
+    if site is None or model is not None or private:
+        raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
+    from wsi_fl.stages.prepare.export import export, print_export
+
+    show(export(study, site=site, form=form, out=out, tensors=tensors), as_json, print_export)

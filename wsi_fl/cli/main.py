@@ -76,7 +76,7 @@ def config(
 for command in (
     *(demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features, prepare.stain),
     *(
-        prepare.export,
+        answers.export,
         prepare.pack,
         prepare.partition,
         training.release,
@@ -87,4 +87,5 @@ for command in (
     *(answers.compare, answers.audit, answers.report, training.privacy, config),
 ):
     app.command()(command)  # in the order of --help
+app.command("import")(prepare.import_features)
 app.command(hidden=True)(training.rank)

@@ -140,20 +140,48 @@ def stain(
     show(document, as_json, print_stains)
 
 
-def export(
-    site: Annotated[str, typer.Option(help="The site whose mosaics to export.")],
-    form: Annotated[str, typer.Option("--format", help="clam: HDF5 files for CLAM and TRIDENT.")] = "clam",
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to write. Default: exports/FORMAT/SITE.")
+def import_features(
+    site: Annotated[str, typer.Option(help="The site whose feature store is written.")],
+    source: Annotated[Path, typer.Option("--from", metavar="DIR", help="Where the features are.")],
+    labels: Annotated[
+        Path,
+        typer.Option(
+            metavar="TABLE", help="CSV: slide (slide_id), patient (case_id), label (diagnosis); split."
+        ),
+    ],
+    form: Annotated[str, typer.Option("--format", help="trident, clam or stamp.")],
+    encoder: Annotated[
+        str | None, typer.Option(help="What made the features, where the files do not say.")
     ] = None,
+    patch_px: Annotated[
+        int | None, typer.Option(min=1, help="Side of a patch in pixels, where the files do not say.")
+    ] = None,
+    mpp: Annotated[
+        float | None, typer.Option(min=1e-3, help="µm per pixel of the patches, where the files do not say.")
+    ] = None,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Write a site's mosaics in the format of another tool."""
+    """Take features that TRIDENT, CLAM or STAMP computed as a site's feature store."""
     study = find_study()
-    from wsi_fl.stages.prepare.export import export, print_export
+    from wsi_fl.stages.prepare.importing import Said, import_features
+    from wsi_fl.stages.prepare.tables import print_mosaic
+    from wsi_fl.stages.work.console import Bars
 
-    document = export(study, site=site, form=form, out=out)
-    show(document, as_json, print_export)
+    with Bars("import") as bars:
+        document = import_features(
+            study,
+            site=site,
+            form=form,
+            source=source,
+            labels=labels,
+            said=Said(encoder, patch_px, mpp),
+            pipeline_name=pipeline,
+            overrides=overrides or [],
+            watcher=bars,
+        )
+    show(document, as_json, print_mosaic)
 
 
 def pack(

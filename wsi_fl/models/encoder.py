@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -103,12 +104,13 @@ class Encoder:
             )
         return features
 
+    def network(self) -> nn.Module:
+        """Return the encoder as a module on the CPU, from images float32[b, 3, h, w] in [−1, 1] to features."""
+        return _Network(self)
+
     def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
         """float32[b, 3, h, w], resized and normalised, of uint8[b, h, w, 3]."""
-        images = pixels.permute(0, 3, 1, 2).float().div_(255)
-        if self.input_px and images.shape[-2:] != (self.input_px, self.input_px):
-            size = (self.input_px, self.input_px)
-            images = functional.interpolate(images, size, mode=self._mode, antialias=True).clamp_(0, 1)
+        images = _resized(pixels.permute(0, 3, 1, 2).float().div_(255), self.input_px, self._mode)
         return images.sub_(self._mean).div_(self._std)
 
     def _precision(self) -> AbstractContextManager[Any]:
@@ -122,6 +124,32 @@ class Encoder:
         if self.device.type != "cpu":
             return self.batch_size
         return max(1, min(self.batch_size, _CPU_PX // (self.input_px or size_px) ** 2))
+
+
+def _resized(images: torch.Tensor, size_px: int | None, mode: str) -> torch.Tensor:
+    """Images [b, 3, h, w] in [0, 1] at size_px; as they are where it is None."""
+    if not size_px or images.shape[-2:] == (size_px, size_px):
+        return images
+    return functional.interpolate(images, (size_px, size_px), mode=mode, antialias=True).clamp_(0, 1)
+
+
+class _Network(nn.Module):
+    """An encoder that begins with images as models of patches see them."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.model = copy.deepcopy(encoder._model).cpu()
+        self.size_px, self.mode = encoder.input_px, encoder._mode
+        self.register_buffer("mean", encoder._mean.cpu())
+        self.register_buffer("std", encoder._std.cpu())
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        images = _resized(images * 0.5 + 0.5, self.size_px, self.mode)
+        features: torch.Tensor = self.model((images - self.mean) / self.std)
+        return features
 
 
 def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np.float32]:

@@ -8,6 +8,7 @@ Wang, "Revisiting differentially private linear regression", UAI 2018).
 
 from __future__ import annotations
 
+import copy
 from math import sqrt
 
 import torch
@@ -74,8 +75,11 @@ class SharedHead(nn.Module):
 
     def embedded(self, x: Tensor) -> Tensor:
         """Return z float64[b, width] of each row, whose square is at most `LONGEST`; 0 where it is not finite."""
-        x = self.pooled(x)
-        rows = (nn.functional.layer_norm(x, x.shape[-1:]) @ self.projection).double()
+        return self._embedded(self.pooled(x), self.projection)
+
+    @staticmethod
+    def _embedded(x: Tensor, projection: Tensor) -> Tensor:
+        rows = (nn.functional.layer_norm(x, x.shape[-1:]) @ projection).double()
         rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1) * (1 - _ROUND_OFF)
         z = torch.cat([rows, torch.full_like(rows[:, :1], CONSTANT)], dim=1)
         return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
@@ -182,6 +186,35 @@ class SharedHead(nn.Module):
         """Return logits float32[b, classes]."""
         weights, bias = self.head(own=own)
         logits: Tensor = torch.addmm(bias, self.embedded(x), weights).float()
+        return logits
+
+    def as_released(self) -> nn.Module:
+        """Return the head that follows from what sites have released alone, without any sums.
+
+        The site's own part is the noisy one that the others have too.
+        """
+        public = copy.deepcopy(self)
+        public.exact.copy_(public.released)
+        return SolvedHead(copy.deepcopy(self.pooled), self.projection, *public.head())
+
+
+class SolvedHead(nn.Module):
+    """A shared head that was solved: its weights and nothing that they were made of."""
+
+    projection: Tensor
+    weights: Tensor
+    bias: Tensor
+
+    def __init__(self, pooled: nn.Module, projection: Tensor, weights: Tensor, bias: Tensor) -> None:
+        super().__init__()
+        self.pooled = pooled
+        for name, value in (("projection", projection), ("weights", weights), ("bias", bias)):
+            self.register_buffer(name, value.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits float32[b, classes]."""
+        z = SharedHead._embedded(self.pooled(x), self.projection)
+        logits: Tensor = torch.addmm(self.bias, z, self.weights).float()
         return logits
 
 

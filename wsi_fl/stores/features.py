@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
 
 FEATURE_FORMAT = "wsi-fl feature store"
 FEATURE_VERSION = 1
+UNPLACED = -1
+"""In the place of both coordinates of a patch where nobody knows them."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
 
 
@@ -50,7 +53,7 @@ class Bag:
 
     Attributes:
         features: float32[m, d].
-        xy_l0: int64[m, 2] top-left corners in level-0 pixels.
+        xy_l0: int64[m, 2] top-left corners in level-0 pixels; all −1 where nobody knows them.
         cluster: int64[m] colour group of each patch in a mosaic; None where there are no groups.
         weight: float32[m] share of the slide's tissue that each patch stands for; None where each stands for itself.
     """
@@ -60,57 +63,87 @@ class Bag:
     cluster: NDArray[np.int64] | None = None
     weight: NDArray[np.float32] | None = None
 
+    @property
+    def placed(self) -> bool:
+        """Whether it is known where on the slide the patches lie."""
+        return bool((self.xy_l0 != UNPLACED).any())
+
 
 def write_features(
     path: Path,
     meta: FeatureMeta,
     table: BagTable,
-    bags: Sequence[Bag],
+    bags: Iterable[Bag],
     mpp_l0: NDArray[np.float64] | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
 ) -> None:
-    """Writes a feature store atomically; bags in the table's order.
+    """Writes a feature store atomically, and holds one bag at a time.
 
     Args:
+        bags: in the table's order; groups and weights are written where all bags have them.
         mpp_l0: [s] µm per level-0 pixel of each slide, where it is known.
+        sizes: [s] patches of each bag; needed where `bags` is no sequence.
+
+    Raises:
+        WsiFlError: when the bags are not as many, as long or as wide as they should be.
     """
-    if len(bags) != len(table) or not bags:
-        raise WsiFlError(f"{path}: got {len(bags)} bags, expected {len(table)}, at least one")
-    features = np.concatenate([bag.features for bag in bags]).astype(np.float32, copy=False)
-    start = np.cumsum([0, *(len(bag.features) for bag in bags)], dtype=np.int64)
-    n_bytes = features.nbytes + len(features) * 64 + len(table) * 1024
-    with atomic(path) as temporary, created(temporary, n_bytes) as file:
-        file.attrs.update(
-            spec_attrs(meta.spec)
-            | {
-                "format": FEATURE_FORMAT,
-                "version": FEATURE_VERSION,
-                "tool_version": __version__,
-                "site": meta.site,
-                "classes": json.dumps(meta.classes),
-                "tumor_types": json.dumps(dict(meta.tumor_types)),
-                "encoder": meta.encoder,
-            }
-            | ({"recipe": json.dumps(dict(meta.recipe))} if meta.recipe else {})
-        )
-        file["features"] = features
-        file["xy_l0"] = np.concatenate([bag.xy_l0 for bag in bags]).astype(np.int64, copy=False)
+    if sizes is None:
+        bags = list(bags)
+        sizes = [len(bag.features) for bag in bags]
+    waiting = iter(bags)
+    first = next(waiting, None)
+    if len(sizes) != len(table) or first is None:
+        raise WsiFlError(f"{path}: got {len(sizes)} bags, expected {len(table)}, at least one")
+    start = np.cumsum([0, *sizes], dtype=np.int64)
+    n, d = int(start[-1]), first.features.shape[1]
+    with atomic(path) as temporary, created(temporary, n * (d * 4 + 64) + len(table) * 1024) as file:
+        file.attrs.update(_root_attrs(meta))
+        _write_bags(file, chain((first,), waiting), start, d)
         file["start"] = start
         file["label"] = table.label
         for name in _TEXTS:
             file[name] = encoded_text(getattr(table, name))
-        _write_optional(file, bags, mpp_l0)
+        if mpp_l0 is not None:
+            file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
 
 
-def _write_optional(file: h5py.File, bags: Sequence[Bag], mpp_l0: NDArray[np.float64] | None) -> None:
-    """What a feature store may hold besides; of groups and weights all bags' or none."""
-    clusters = [bag.cluster for bag in bags if bag.cluster is not None]
-    weights = [bag.weight for bag in bags if bag.weight is not None]
-    if len(clusters) == len(bags):
-        file["cluster"] = np.concatenate(clusters).astype(np.int64, copy=False)
-    if len(weights) == len(bags):
-        file["weight"] = np.concatenate(weights).astype(np.float32, copy=False)
-    if mpp_l0 is not None:
-        file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
+def _root_attrs(meta: FeatureMeta) -> dict[str, Any]:
+    said = {
+        "format": FEATURE_FORMAT,
+        "version": FEATURE_VERSION,
+        "tool_version": __version__,
+        "site": meta.site,
+        "classes": json.dumps(meta.classes),
+        "tumor_types": json.dumps(dict(meta.tumor_types)),
+        "encoder": meta.encoder,
+    }
+    recipe = {"recipe": json.dumps(dict(meta.recipe))} if meta.recipe else {}
+    return spec_attrs(meta.spec) | said | recipe
+
+
+def _write_bags(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
+    """The columns of the patches, one bag after another; one that some bag lacks is left out."""
+    n = int(start[-1])
+    written = {
+        "features": file.create_dataset("features", (n, d), np.float32),
+        "xy_l0": file.create_dataset("xy_l0", (n, 2), np.int64),
+        "cluster": file.create_dataset("cluster", (n,), np.int64),
+        "weight": file.create_dataset("weight", (n,), np.float32),
+    }
+    n_bags = 0
+    for bag, first, last in zip(bags, start, start[1:], strict=False):
+        if bag.features.shape != (last - first, d):
+            raise WsiFlError(
+                f"{file.filename}: bag {n_bags} is {bag.features.shape}, expected {(int(last - first), d)}"
+            )
+        for name in [name for name in written if getattr(bag, name) is None]:
+            del written[name], file[name]
+        for name, column in written.items():
+            column[first:last] = getattr(bag, name)
+        n_bags += 1
+    if n_bags < len(start) - 1:
+        raise WsiFlError(f"{file.filename}: got {n_bags} bags, expected {len(start) - 1}")
 
 
 class FeatureStore(StoreFile):

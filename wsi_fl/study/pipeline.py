@@ -196,6 +196,15 @@ class Predict(Section):
     """Number of highest patches whose mean is a slide's score."""
 
 
+class Report(Section):
+    """What is written of a run besides its own files."""
+
+    without_effect = ("",)
+    trackers: list[Literal["tensorboard", "mlflow"]] = Field([])
+    """Trackers that get the metrics of every site when a run ends, as local files in its folder `tracking/`. Each needs
+    the extra of its name; nothing is sent anywhere."""
+
+
 REMOVED = {
     "train.listen": "what the proxy is worth to α gained nothing, so α is what train.alpha says; leave it out",
     "privacy.grad_mode": "each model gets ghost clipping where that can be, else Opacus's hooks; leave it out",
@@ -234,6 +243,7 @@ class Pipeline(Section):
     mpcpa: Mpcpa = Mpcpa()
     lpips: Lpips = Lpips()
     replay: Replay = Replay()
+    report: Report = Report()
 
     @property
     def encoding(self) -> Mosaic:

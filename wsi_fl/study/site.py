@@ -10,9 +10,10 @@ from wsi_fl.study.toml import Section
 
 Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
-Allowed = Literal["model", "buffer", "generator", "patches", "shared", "scores"]
+Allowed = Literal["model", "buffer", "generator", "patches", "shared", "scores", "private_model"]
 """What a site may let go without differential privacy; "patches" lets other sites' evaluation and joint training
-read its store, "shared" lets go sums whose noise rests on the other sites, and "scores" counts of its test part."""
+read its store, "shared" lets go sums whose noise rests on the other sites, "scores" counts of its test part, and
+"private_model" the model that was to stay at home, by `export`."""
 
 
 class SiteFile(Section):
@@ -63,7 +64,8 @@ class SiteFile(Section):
     """What may leave without differential privacy: models, buffers of synthetic samples, generators. "patches" lets
     the other sites' evaluation and joint training read the store. "shared" is for `privacy.noise = "shared"`, where the
     site's ε rests on noise that other sites add. "scores" lets go how many test examples each model that was released
-    gets right and wrong, and in which bin of its score; of no training patient."""
+    gets right and wrong, and in which bin of its score; of no training patient. "private_model" lets `wsi-fl export
+    --private` write the site's private model for other programs, which may have memorised patients."""
 
     def allows(self, what: Allowed) -> bool:
         """Return whether `what` may leave without differential privacy; a simulated site allows everything."""

@@ -74,6 +74,17 @@ def label_of(text: str, where: str) -> tuple[bool, bool]:
     raise UsageError(f"{where}: unknown label {text!r}; known: {known}")
 
 
+def mpp_of(text: str, where: str) -> float:
+    """Return µm per pixel as a table has it; UsageError where that is no positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{where}: mpp is {text!r}, not a positive number")
+    return value
+
+
 def delimiter_of(path: Path) -> str:
     """Tab or comma: what separates the columns of a table."""
     if not path.is_file():

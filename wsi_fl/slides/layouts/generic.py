@@ -11,6 +11,7 @@ from wsi_fl.slides.layouts.common import (
     Sources,
     divided,
     label_of,
+    mpp_of,
     rows_of,
     sites_of,
     slide_files,
@@ -63,7 +64,7 @@ def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: st
     split = row.get("split") or None
     if split is not None and split not in SPLITS:
         raise UsageError(f"{where}: unknown split {split!r}; allowed: {', '.join(SPLITS)}")
-    mpp = _mpp(row["mpp"], where) if row.get("mpp") else sources.mpp_override
+    mpp = mpp_of(row["mpp"], where) if row.get("mpp") else sources.mpp_override
     supervision: Supervision = "negative" if negative else "weak"
     if annotation is not None and not negative:
         supervision = "partial" if partial else "annotated"
@@ -80,13 +81,3 @@ def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: st
         diagnosis=row.get("diagnosis", ""),
         tumor_type=row.get("tumor_type", ""),
     )
-
-
-def _mpp(text: str, where: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"{where}: mpp is {text!r}, not a positive number")
-    return value

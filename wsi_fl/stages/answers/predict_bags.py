@@ -131,12 +131,12 @@ def _row_of(store: FeatureStore | None, record: SlideRecord) -> int | None:
 def predict_bag(
     study: Study, predictor: BagPredictor, record: SlideRecord, folder: Path, watcher: Watcher
 ) -> dict[str, Any]:
-    """All files of one slide, and its row of the document; no heatmap where the slide itself is not to be found."""
+    """All files of one slide, and its row of the document; no heatmap without slide or places."""
     watcher.update(record.slide, 0, 1)
     meta, bag = predictor.meta, bag_of(predictor, record)
     kind = _tumor_type(predictor, record)
     answer = answer_of(predictor, bag, kind)
-    path = slide_file(study, predictor.site, record)
+    path = slide_file(study, predictor.site, record) if bag.placed else None
     size_l0 = None
     if path is not None:
         with Slide(path, record.mpp_override, predictor.pipeline.slides.reader) as slide:

@@ -1,37 +1,55 @@
-"""`export`: a site's bags in the formats of other tools."""
+"""`export` of a site's bags: features in the layouts of other tools."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.work.console import say
-from wsi_fl.stores.clam import write_clam
+from wsi_fl.stores.exchange import LAYOUTS, write_labels
+from wsi_fl.stores.exchange.clam import write_clam
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 
-FORMATS = ("clam",)
 
+def export(
+    study: Study, *, site: str, form: str, out: Path | None = None, tensors: bool = False
+) -> dict[str, Any]:
+    """Write a site's mosaics for another tool; return the `--json` document. Nothing leaves this machine.
 
-def export(study: Study, *, site: str, form: str, out: Path | None = None) -> dict[str, Any]:
-    """Writes a site's mosaics for another tool; returns the `--json` document. Nothing leaves this machine."""
-    if form not in FORMATS:
-        raise UsageError(f"--format {form!r}: use {', '.join(FORMATS)}")
+    Args:
+        tensors: whether CLAM's `.pt` files are written too.
+
+    Raises:
+        UsageError: for an unknown format, or `.pt` files of another tool than CLAM.
+        WsiFlError: when the site has no feature store, or it does not say how large its patches are on the slides.
+    """
+    if form not in LAYOUTS:
+        raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    if tensors and form != "clam":
+        raise UsageError(f"--pt: {form} reads no .pt files; leave it out")
     study.site(site)
     folder = out or study.root / "exports" / form / site
+    write = partial(write_clam, tensors=True) if tensors else LAYOUTS[form].write
+    table = folder / f"{site}.csv"
     with FeatureStore(study.mosaic(site)) as store:
-        files = write_clam(store, folder)
-        bags = len(store)
+        files = write(store, folder)
+        write_labels(store, table)
     return {
         "site": site,
         "format": form,
-        "bags": bags,
+        "bags": len(files),
         "out": study.relative(folder),
-        "table": study.relative(files[-1]),
+        "features": study.relative(files[0].parent),
+        "table": study.relative(table),
+        "pt": tensors,
     }
 
 
 def print_export(document: dict[str, Any]) -> None:
-    say(f"{document['bags']} slides in {document['out']}/h5_files, labels in {document['table']}")
-    say("  HDF5 alone: CLAM's .pt files are pickles; its data sets read h5_files after load_from_h5(True)")
+    """Print where the files are, and what CLAM's users need."""
+    say(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
+    if document["format"] == "clam" and not document["pt"]:
+        say("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

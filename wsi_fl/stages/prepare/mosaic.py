@@ -17,7 +17,7 @@ import numpy as np
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.slides.choosing.mosaic import MosaicParams
 from wsi_fl.slides.choosing.splits import assign_splits
-from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled
+from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
@@ -127,13 +127,7 @@ def _write_store(
     study, name = listed.study, listed.site.name
     folder = study.mosaic(name).parent
     shards = [read_mosaic(mosaic_path(folder, record.slide)) for record in kept]
-    table = BagTable(
-        np.array([known.label[record.slide] for record in kept], np.int64),
-        np.array([known.tumor_type[record.slide] for record in kept], np.str_),
-        np.array([record.slide for record in kept], np.str_),
-        np.array([record.patient for record in kept], np.str_),
-        np.array([record.split or "train" for record in kept], np.str_),
-    )
+    table = table_of(kept, known)
     subtypes = {one: tuple(names) for one, names in listed.pipeline.subtypes.items()}
     recipe = _recipe(listed.pipeline.mosaic)
     meta = FeatureMeta(name, classes_of(subtypes), subtypes, label, spec_of(listed.pipeline), recipe)

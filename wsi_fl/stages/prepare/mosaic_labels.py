@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from wsi_fl.types import CLASSES, SetAside, SlideRecord, UsageError
+import numpy as np
+
+from wsi_fl.types import CLASSES, BagTable, SetAside, SlideRecord, UsageError
 
 Subtypes = Mapping[str, Sequence[str]]
 
@@ -57,6 +59,17 @@ def labelled(records: Sequence[SlideRecord], subtypes: Subtypes) -> Labelled:
         label[record.slide] = classes.index(record.diagnosis)
         types[record.slide] = _type_of(record, subtypes)
     return Labelled(tuple(kept), label, types, tuple(aside))
+
+
+def table_of(kept: Sequence[SlideRecord], known: Labelled) -> BagTable:
+    """Return the columns of a store of these slides, in order."""
+    return BagTable(
+        np.array([known.label[record.slide] for record in kept], np.int64),
+        np.array([known.tumor_type[record.slide] for record in kept], np.str_),
+        np.array([record.slide for record in kept], np.str_),
+        np.array([record.patient for record in kept], np.str_),
+        np.array([record.split or "train" for record in kept], np.str_),
+    )
 
 
 def _unfit(record: SlideRecord, subtypes: Subtypes) -> str:

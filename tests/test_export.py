@@ -1,0 +1,317 @@
+"""Models that leave: files that WSInfer and onnxruntime run, cards that say what they are, and who must allow it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import REAL, make_study, refused, write_features
+
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.learning.bags import packed
+from wsi_fl.models import build
+from wsi_fl.models.encoder import Encoder
+from wsi_fl.models.exporting import write_onnx, write_torchscript
+from wsi_fl.models.shared_head import SharedHead, SolvedHead
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.audit import audit
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.export_model import export_model
+from wsi_fl.stages.answers.leaving import offered
+from wsi_fl.stages.training.train import train
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.types import Bags, Images, Vectors, WsiFlError
+
+SIZE = 16
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A study of patches with an evaluated, audited run of ProxyFL."""
+    study = make_study(tmp_path_factory.mktemp("export") / "study", n_sites=2)
+    sets = ["audit.canaries=20", "train.rounds=2"]
+    run = train(study, method="proxyfl", overrides=sets, backend="local")["run"]
+    evaluate(study, run)
+    audit(study, run)
+    return study, run
+
+
+def answers(study, run, site, role, name, shape, x):  # noqa: PLR0917
+    """What the run's own model says: probabilities."""
+    model = build(name, n_classes=2, shape=shape, seed=0)
+    model.load_state_dict(RunFolder(study.root / run).site(site).load_model(role))
+    with torch.no_grad():
+        return torch.softmax(model.eval()(x), 1).numpy()
+
+
+def card_of(study, document):
+    folder = study.root / document["out"]
+    return json.loads((folder / "model_card.json").read_text()), (folder / "MODEL_CARD.md").read_text()
+
+
+def pixels_of(study, site="S0"):
+    with PatchStore(study.store(site)) as store:
+        return store.read(np.arange(8))
+
+
+def as_wsinfer_runs(folder, pixels):
+    """As WSInfer does: the transforms of config.json on PIL images, `torch.jit.load`, softmax over the logits.
+
+    Source: SBU-BMI/wsinfer 0.6.1, modellib/transforms.py, models.py and run_inference.py.
+    """
+    from PIL import Image
+    from torchvision import transforms
+
+    config = json.loads((folder / "config.json").read_text())
+    known = {name: getattr(transforms, name) for name in ("Resize", "ToTensor", "Normalize")}
+    steps = [known[one["name"]](**(one.get("arguments") or {})) for one in config["transform"]]
+    images = torch.stack([transforms.Compose(steps)(Image.fromarray(patch)) for patch in pixels])
+    model = torch.jit.load(str(folder / "torchscript_model.pt"), map_location="cpu").eval()
+    with torch.no_grad():
+        return torch.nn.functional.softmax(model(images), dim=1).numpy()
+
+
+REQUIRED = {
+    "spec_version": str,
+    "architecture": str,
+    "num_classes": int,
+    "patch_size_pixels": int,
+    "spacing_um_px": float,
+    "class_names": list,
+    "transform": list,
+}
+"""Keys of a model's configuration (SBU-BMI/wsinfer-zoo 0.6.3, schemas/model-config.schema.json)."""
+
+
+def check_config(config):
+    """As the zoo's schema and `ModelConfiguration` say; by the zoo itself where it is installed."""
+    assert {key: type(config[key]) for key in REQUIRED} == REQUIRED and config["spec_version"] == "1.0"
+    assert len(set(config["class_names"])) == config["num_classes"] == len(config["class_names"])
+    for step in config["transform"]:
+        assert set(step) <= {"name", "arguments"} and step["name"] in {"Resize", "ToTensor", "Normalize"}
+    try:
+        from wsinfer_zoo.client import ModelConfiguration
+    except ImportError:
+        return
+    ModelConfiguration.from_dict(config)
+
+
+def onnx_of(folder):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
+
+    def run(x):
+        (only,) = session.get_inputs()
+        logits = session.run(["logits"], {only.name: np.asarray(x, np.float32)})[0]
+        return torch.softmax(torch.from_numpy(logits), 1).numpy()
+
+    return run
+
+
+def test_a_proxy_runs_in_wsinfer_as_it_does_here(done):
+    study, run = done
+    document = export_model(study, run, called="proxy", form="wsinfer")
+    folder, pixels = study.root / document["out"], pixels_of(study)
+    config = json.loads((folder / "config.json").read_text())
+    check_config(config)
+    assert (config["patch_size_pixels"], config["spacing_um_px"]) == (SIZE, 1.0)
+    x = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 127.5 - 1
+    ours = answers(study, run, "S0", "proxy", "mlp", Images(3, SIZE), x)
+    assert np.abs(as_wsinfer_runs(folder, pixels) - ours).max() < 1e-5
+    assert ours.std(0).max() > 1e-3  # answers differ, so that agreeing says something
+
+
+def test_onnxruntime_says_the_same(done):
+    study, run = done
+    document = export_model(study, run, called="private", form="onnx", site="S1", private=True)
+    say = onnx_of(study.root / document["out"])
+    for n in (1, 8):
+        x = torch.from_numpy(pixels_of(study)[:n]).permute(0, 3, 1, 2) / 127.5 - 1
+        ours = answers(study, run, "S1", "private", "cnn1", Images(3, SIZE), x)
+        assert np.abs(say(x) - ours).max() < 1e-5
+
+
+def test_the_card_says_what_the_run_found(done):
+    study, run = done
+    folder = study.root / run
+    card, text = card_of(study, export_model(study, run, called="proxy", form="wsinfer"))
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    proxies = next(row for row in evaluation["sites"] if row["site"] == "S0")["models"]["proxy"]
+    assert card["metrics"]["parts"][0]["accuracy"] == proxies["accuracy"]
+    assert card["metrics"]["parts"][1]["accuracy"] == proxies["own"]["accuracy"]
+    audited = json.loads((folder / "audit" / "audit.json").read_text())["sites"]
+    for site, found in zip(card["privacy"]["sites"], audited, strict=True):
+        account = json.loads((folder / "sites" / site["site"] / "ledger.json").read_text())
+        assert site["epsilon"] == account["epsilon"] > 0 and site["guarantee"] == "guaranteed"
+        sent = next(one for one in found["models"] if one["model"] == "proxy")
+        assert site["epsilon_lower"] == sent["canaries"]["epsilon_lower"]
+        assert len(site["ledger"]) == 64
+    assert card["privacy"]["covered"] and card["license"] is None and card["inputs"]["mpp"] == 1.0
+    assert "Licence" in text and "differential privacy" in text.splitlines()[2]
+    assert "memorised" not in text
+
+
+def test_intervals_stand_beside_what_answers(done):
+    study, run = done
+    card, text = card_of(
+        study, export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
+    )
+    part = card["metrics"]["parts"][0]
+    assert len(part["intervals"]["accuracy"]) == 2 and "[" in text.split("## Metrics")[1].split("##")[0]
+    assert "memorised patients" in text.splitlines()[2] and "does **not** cover" in text
+    assert [site["site"] for site in card["privacy"]["sites"]] == ["S0"] == card["sites"]
+
+
+def test_what_may_not_leave_stays(done, tmp_path):
+    study, run = done
+    refused(lambda: export_model(study, run, called="private", form="onnx", private=True), "--site")
+    refused(
+        lambda: export_model(study, run, called="private", form="onnx", site="S0"), "--private", "memorised"
+    )
+    refused(lambda: export_model(study, run, called="shared", form="onnx"), "private and proxy")
+    refused(lambda: export_model(study, run, called="proxy", form="x"), "wsinfer or onnx")
+    refused(lambda: export_model(study, run, called="proxy", form="onnx", site="S9"), "S9", "S0, S1")
+    real = make_study(tmp_path / "real", n_sites=2, site_extra=f'{REAL}\nallow = ["patches"]')
+    run = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
+    evaluate(real, run)
+
+    def private():
+        return export_model(real, run, called="private", form="wsinfer", site="S0", private=True)
+
+    refused(private, "sites/S0.toml", 'allow = ["private_model"]')
+    card, text = card_of(real, export_model(real, run, called="proxy", form="wsinfer"))
+    assert card["metrics"] is None and 'allow = ["scores"]' in text
+    site = real.root / "sites" / "S0.toml"
+    site.write_text(site.read_text().replace('"patches"', '"patches", "private_model"'))
+    refused(private, "private_model")  # a run keeps the promises that it began with
+    again = train(real, method="proxyfl", overrides=["train.rounds=1"], backend="local")["run"]
+    document = export_model(real, again, called="private", form="wsinfer", site="S0", private=True)
+    assert "memorised" in document["warning"]
+    refused(
+        lambda: export_model(real, again, called="private", form="wsinfer", site="S1", private=True), "S1"
+    )
+
+
+def test_a_shared_model_without_privacy_says_so(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = train(
+        study, method="fedavg", overrides=["privacy.enabled=false", "train.rounds=1"], backend="local"
+    )["run"]
+    document = export_model(study, run, called="shared", form="wsinfer")
+    assert "memorised" in document["warning"] and not card_of(study, document)[0]["privacy"]["covered"]
+    refused(lambda: export_model(study, run, called="private", form="wsinfer"), "has shared")
+
+
+def test_every_method_offers_its_models():
+    found = {name: set(offered(method)) for name, method in METHODS.items()}
+    assert found["proxyfl"] == found["fml"] == {"private", "proxy"} and found["oneshot"] == {
+        "private",
+        "shared",
+    }
+    assert found["fedavg"] == found["cwt"] == found["joint"] == {"shared"} and found["regular"] == {"private"}
+
+
+def test_patches_are_reduced_as_in_training(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1, size_px=32)
+    sets = ["train.input_px=16", "privacy.enabled=false", "train.rounds=1"]
+    run = train(study, method="regular", overrides=sets, backend="local")["run"]
+    document = export_model(study, run, called="private", form="wsinfer", site="S0", private=True)
+    from wsi_fl.learning.examples import resized, unlabelled
+
+    pixels = pixels_of(study)
+    small = resized(unlabelled(pixels), 16).read(np.arange(8))
+    x = torch.from_numpy(small).permute(0, 3, 1, 2) / 127.5 - 1
+    ours = answers(study, run, "S0", "private", "cnn1", Images(3, 16), x)
+    assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
+
+
+def test_a_head_leaves_with_its_encoder_for_wsinfer_and_alone_for_onnx(tmp_path):
+    from safetensors.torch import save_file
+    from timm import create_model
+
+    from wsi_fl.stages.prepare.features import features
+
+    torch.manual_seed(0)
+    weights = tmp_path / "tiny.safetensors"
+    save_file(create_model("test_efficientnet", num_classes=0).state_dict(), weights)
+    study = make_study(tmp_path / "study", n_sites=1, size_px=32)
+    sets = ["features.encoder=test_efficientnet", f"features.weights={weights}", "features.input_px=48"]
+    features(study, site="S0", overrides=sets)
+    heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head", "train.rounds=1"]
+    run = train(study, method="proxyfl", overrides=[*sets, *heads], backend="local")["run"]
+    pixels = pixels_of(study)
+    seen = Encoder("test_efficientnet", weights, input_px=48)(pixels)
+    n = seen.shape[1]
+    ours = answers(study, run, "S0", "proxy", "linear_head", Vectors(n), torch.from_numpy(seen))
+    document = export_model(study, run, called="proxy", form="wsinfer")
+    assert np.abs(as_wsinfer_runs(study.root / document["out"], pixels) - ours).max() < 1e-5
+    card = card_of(study, document)[0]
+    assert card["model"]["architecture"] == "test_efficientnet+linear_head"
+    assert "sha256:" in card["inputs"]["encoder"]
+    document = export_model(study, run, called="proxy", form="onnx")
+    assert np.abs(onnx_of(study.root / document["out"])(seen) - ours).max() < 1e-5
+    weights.unlink()
+    refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use --format onnx")
+
+
+def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
+    """What is exported follows from what was released; the site's own exact sums change nothing in it."""
+    study = make_study(tmp_path / "study", n_sites=2)
+    rng = np.random.default_rng(0)
+    for site in ("S0", "S1"):
+        y = rng.integers(0, 2, 60)
+        x = rng.normal(size=(60, 12)) + y[:, None]
+        patients = [f"p{k}" for k in range(60)]
+        write_features(study, site, x, y, patients, ["train"] * 50 + ["test"] * 10)
+    run = train(
+        study, method="oneshot", overrides=["train.data=features", "model.directions=4"], backend="local"
+    )["run"]
+    document = export_model(study, run, called="shared", form="onnx")
+    folder = RunFolder(study.root / run)
+    head = SharedHead(2, 12, n_directions=4)
+    head.load_state_dict(folder.site("S0").load_model("proxy"))
+    x = torch.randn(20, 12)
+    say = onnx_of(study.root / document["out"])
+    public = head.as_released()
+    assert isinstance(public, SolvedHead) and {name for name, _ in public.named_buffers()} == {
+        "projection",
+        "weights",
+        "bias",
+    }
+    with torch.no_grad():
+        assert np.abs(say(x) - torch.softmax(public(x), 1).numpy()).max() < 1e-5
+        head.exact.copy_(head.exact * 5 + 1)
+        assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
+
+
+@pytest.mark.parametrize("name", ["deepset", "deepset_max", "deepset_attention", "mean_head"])
+def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
+    pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    model = build(name, n_classes=3, shape=Bags(6), seed=0).eval()
+    assert write_onnx(tmp_path / "model.onnx", model, Bags(6)) < 1e-5
+    rng = np.random.default_rng(0)
+    x = packed([rng.normal(size=(m, 6)).astype(np.float32) for m in (1, 9, 30)])
+    with torch.no_grad():
+        ours = torch.softmax(model(torch.from_numpy(x)), 1).numpy()
+    assert np.abs(onnx_of(tmp_path)(x) - ours).max() < 1e-5
+
+
+def test_a_file_that_says_something_else_is_not_written(tmp_path):
+    class Fickle(torch.nn.Module):
+        """A trace keeps the number of rows that it saw."""
+
+        def forward(self, x):
+            return torch.stack([x.mean((1, 2, 3)) * float(len(x)), x[:, 0, 0, 0]], 1)
+
+    with pytest.raises(WsiFlError, match="other probabilities"):
+        write_torchscript(tmp_path / "model.pt", Fickle(), Images(3, 8))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command(done, wsi_fl):
+    study, run = done
+    told = wsi_fl("export", "--run", run, "--model", "proxy", "--format", "wsinfer", "--json", cwd=study.root)
+    assert told.returncode in (0, None) and json.loads(told.stdout)["model"] == "proxy"
+    for words in ((), ("--run", run), ("--site", "S0", "--private")):
+        told = wsi_fl("export", *words, cwd=study.root)
+        assert told.returncode == 2 and len(told.stderr.strip().splitlines()) == 1

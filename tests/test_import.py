@@ -1,0 +1,413 @@
+"""Features that exist already: what TRIDENT, CLAM and STAMP write becomes a feature store, or says why not."""
+
+import csv
+import json
+import pickle
+import shutil
+import tracemalloc
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import model, refused, same
+
+from wsi_fl.stages.answers.export_model import export_model
+from wsi_fl.stages.prepare.export import export
+from wsi_fl.stages.prepare.importing import Said, import_features
+from wsi_fl.stages.training.train import train
+from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
+from wsi_fl.study.folder import Study
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
+
+CLASSES = ("KIRC", "KIRP")
+PIPELINE = """
+[subtypes]
+kidney = ["KIRC", "KIRP"]
+[model]
+private = "deepset"
+proxy = "deepset"
+[train]
+data = "mosaics"
+rounds = 2
+batch_size = 4
+[evaluate]
+bootstrap = 0
+"""
+D = 5
+
+
+@pytest.fixture
+def study(tmp_path):
+    root = tmp_path / "study"
+    (root / "pipelines").mkdir(parents=True)
+    (root / "sites").mkdir()
+    (root / "pipelines" / "kidney.toml").write_text(PIPELINE)
+    found = Study(root)
+    for k in range(2):
+        (root / "sites" / f"S{k}.toml").write_text(f'name = "S{k}"\nreal = false\n')
+        write_site(found, f"S{k}", k)
+    return found
+
+
+def write_site(study, site, seed, n=9):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 6, n)
+    bags = [
+        Bag(
+            rng.normal(size=(m, D)).astype(np.float32),
+            rng.integers(0, 200_000, (m, 2)),
+            rng.integers(0, 3, m),
+            rng.random(m).astype(np.float32),
+        )
+        for m in sizes
+    ]
+    names = np.array([f"{site}.slide-{k}" for k in range(n)])
+    table = BagTable(
+        (np.arange(n) % 2).astype(np.int64),
+        np.full(n, "kidney"),
+        names,
+        np.array([f"p{k // 2}" for k in range(n)]),
+        np.where(np.arange(n) < 6, "train", "test"),
+    )
+    meta = FeatureMeta(site, CLASSES, {"kidney": CLASSES}, "uni sha256:0123", GridSpec(256, 0.5, 224))
+    study.mosaic(site).parent.mkdir(parents=True, exist_ok=True)
+    write_features(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
+
+
+def contents(path):
+    with h5py.File(path) as file:
+        said = {k: v for k, v in file.attrs.items() if k != "tool_version"}
+        return said, {name: file[name][:] for name in file}
+
+
+def brought(study, form, folder, **more):
+    labels = more.pop("labels", folder / "S0.csv")
+    return import_features(study, site="S0", form=form, source=folder, labels=labels, **more)
+
+
+@pytest.mark.parametrize("form", ["clam", "trident", "stamp"])
+def test_what_is_exported_comes_back_bit_for_bit_and_trains_the_same_model(study, form, tmp_path):
+    before = {site: contents(study.mosaic(site)) for site in ("S0", "S1")}
+    first = (
+        study.root
+        / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+    )
+    for site in ("S0", "S1"):
+        out = tmp_path / form / site
+        export(study, site=site, form=form, out=out)
+        study.mosaic(site).unlink()
+        row = import_features(study, site=site, form=form, source=out, labels=out / f"{site}.csv")["sites"][0]
+        assert row["bags"] == 9 and row["failed"] == [] == row["notes"] and row["train"] == 6
+        said, columns = contents(study.mosaic(site))
+        assert said == before[site][0]
+        assert columns.keys() == before[site][1].keys()
+        for name, values in columns.items():
+            assert values.dtype == before[site][1][name].dtype and np.array_equal(
+                values, before[site][1][name]
+            )
+    again = (
+        study.root
+        / train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+    )
+    for site in ("S0", "S1"):
+        assert same(model(first, site), model(again, site))
+        digests = [
+            json.loads((run / "sites" / site / "store.json").read_text())["sha256"] for run in (first, again)
+        ]
+        assert digests[0] == digests[1]
+
+
+# as the tools themselves write
+
+
+def of_trident(folder, names=("a", "b", "c", "d"), shape=lambda x: x, **attrs):
+    """As TRIDENT's `save_h5` writes: chunks of one row, and attributes of the patching."""
+    rng = np.random.default_rng(0)
+    place = folder / "20x_256px_0px_overlap" / "features_uni_v1"
+    place.mkdir(parents=True)
+    made = {}
+    said = {"patch_size": 256, "patch_size_level0": 512, "level0_magnification": 40}
+    said |= {"target_magnification": 20, "overlap": 0, "name": "", "savetodir": "/x"} | attrs
+    for name in names:
+        x = rng.normal(size=(4, D)).astype(np.float32)
+        made[name] = x
+        with h5py.File(place / f"{name}.h5", "w") as file:
+            stored = shape(x)
+            file.create_dataset(
+                "features", data=stored, chunks=(1, *stored.shape[1:]), maxshape=(None, *stored.shape[1:])
+            )
+            file["features"].attrs.update({"name": name, "savetodir": "/x", "encoder": "uni_v1"})
+            file["coords"] = np.arange(8).reshape(4, 2) * 512
+            file["coords"].attrs.update(said)
+    return place, made
+
+
+def of_stamp(folder, names=("a", "b", "c", "d"), **attrs):
+    place = folder / "uni-0a1b2c3d"
+    (place / "deeper").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    made = {}
+    said = {"stamp_version": "2.3.0", "extractor": "uni", "unit": "um", "tile_size_um": 256.0}
+    said |= {"tile_size_px": 224, "code_hash": "0a1b2c3d", "feat_type": "tile"} | attrs
+    for name in names:
+        made[name] = rng.normal(size=(4, D)).astype(np.float16)
+        with h5py.File(place / "deeper" / f"{name}.h5", "w") as file:
+            file["coords"] = (np.arange(8).reshape(4, 2) * 256).astype(np.float32)
+            file["feats"] = made[name]
+            file.attrs.update({key: value for key, value in said.items() if value is not None})
+    return place, made
+
+
+def of_clam(folder, names=("a", "b", "c", "d"), h5=True):
+    rng = np.random.default_rng(0)
+    made = {}
+    for kind in ("h5_files", "pt_files"):
+        (folder / kind).mkdir(parents=True)
+    for name in names:
+        made[name] = rng.normal(size=(4, D)).astype(np.float32)
+        torch.save(torch.from_numpy(made[name]), folder / "pt_files" / f"{name}.pt")
+        if h5:
+            with h5py.File(folder / "h5_files" / f"{name}.h5", "w") as file:
+                file["features"] = made[name]
+                file["coords"] = (np.arange(8).reshape(4, 2) * 512).astype(np.int32)
+    return folder, made
+
+
+def labels(path, names=("a", "b", "c", "d"), heading="slide_id,case_id,label", **more):
+    rows = [
+        [name, f"patient {k}", CLASSES[k % 2], *[v[k] for v in more.values()]] for k, name in enumerate(names)
+    ]
+    path.write_text(
+        "\n".join([",".join([heading, *more]), *(",".join(map(str, row)) for row in rows)]) + "\n"
+    )
+    return path
+
+
+def store_of(study):
+    return FeatureStore(study.mosaic("S0"))
+
+
+@pytest.mark.parametrize("shape", [lambda x: x, lambda x: x[None]], ids=["[n, d]", "[1, n, d]"])
+def test_tridents_folder(study, tmp_path, shape):
+    folder, made = of_trident(tmp_path / "job", shape=shape)
+    table = labels(tmp_path / "labels.csv", names=("a.svs", "b.svs", "c.svs", "d.svs"))
+    brought(study, "trident", tmp_path / "job", labels=table)
+    with store_of(study) as store:
+        assert store.meta.encoder == "uni_v1" and store.meta.spec == GridSpec(256, 0.5, 256)
+        assert np.array_equal(store.mpp_l0, [0.25] * 4)
+        for k, name in enumerate("abcd"):
+            assert np.array_equal(store.bag(k).features, made[name])
+            assert store.bag(k).xy_l0.tolist() == [[0, 512], [1024, 1536], [2048, 2560], [3072, 3584]]
+            assert store.bag(k).cluster is None
+        patients = {
+            split: set(store.table.patient[store.table.split == split]) for split in ("train", "test")
+        }
+        assert patients["train"] and patients["test"] and not patients["train"] & patients["test"]
+    brought(study, "trident", folder, labels=table, said=Said(mpp=0.46))  # measured, not nominal
+    with store_of(study) as store:
+        assert store.meta.spec.mpp == 0.46
+    for said, word in ((Said(mpp=1.0), "0.5"), (Said(encoder="x"), "uni_v1"), (Said(patch_px=224), "256")):
+        refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
+
+
+def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
+    folder, made = of_stamp(tmp_path / "stamp")
+    table = labels(tmp_path / "labels.csv", mpp=[0.25, 0.5, 0.25, 0.25])
+    brought(study, "stamp", folder, labels=table)
+    with store_of(study) as store:
+        assert store.meta.encoder == "uni" and store.meta.spec.size_px == 224
+        assert store.meta.spec.mpp == pytest.approx(256 / 224)
+        assert store.bag(0).features.dtype == np.float32 and np.array_equal(store.bag(0).features, made["a"])
+        assert store.bag(0).xy_l0[1].tolist() == [2048, 3072] and store.bag(1).xy_l0[1].tolist() == [
+            1024,
+            1536,
+        ]
+    row = brought(study, "stamp", folder, labels=labels(tmp_path / "bare.csv"))["sites"][0]
+    assert len(row["notes"]) == 4 and "mpp_override" in row["notes"][0]["note"]
+    with store_of(study) as store:
+        assert not store.bag(0).placed and store.mpp_l0 is None
+    shutil.rmtree(folder)
+    old, _ = of_stamp(tmp_path / "stamp", tile_size_um=None, tile_size=256.0, tile_size_px=None)
+    refused(lambda: brought(study, "stamp", old, labels=table), "patch size", "--patch-px")
+    brought(study, "stamp", old, labels=table, said=Said(patch_px=224, mpp=256 / 224))
+
+
+def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
+    folder, made = of_clam(tmp_path / "clam")
+    table = labels(tmp_path / "labels.csv")
+    refused(lambda: brought(study, "clam", folder, labels=table), "encoder", "--encoder")
+    refused(lambda: brought(study, "clam", folder, labels=table, said=Said("resnet50")), "--patch-px")
+    said = Said("resnet50", 256, 0.5)
+    row = brought(study, "clam", folder, labels=table, said=said)["sites"][0]
+    assert row["notes"] == [] and row["encoder"] == "resnet50"
+    with store_of(study) as store:
+        assert np.array_equal(store.bag(2).features, made["c"]) and store.bag(2).placed
+    (folder / "h5_files" / "b.h5").unlink()
+    row = brought(study, "clam", folder, labels=table, said=said)["sites"][0]
+    assert [note["slide"] for note in row["notes"]] == ["b"] and "no coordinates" in row["notes"][0]["note"]
+    with store_of(study) as store:
+        assert np.array_equal(store.bag(1).features, made["b"]) and not store.bag(1).placed
+
+
+class Harmful:
+    def __reduce__(self):
+        return (open, ("harm", "w"))
+
+
+def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder, _ = of_clam(tmp_path / "clam", "abcdefghi")
+    h5, pt = folder / "h5_files", folder / "pt_files"
+    for name in "abc":
+        (h5 / f"{name}.h5").unlink()
+    (pt / "a.pt").write_bytes((pt / "a.pt").read_bytes()[:300])
+    torch.save({"x": Harmful()}, pt / "b.pt")
+    (pt / "c.pt").write_bytes(pickle.dumps(Harmful()))
+    with h5py.File(h5 / "d.h5", "a") as file:
+        file["features"][1, 2] = np.nan
+    with h5py.File(h5 / "e.h5", "a") as file:
+        del file["features"], file["coords"]
+        file["features"], file["coords"] = np.zeros((0, D), np.float32), np.zeros((0, 2), np.int32)
+    with h5py.File(h5 / "f.h5", "a") as file:
+        del file["coords"]
+        file["coords"] = np.zeros((4, 3), np.int32)
+    (h5 / "g.h5").write_bytes((h5 / "g.h5").read_bytes()[:500])
+    with h5py.File(h5 / "h.h5", "a") as file:
+        del file["features"]
+    table = labels(tmp_path / "labels.csv", "abcdefghi")
+    document = brought(study, "clam", folder, labels=table, said=Said("resnet50", 256, 0.5))
+    row = document["sites"][0]
+    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    assert row["bags"] == 1 and row["slides"] == 9 and set(reasons) == set("abcdefgh")
+    words = {"a": "damaged", "b": "run code", "c": "run code", "d": "not finite", "e": "empty"}
+    words |= {"f": "coords are int32[4, 3]", "g": "not a readable HDF5", "h": "'features'"}
+    for name, word in words.items():
+        assert word in reasons[name] and name in reasons[name] and "\n" not in reasons[name], reasons[name]
+    assert not (tmp_path / "harm").exists()
+
+
+def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_path):
+    folder, _ = of_trident(tmp_path / "job", "abcde")
+    table = labels(tmp_path / "labels.csv", "abcdz", split=["train", "train", "test", "train", "train"])
+    row = brought(study, "trident", folder, labels=table)["sites"][0]
+    reasons = {one["slide"]: one["reason"] for one in row["failed"]}
+    assert row["bags"] == 4 and row["slides"] == 6 and (row["train"], row["test"]) == (3, 1)
+    assert "no features" in reasons["z"] and "line 6" in reasons["z"] and "no label" in reasons["e"]
+
+
+def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
+    folder, _ = of_trident(tmp_path / "job")
+    table = labels(tmp_path / "labels.csv")
+
+    def act(labels=table, source=folder, form="trident", **more):
+        return lambda: brought(study, form, source, labels=labels, **more)
+
+    before = study.mosaic("S0").read_bytes()
+    with h5py.File(folder / "c.h5", "a") as file:
+        file["features"].attrs["encoder"] = "conch"
+    refused(act(), "uni_v1", "conch", "a", "c")
+    with h5py.File(folder / "c.h5", "a") as file:
+        del file["features"]
+        file["features"] = np.zeros((4, D + 1), np.float32)
+    refused(act(), "a has features of width 5", "c 6")
+    bad = tmp_path / "bad.csv"
+    labels(bad, heading="slide_id,case,label")
+    refused(act(bad), "no column patient or case_id", "slide_id, case, label")
+    bad.write_text("slide,patient,label\na,p,KIRC\na,p,KIRC\n")
+    refused(act(bad), "line 3", "a has a row already")
+    bad.write_text("slide,patient,label\na,,KIRC\n")
+    refused(act(bad), "line 2", "patient is empty")
+    labels(bad, split=["train", "test", "x", "train"])
+    refused(act(bad), "unknown split 'x'")
+    bad.write_text("slide,patient,label,split\na,p,KIRC,train\nb,p,KIRC,test\n")
+    refused(act(bad), "p is in two splits")
+    refused(act(bad, form="xyz"), "clam, trident, stamp")
+    refused(act(source=tmp_path / "none"), "no such folder")
+    refused(act(source=tmp_path / "study"), "features_<encoder>")
+    refused(act(tmp_path / "none.csv"), "no such file")
+    of_trident(tmp_path / "job" / "other")
+    refused(act(source=tmp_path / "job"), "several folders")
+    assert study.mosaic("S0").read_bytes() == before
+
+
+def test_without_subtypes_labels_are_healthy_or_tumour(study, tmp_path):
+    (study.root / "pipelines" / "kidney.toml").write_text(PIPELINE.replace("[subtypes]\nkidney", "# "))
+    folder, _ = of_trident(tmp_path / "job")
+    table = tmp_path / "labels.csv"
+    table.write_text("slide,patient,label,site\na,p1,normal,S0\nb,p2,tumor,S0\nc,p3,1,S0\nd,p4,normal,S1\n")
+    row = brought(study, "trident", folder, labels=table)["sites"][0]
+    assert row["classes"] == {"healthy": 1, "tumor": 2} and [one["slide"] for one in row["failed"]] == ["d"]
+    table.write_text("slide,patient,label\na,p1,KIRC\n")
+    refused(lambda: brought(study, "trident", folder, labels=table), "unknown label 'KIRC'")
+
+
+def test_bags_are_streamed_and_must_be_as_they_were_announced(tmp_path):
+    n, m, d = 40, 1000, 256
+    table = BagTable(np.zeros(n, np.int64), *(np.full(n, name) for name in ("", "x", "p", "train")))
+    meta = FeatureMeta("S", CLASSES, {}, "e", GridSpec(256, 0.5, 256))
+    bag = Bag(np.ones((m, d), np.float32), np.zeros((m, 2), np.int64))
+
+    def made():
+        for k in range(n):
+            yield Bag(np.full((m, d), k, np.float32), bag.xy_l0)
+
+    tracemalloc.start()
+    write_features(tmp_path / "x.h5", meta, table, made(), sizes=[m] * n)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * m * d * 4 < n * m * d * 4
+    with FeatureStore(tmp_path / "x.h5") as store:
+        assert [store.bag(k).features[0, 0] for k in (0, 7, 39)] == [0, 7, 39] and store.bag(
+            0
+        ).cluster is None
+    for bags, sizes in (([bag] * (n - 1), [m] * n), ([bag] * n, [m] * (n - 1) + [m + 1])):
+        with pytest.raises(WsiFlError):
+            write_features(tmp_path / "y.h5", meta, table, iter(bags), sizes=sizes)
+        assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
+
+
+def test_clams_training_reads_what_is_exported(study, tmp_path):
+    """As CLAM's Generic_MIL_Dataset: labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
+    out = tmp_path / "clam"
+    export(study, site="S0", form="clam", out=out, tensors=True)
+    refused(lambda: export(study, site="S0", form="stamp", out=out, tensors=True), "--pt")
+    with (out / "S0.csv").open() as handle, store_of(study) as store:
+        for k, row in enumerate(csv.DictReader(handle)):
+            features = torch.load(out / "pt_files" / f"{row['slide_id']}.pt", weights_only=True)
+            with h5py.File(out / "h5_files" / f"{row['slide_id']}.h5") as file:
+                assert torch.equal(features, torch.from_numpy(file["features"][:]))
+                assert file["coords"].shape == (len(features), 2)
+            assert features.dtype == torch.float32 and np.array_equal(features, store.bag(k).features)
+            assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
+
+
+def test_a_tensor_beside_files_that_say_more_is_of_their_kind(study, tmp_path):
+    out = tmp_path / "clam"
+    export(study, site="S0", form="clam", out=out, tensors=True)
+    (out / "h5_files" / "S0.slide-3.h5").unlink()
+    row = brought(study, "clam", out)["sites"][0]
+    assert row["bags"] == 9 and row["encoder"] == "uni sha256:0123" and len(row["notes"]) == 1
+    export(study, site="S0", form="stamp", out=tmp_path / "stamp")
+    notes = brought(study, "stamp", tmp_path / "stamp")["sites"][0]["notes"]
+    assert [note["slide"] for note in notes] == ["S0.slide-3"] and "−1" in notes[0]["note"]
+
+
+def test_a_model_of_bags_leaves_as_onnx_alone(study):
+    pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    run = train(study, method="proxyfl", backend="local")["run"]
+    document = export_model(study, run, called="proxy", form="onnx")
+    card = json.loads((study.root / document["out"] / "model_card.json").read_text())
+    assert document["difference"] < 1e-5 and card["inputs"]["encoder"] == "uni sha256:0123"
+    assert card["examples"] == "slides" and "`bags`" in card["model"]["input"] and card["metrics"] is None
+    refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use onnx")
+
+
+def test_the_command(study, tmp_path, wsi_fl):
+    of_trident(tmp_path / "job")
+    table = labels(tmp_path / "labels.csv")
+    words = ["import", "--site", "S0", "--format", "trident", "--from", tmp_path / "job", "--labels", table]
+    done = wsi_fl(*words, "--json", cwd=study.root)
+    assert done.returncode in (0, None) and json.loads(done.stdout)["sites"][0]["bags"] == 4
+    failed = wsi_fl(*words, "--mpp", "4", cwd=study.root)
+    assert failed.returncode == 2 and len(failed.stderr.strip().splitlines()) == 1

@@ -1,0 +1,137 @@
+"""Trained models as files of other programs: TorchScript and ONNX, each read back and compared before it counts."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.system.files import atomic
+from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
+
+TOLERANCE = 1e-5
+"""How far a file's probabilities may be from the model's."""
+_EXAMPLES, _PATCHES = 3, 5
+
+
+class Reduced(nn.Module):
+    """A model that takes larger images, float32[b, 3, h, w] in [−1, 1], and reduces them as training did."""
+
+    def __init__(self, model: nn.Module, size_px: int) -> None:
+        super().__init__()
+        self.model, self.size_px = model, size_px
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = (images + 1) * 127.5
+        smaller = functional.interpolate(pixels, size=(self.size_px, self.size_px), mode="area")
+        logits: Tensor = self.model(smaller.round().clamp(0, 255) / 127.5 - 1)
+        return logits
+
+
+class Encoded(nn.Module):
+    """A head with its encoder in front: images float32[b, 3, h, w] in [−1, 1] to logits."""
+
+    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, head
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(images))
+        return logits
+
+
+def fit_to_leave(model: nn.Module) -> nn.Module:
+    """Return a model that holds nothing but what its answers need; of a shared head no site's own sums."""
+    return model.as_released() if isinstance(model, SharedHead) else model
+
+
+def example_of(shape: Shape) -> Tensor:
+    """Return a batch of a model's inputs: noise, the same at every call; bags of different lengths."""
+    source = torch.Generator().manual_seed(0)
+    if isinstance(shape, Images):
+        size = (_EXAMPLES, shape.channels, shape.size_px, shape.size_px)
+        return torch.randint(0, 256, size, generator=source) / 127.5 - 1
+    if isinstance(shape, Bags):
+        bags = torch.randn(_EXAMPLES, _PATCHES, shape.n_features + 1, generator=source)
+        bags[..., -1] = torch.arange(_PATCHES) < torch.arange(_PATCHES - 2, _PATCHES + 1)[:, None]
+        return bags
+    return torch.randn(_EXAMPLES, shape.n_features, generator=source)
+
+
+def write_torchscript(path: Path, model: nn.Module, shape: Shape) -> float:
+    """Write a traced model and return how far its probabilities are from the model's.
+
+    Raises:
+        WsiFlError: when that is more than `TOLERANCE`; then there is no file.
+    """
+    example = example_of(shape)
+    with atomic(path) as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing is what WSInfer's runtime reads, deprecated or not
+        torch.jit.save(torch.jit.trace(model, example), str(temporary))  # type: ignore[no-untyped-call]
+        read_back = torch.jit.load(str(temporary), map_location="cpu")  # type: ignore[no-untyped-call]
+        return _difference(path, model, read_back, shape)
+
+
+def write_onnx(path: Path, model: nn.Module, shape: Shape) -> float:
+    """Write an ONNX file of one input and one output, `logits`; return how far its probabilities are from the model's.
+
+    The input is `images`, `bags` or `features`, as the model takes them; numbers of examples and of patches are free.
+
+    Raises:
+        UsageError: when the extra `export` is missing.
+        WsiFlError: when the difference is more than `TOLERANCE`; then there is no file.
+    """
+    if any(find_spec(name) is None for name in ("onnx", "onnxruntime", "onnxscript")):
+        raise UsageError("ONNX files need the extra `export`: pip install 'wsi-fl[export]'")
+    import onnxruntime
+
+    free = torch.export.Dim.DYNAMIC
+    dynamic = {0: free, 1: free} if isinstance(shape, Bags) else {0: free}
+    name = input_of(shape)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with atomic(path) as temporary, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        how = {"input_names": [name], "output_names": ["logits"], "verbose": False}
+        program = torch.onnx.export(
+            model,
+            (example_of(shape),),
+            dynamo=True,
+            dynamic_shapes=(dynamic,),
+            **how,  # type: ignore[arg-type]
+        )
+        assert program is not None
+        program.save(str(temporary), external_data=False)
+        session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])
+
+        def read_back(x: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(["logits"], {name: x.numpy()})[0])
+
+        return _difference(path, model, read_back, shape)
+
+
+def input_of(shape: Shape) -> str:
+    """Return the name of an ONNX file's input."""
+    return {"Images": "images", "Bags": "bags", "Vectors": "features"}[type(shape).__name__]
+
+
+@torch.no_grad()
+def _difference(path: Path, model: nn.Module, read_back: Callable[[Tensor], Tensor], shape: Shape) -> float:
+    """The largest over several examples and over one: a file must not know how many it was made with."""
+    whole = example_of(shape)
+    found = 0.0
+    for x in (whole, whole[:1].contiguous()):
+        ours, theirs = (torch.softmax(cast(Tensor, of(x)), 1) for of in (model, read_back))
+        found = max(found, float((ours - theirs).abs().max()))
+    if not found <= TOLERANCE:
+        raise WsiFlError(
+            f"{path}: gives other probabilities than the model (by {found:.1e}); it is not written"
+        )
+    return found

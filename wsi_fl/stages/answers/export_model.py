@@ -1,0 +1,175 @@
+"""`export` of a trained model: a file that other programs run, and the card that says what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wsi_fl.report.model_card import rendered, warning_of
+from wsi_fl.runs import RunFolder
+from wsi_fl.stages.answers.leaving import Leaving, asked_for, require_allowed
+from wsi_fl.stages.answers.model_cards import Made, card_of
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.work.console import say
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import write_json, write_text
+from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FORMATS = ("wsinfer", "onnx")
+
+
+def export_model(
+    study: Study,
+    run_name: str,
+    *,
+    called: str,
+    form: str,
+    site: str | None = None,
+    private: bool = False,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Write a model of a run for another program, with MODEL_CARD.md and model_card.json; return the document.
+
+    Args:
+        called: a name that `offered` gives.
+        form: "wsinfer" or "onnx".
+        site: whose; by default the first that finished and is here, for models that travelled.
+        private: whether a private model may leave.
+
+    Raises:
+        UsageError: when the run has no such model, it cannot be had in this format, or the site does not let it go.
+        WsiFlError: when the run has not finished.
+    """
+    if form not in FORMATS:
+        raise UsageError(f"--format {form!r}: of a model use {' or '.join(FORMATS)}")
+    run = RunFolder(study.run(run_name))
+    study = as_begun(study, run)
+    if run.summary() is None:
+        raise WsiFlError(f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume`")
+    with Party.of_run(study, run) as party:
+        leaving = asked_for(party, called, site)
+        require_allowed(leaving, private=private)
+        name = f"{run.name}-{leaving.site.name}-{called}"
+        folder = out or run.path / "exports" / form / f"{leaving.site.name}-{called}"
+        network = _network(leaving)
+        write = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}[form]
+        made = write(leaving, network, folder, name)
+        card = card_of(leaving, name, made, folder)
+    write_json(folder / "model_card.json", card)
+    write_text(folder / "MODEL_CARD.md", rendered(card))
+    run.site(leaving.site.name).log(f"export: the {called} model as {form}, {', '.join(card['files'])}")
+    return {
+        "run": study.relative(run.path),
+        "site": leaving.site.name,
+        "model": called,
+        "format": form,
+        "out": study.relative(folder),
+        "files": sorted((*card["files"], "MODEL_CARD.md", "model_card.json")),
+        "difference": made.difference,
+        "warning": warning_of(card),
+    }
+
+
+def _network(leaving: Leaving) -> nn.Module:
+    """The trained model on the CPU, without anything that must not leave."""
+    import torch
+
+    from wsi_fl.models.exporting import fit_to_leave
+    from wsi_fl.stages.answers.trained import answering
+
+    party = leaving.party
+    known = leaving.facts["classes"]
+    found = answering(
+        party.run, party.pipeline, leaving.site, known, leaving.shape, torch.device("cpu"), every=True
+    )
+    return fit_to_leave(found.models[leaving.role]).eval().requires_grad_(False)
+
+
+def _write_onnx(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
+    """One file; of a head on features the head alone."""
+    del name
+    from wsi_fl.models.exporting import input_of, write_onnx
+
+    shape = leaving.shape
+    difference = write_onnx(folder / "model.onnx", network, shape)
+    says = {
+        "images": "float32[b, channels, height, width], pixels / 127.5 − 1",
+        "bags": "float32[b, patches, features + 1], the last column 1 for a patch and 0 for padding",
+        "features": "float32[b, features]",
+    }[input_of(shape)]
+    return Made(["model.onnx"], difference, f"`{input_of(shape)}` {says}", leaving.architecture)
+
+
+def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str) -> Made:
+    """`torchscript_model.pt` and `config.json`, as WSInfer's zoo has them; it takes the softmax itself."""
+    from wsi_fl.models.exporting import Encoded, Reduced, write_torchscript
+
+    shape, spec = leaving.shape, leaving.spec
+    if isinstance(shape, Bags):
+        raise UsageError("--format wsinfer: WSInfer runs models of patches, and this one sees bags; use onnx")
+    if spec.mpp <= 0 or leaving.facts.get("channels", 3) != 3:
+        raise UsageError("--format wsinfer: this model learned from images without a scale; use onnx")
+    architecture = leaving.architecture
+    if isinstance(shape, Vectors):
+        encoder = _encoder(leaving)
+        network, architecture = Encoded(encoder.network(), network), f"{encoder.name}+{architecture}"
+    elif shape.size_px != spec.size_px:
+        network = Reduced(network, shape.size_px)
+    taken = Images(3, spec.size_px)
+    difference = write_torchscript(folder / "torchscript_model.pt", network.eval(), taken)
+    write_json(folder / "config.json", wsinfer_config(name, architecture, leaving.facts["classes"], spec))
+    says = f"float32[b, 3, {spec.size_px}, {spec.size_px}], pixels / 127.5 − 1"
+    return Made(["torchscript_model.pt", "config.json"], difference, says, architecture)
+
+
+def wsinfer_config(name: str, architecture: str, classes: Sequence[str], spec: GridSpec) -> dict[str, Any]:
+    """Return the configuration of a model of patches as WSInfer reads it (wsinfer-zoo, model-config.schema.json)."""
+    half = [0.5, 0.5, 0.5]
+    return {
+        "spec_version": "1.0",
+        "name": name,
+        "architecture": architecture,
+        "num_classes": len(classes),
+        "class_names": list(classes),
+        "patch_size_pixels": spec.size_px,
+        "spacing_um_px": spec.mpp,
+        "transform": [
+            {"name": "Resize", "arguments": {"size": spec.size_px}},
+            {"name": "ToTensor"},
+            {"name": "Normalize", "arguments": {"mean": half, "std": half}},
+        ],
+    }
+
+
+def _encoder(leaving: Leaving) -> Any:
+    """The encoder of the features that a head learned from.
+
+    Raises:
+        UsageError: when its weights are not at hand, or are others by now.
+    """
+    from wsi_fl.stages.site.encoders import encoder_of
+
+    party, wanted = leaving.party, leaving.facts["encoder"]
+    alone = "use --format onnx, which needs the head alone"
+    try:
+        encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features")
+    except WsiFlError as error:
+        raise UsageError(f"{error}; {alone}") from None
+    if encoder.label != wanted:
+        raise UsageError(
+            f"the model learned from features of {wanted}, the encoder here is {encoder.label}; {alone}"
+        )
+    return encoder
+
+
+def print_export_model(document: dict[str, Any]) -> None:
+    """Print where the files are, and first of all what they may tell of patients."""
+    private = document["model"] == "private" or "without differential privacy" in document["warning"]
+    say(document["warning"], "bold yellow" if private else "")
+    say(f"{document['out']}: {', '.join(document['files'])}")
+    say("  read MODEL_CARD.md and write a licence into it before you share this")

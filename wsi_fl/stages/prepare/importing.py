@@ -1,0 +1,244 @@
+"""`import`: features that another tool computed become a site's feature store; nothing is extracted again.
+
+Every file is read twice: once to find out what it holds, and once to write it. One bag is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.stages.prepare.import_labels import matched
+from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
+from wsi_fl.stages.prepare.sources import asked_for
+from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
+from wsi_fl.stages.work.console import Silent, Watcher
+from wsi_fl.stores.exchange import LAYOUTS, Layout
+from wsi_fl.stores.exchange.foreign import Facts
+from wsi_fl.stores.features import Bag, FeatureMeta, write_features
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.locks import locked
+from wsi_fl.types import GridSpec, SetAside, SlideRecord, UsageError, WsiFlError
+
+_ROUNDED = 1.5
+"""How far off the resolution may be that a magnification stands for: TRIDENT calls 0.3 to 0.6 µm 20×."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What is said on the command line of features whose files do not say it."""
+
+    encoder: str | None = None
+    patch_px: int | None = None
+    mpp: float | None = None
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """A slide whose file is whole: n patches of d features."""
+
+    record: SlideRecord
+    path: Path
+    n: int
+    d: int
+    facts: Facts
+    note: str = ""
+
+    @property
+    def mpp_l0(self) -> float | None:
+        """µm per level-0 pixel of the slide: as the table or site file says, else the features' file."""
+        return self.record.mpp_override or self.facts.mpp_l0
+
+
+def import_features(
+    study: Study,
+    *,
+    site: str,
+    form: str,
+    source: Path,
+    labels: Path,
+    said: Said | None = None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Write a site's feature store of the files in a folder; return the `--json` document, that of `mosaic`.
+
+    Args:
+        form: a key of LAYOUTS.
+        source: the folder.
+        labels: a table of slides with patients and labels.
+
+    Raises:
+        UsageError: when slides are of several encoders, widths or patch sizes, or nobody says which; names a slide.
+        WsiFlError: when no slide is left.
+    """
+    began, told, said = time.perf_counter(), watcher or Silent(), said or Said()
+    if form not in LAYOUTS:
+        raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
+    pipeline, (file,) = asked_for(study, site, pipeline_name, overrides)
+    if not source.is_dir():
+        raise UsageError(f"--from {source}: no such folder")
+    layout = LAYOUTS[form]
+    files = layout.find(source)
+    found = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
+    known = labelled(found.records, pipeline.subtypes)
+    settings = pipeline.mosaic
+    records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)
+    looked: list[_Looked] = []
+    failed = [*found.aside, *known.aside]
+    n_slides = len(records) + len(failed)
+    with locked(study.mosaic(site).parent, site):
+        for number, record in enumerate(records):
+            one = _look(record, files[record.slide], layout)
+            if isinstance(one, SetAside):
+                failed.append(one)
+            else:
+                looked.append(one)
+            told.update(site, number + 1, 2 * len(records), record.slide)
+        if not looked:
+            raise WsiFlError(f"site {site}: no slide could be imported; {first_reason(failed)}")
+        meta = _meta(site, pipeline, looked, said)
+        tell = _teller(told, site, len(records), looked)
+        _write(study.mosaic(site), meta, known, looked, layout, tell)
+    return _document(study, meta, known, looked, failed, n_slides=n_slides, began=began)
+
+
+def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside:
+    """Read a slide's file once, whole."""
+    try:
+        foreign = layout.read(path)
+    except WsiFlError as error:
+        return SetAside(record.slide, str(error))
+    given, own = record.mpp_override, foreign.facts
+    if given and own.mpp_l0 and not own.nominal and not isclose(given, own.mpp_l0, rel_tol=0.01):
+        return SetAside(
+            record.slide, f"{path.name} says {own.mpp_l0:g} µm per pixel of the slide, the table {given:g}"
+        )
+    n, d = foreign.features.shape
+    looked = _Looked(record, path, n, d, own)
+    if foreign.bag(looked.mpp_l0).placed:
+        return looked
+    if foreign.places is None:
+        why = "a .pt has no coordinates, and there is no h5 file"
+    elif looked.mpp_l0 is None:
+        why = "its coordinates are µm, and nobody says how large a pixel of the slide is (column mpp, or mpp_override)"
+    else:
+        why = "its coordinates are all −1"
+    return replace(looked, note=f"nobody knows where its patches lie: {why}; heatmaps need that")
+
+
+def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) -> FeatureMeta:
+    """What holds for all slides, as all files and the command line say."""
+    _agreed(looked, "features of width", lambda one: one.d)
+    encoder = _settled(looked, "encoder", lambda one: one.encoder, said.encoder, "--encoder")
+    size = _settled(looked, "patch size", lambda one: one.size_px, said.patch_px, "--patch-px")
+    mpp = _mpp(looked, said.mpp)
+    overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
+    subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
+    return FeatureMeta(
+        site, classes_of(subtypes), subtypes, str(encoder), GridSpec(int(size), mpp, int(size) - overlap)
+    )
+
+
+def _mpp(looked: Sequence[_Looked], said: float | None) -> float:
+    """The resolution of the patches; one that is measured goes before one that a magnification stands for."""
+    if said is None or not any(one.facts.nominal for one in looked):
+        return float(_settled(looked, "resolution", lambda one: one.mpp, said, "--mpp"))
+    found = float(_agreed(looked, "resolution", lambda one: one.facts.mpp))
+    if not 1 / _ROUNDED <= said / found <= _ROUNDED:
+        raise UsageError(
+            f"--mpp {said:g}: {looked[0].path.name} says about {found:g} µm per pixel (its magnification)"
+        )
+    return said
+
+
+def _settled(looked: Sequence[_Looked], what: str, of: Callable[[Facts], Any], said: Any, option: str) -> Any:
+    """What all files say, or the command line where they say nothing."""
+    found = _agreed(looked, what, lambda one: of(one.facts))
+    if found is None and said is None:
+        raise UsageError(f"{looked[0].path.name} and the others do not say their {what}; add {option}")
+    if found is not None and said is not None and not _same(found, said):
+        raise UsageError(f"{option} {said}: {looked[0].path.name} says {found}; leave {option} out")
+    return said if found is None else found
+
+
+def _agreed(looked: Sequence[_Looked], what: str, of: Callable[[_Looked], Any]) -> Any:
+    """What all say that say anything, or None; UsageError names a slide of each where two differ."""
+    told = [(one.record.slide, value) for one in looked if (value := of(one)) is not None]
+    for slide, value in told:
+        if not _same(value, told[0][1]):
+            raise UsageError(
+                f"slides are not alike: {told[0][0]} has {what} {told[0][1]}, {slide} {value}; import one kind"
+            )
+    return told[0][1] if told else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, int | float):
+        return isclose(a, b, rel_tol=1e-6)
+    return bool(a == b)
+
+
+def _teller(told: Watcher, site: str, n: int, looked: Sequence[_Looked]) -> Callable[[int], None]:
+    """Tells how many bags are written: the second half of the work."""
+
+    def tell(done: int) -> None:
+        told.update(site, n + done * n / len(looked), 2 * n, looked[done - 1].record.slide)
+
+    return tell
+
+
+def _write(
+    path: Path,
+    meta: FeatureMeta,
+    known: Labelled,
+    looked: Sequence[_Looked],
+    layout: Layout,
+    tell: Callable[[int], None],
+) -> None:
+    def bags() -> Iterator[Bag]:
+        for number, one in enumerate(looked, 1):
+            try:
+                yield layout.read(one.path).bag(one.mpp_l0)
+            except WsiFlError as error:
+                raise WsiFlError(f"{error}; it changed while it was imported, import again") from None
+            tell(number)
+
+    table = table_of([one.record for one in looked], known)
+    each = [one.mpp_l0 for one in looked]
+    mpp_l0 = None if None in each else np.array(each, np.float64)
+    write_features(path, meta, table, bags(), mpp_l0, sizes=[one.n for one in looked])
+
+
+def _document(
+    study: Study,
+    meta: FeatureMeta,
+    known: Labelled,
+    looked: Sequence[_Looked],
+    failed: Sequence[SetAside],
+    *,
+    n_slides: int,
+    began: float,
+) -> dict[str, Any]:
+    row = mosaic_row(
+        study,
+        meta.site,
+        table_of([one.record for one in looked], known),
+        n_patches=sum(one.n for one in looked),
+        encoder=meta.encoder,
+        classes=meta.classes,
+        failed=failed,
+        notes=[{"slide": one.record.slide, "note": one.note} for one in looked if one.note],
+        n_slides=n_slides,
+        seconds=time.perf_counter() - began,
+    )
+    return {"sites": [row]}
