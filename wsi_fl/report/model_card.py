@@ -17,7 +17,7 @@ _WORTH = {
 _OUTPUT = {
     "classes": "logits of {}; softmax makes probabilities of them",
     "number": "{}, from −1 to 1 over its range",
-    "survival": "logits of the hazards in the intervals that end at {}; the chance of being without the event at an end "
+    "survival": "logits of the hazards in the intervals that end at {}; the chance of no event up to an end "
     "is the product of 1 − hazard up to it",
 }
 """What a model's outputs mean, by task."""
