@@ -25,7 +25,7 @@ def folds_of(
 
     Example:
         >>> folds_of(np.array(["a", "a", "b", "c"]), np.array([0, 1, 0, 1]), n_folds=2, seed=0).tolist()
-        [1, 1, 0, 0]
+        [0, 0, 0, 1]
     """
     if n := int((patient == "").sum()):
         raise UsageError(
@@ -37,7 +37,7 @@ def folds_of(
             f"{len(names)} patients cannot be divided into {n_folds} folds; set train.folds to {len(names)} or less"
         )
     kind = _kinds(which, label, len(names))
-    lots = [hashlib.sha256(f"{seed} {name}".encode()).digest() for name in names.tolist()]
+    lots = [hashlib.sha256(f"fold {seed} {name}".encode()).digest() for name in names.tolist()]
     order = sorted(range(len(names)), key=lambda k: (kind[k], lots[k]))
     fold = np.empty(len(names), np.int64)
     fold[order] = np.arange(len(names)) % n_folds

@@ -57,8 +57,8 @@ class Train(Section):
     data: Literal["patches", "features", "mosaics"] = "patches"
     """What an example is: a patch, the features of a patch, or a slide as the bag of its mosaic's features."""
     max_patches: int | None = Field(None, ge=1)
-    """Largest number of patches of a slide in one training step, drawn anew in each step; for mosaics and imported
-    features. By default all are seen. A slide is predicted from all of its patches."""
+    """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
+    default all are seen. A slide is predicted from all of its patches."""
     folds: int | None = Field(None, ge=2)
     """Number of folds of a cross-validation. The patients of every site are divided into as many folds, stratified by
     label and drawn by `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each
