@@ -74,7 +74,7 @@ def config(
 
 
 for command in (
-    *(demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features, prepare.stain),
+    *(demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features, prepare.encoders, prepare.stain),
     *(
         prepare.export,
         prepare.pack,
