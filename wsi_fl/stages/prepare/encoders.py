@@ -93,5 +93,7 @@ def print_encoders(document: dict[str, Any]) -> None:
         for row in document["encoders"]
     ]
     print_table("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
-    say("any other model of timm works by its name; use one with --set features.encoder=NAME, or mosaic.encoder")
+    say(
+        "any other model of timm works by its name; use one with --set features.encoder=NAME, or mosaic.encoder"
+    )
     say("weights are fetched from the hub with your own token, or features.weights names a file")

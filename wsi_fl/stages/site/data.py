@@ -22,17 +22,7 @@ from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import (
-    Bags,
-    BagTable,
-    Images,
-    PatchTable,
-    Shape,
-    UsageError,
-    Vectors,
-    WsiFlError,
-    encoder_head,
-)
+from wsi_fl.types import Bags, BagTable, Images, PatchTable, Shape, UsageError, Vectors, WsiFlError
 
 _HASHED = 4096
 """Rows of features hashed at a time."""
@@ -201,7 +191,7 @@ class Features(Data):
 
     def digest(self) -> str:
         digest = _hashed(self.store.table, self.store.table.xy_l0)
-        digest.update(encoder_head(self.store.encoder).encode())
+        digest.update(self.store.encoder_head.encode())
         for first in range(0, len(self.store), _HASHED):
             rows = np.arange(first, min(first + _HASHED, len(self.store)))
             digest.update(self.store.read(rows).tobytes())
