@@ -6,6 +6,7 @@ Frames and units are in the names: ``xy_l0`` are (x, y) pixels of level 0, ``siz
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +52,41 @@ class NoCommonPlan(KnownToAll, UsageError):
 def one_line(error: BaseException) -> str:
     """Return what an error says in one line, or the name of its type where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+_BETWEEN_PARTS = "; "
+
+
+def encoder_label(head: str, parts: Sequence[str]) -> str:
+    """Return what a store says of its encoder: name and digest of the weights, then transform and pooling."""
+    return _BETWEEN_PARTS.join([head, *parts])
+
+
+def encoder_head(label: str) -> str:
+    """Return name, size and digest of the weights, which is all that labels said before they told the transform."""
+    return label.split(_BETWEEN_PARTS, maxsplit=1)[0]
+
+
+def encoder_differences(labels: Sequence[str]) -> list[str]:
+    """Return of each label the parts in which the labels differ; all are empty where they mean the same features.
+
+    A label without a transform is of an older store: it is compared by name, size and weights.
+
+    Example:
+        >>> encoder_differences(["a sha256:1; mean 0.5; bilinear", "a sha256:1; mean 0.4; bilinear"])
+        ['mean 0.5', 'mean 0.4']
+        >>> encoder_differences(["a sha256:1; mean 0.5", "a sha256:1"])
+        ['', '']
+    """
+    parts = [label.split(_BETWEEN_PARTS) for label in labels]
+    told = range(min(map(len, parts), default=0))
+    differ = [k for k in told if len({one[k] for one in parts}) > 1]
+    return [_BETWEEN_PARTS.join(one[k] for k in differ) for one in parts]
+
+
+def same_encoder(one: str, other: str) -> bool:
+    """Return whether two labels mean the same features."""
+    return not any(encoder_differences([one, other]))
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,16 @@ def config(
 
 
 for command in (
-    *(demo, doctor, prepare.init, prepare.tile, prepare.mosaic, prepare.features, prepare.stain),
+    *(
+        demo,
+        doctor,
+        prepare.init,
+        prepare.tile,
+        prepare.mosaic,
+        prepare.features,
+        prepare.encoders,
+        prepare.stain,
+    ),
     *(
         answers.export,
         prepare.pack,

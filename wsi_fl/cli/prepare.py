@@ -112,6 +112,19 @@ def features(
     show(document, as_json, print_features)
 
 
+def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
+    """List the published encoders that can be used by name, and which weights are here."""
+    try:
+        study = find_study()
+    except UsageError:
+        if pipeline is not None:
+            raise
+        study = None
+    from wsi_fl.stages.prepare.encoders import encoders, print_encoders
+
+    show(encoders(study, pipeline), as_json, print_encoders)
+
+
 def stain(
     site: Annotated[str | None, typer.Option(help="The site whose training patches to measure.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,

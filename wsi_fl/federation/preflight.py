@@ -11,7 +11,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, Name, Words
-from wsi_fl.types import NoCommonPlan
+from wsi_fl.types import NoCommonPlan, encoder_differences
 
 Scalar = Words | Annotated[int, Field(ge=-(1 << 64), le=1 << 64)] | float | bool | None
 Setting = Scalar | Annotated[list[Scalar], Field(max_length=1000)]
@@ -118,7 +118,9 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
 def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """What must agree, in words, and the value of each site."""
     for key, words in MUST_AGREE.items():
-        yield words, [document.get(key) for document in brought]
+        values = [document.get(key) for document in brought]
+        told = [value for value in values if isinstance(value, str)]
+        yield words, encoder_differences(told) if key == "encoder" and len(told) == len(values) else values
     settings = [document.get("settings", {}) for document in brought]
     for key in sorted({key for one in settings for key in one}):
         yield key, [one.get(key) for one in settings]

@@ -1,22 +1,27 @@
-"""Patches to features: any timm model without its classifier, run over batches that are read meanwhile."""
+"""Patches to features: a preset or any timm model without its classifier, run over batches that are read meanwhile."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.nn import functional
 
+from wsi_fl.models.network import Network, only_px, own_px, preset_model, timm_model, timm_transform
+from wsi_fl.models.presets import HUB_FILES, PRESETS
+from wsi_fl.models.renaming import timm_named
 from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights, refuse_file_name
 from wsi_fl.system.ordered import made_ahead
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError, encoder_head, encoder_label
+
+T = TypeVar("T")
 
 _CPU_PX = 1 << 19
 """Most pixels of a forward pass on processors, where larger ones leave the caches and are slower."""
@@ -29,26 +34,31 @@ class EncoderError(WsiFlError):
 
 
 class Encoder:
-    """A timm model in evaluation mode whose pooled output is the feature of a patch.
+    """A model in evaluation mode whose pooled output is the feature of a patch.
 
     Attributes:
-        name: timm's.
-        label: name and digest of the weights, which tells whether features of two sites mean the same; also the size
-            that patches are resized to, where they are.
+        name: a preset's or timm's.
+        label: name, size that patches are resized to and digest of the weights, then transform and pooling; it tells
+            whether features of two sites mean the same.
+        parts: of the label after the digest, in words: mean, sd, size, pooling.
+        identity: what of the label a shard remembers; of timm's models what it was before labels told the transform.
+        network: from pixels to features.
         n_features: d.
         device: where it runs; half precision on GPUs, single elsewhere.
+        batch_size: most patches of a forward pass; halved once where the device's memory does not hold them.
 
     Args:
-        name: of a timm architecture, with or without the tag of its weights.
-        weights: a safetensors file with the names of timm, torchvision or KimiaNet; None for timm's published ones.
-        input_px: patches are resized to it; None takes them as they are, or where the architecture has but one
-            size (vision transformers), that.
-        batch_size: most patches of a forward pass.
+        name: of a preset, or of a timm architecture with or without the tag of its weights.
+        weights: a file with the names of timm, torchvision, transformers or KimiaNet; None for the published ones.
+        input_px: patches are resized to it; None takes them as they are, or where the encoder has but one size
+            (presets, vision transformers), that.
         section: of the configuration that said so, for errors.
+        cache: where the tensors of a pickle are kept when its own folder cannot be written.
+        tell: is told in a line what people should know.
 
     Raises:
         WsiFlError: when the weights cannot be had or do not fit.
-        UsageError: for a name that timm does not know.
+        UsageError: for a name that neither is a preset nor known to timm.
     """
 
     def __init__(
@@ -60,27 +70,24 @@ class Encoder:
         batch_size: int = 32,
         device: torch.device | None = None,
         section: str = "mosaic",
+        cache: Path | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        from timm.data import resolve_model_data_config
-
-        self.name, self.batch_size, self._section = name, batch_size, section
-        self.device = device or torch.device("cpu")
-        model = _architecture(name, section)
-        path = weights or published_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
-        if fit(model, read_weights(path), str(path)):
-            _without_last_relu(model, section)
-        digest = digest_of(model)[:_DIGITS]
-        data = resolve_model_data_config(model)
-        self.input_px = _input_px(model, data, input_px, section)
-        self.label = f"{name}{f' at {self.input_px} px' if self.input_px else ''} sha256:{digest}"
-        self._mode = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"
-        self._mean, self._std = (
-            torch.tensor(data[key], device=self.device).view(1, -1, 1, 1) for key in ("mean", "std")
-        )
-        self._model = model.eval().requires_grad_(False).to(self.device)
-        self._model.to(memory_format=torch.channels_last)
-        size = self.input_px or int(data["input_size"][-1])
-        self.n_features = self(np.zeros((1, size, size, 3), np.uint8)).shape[1]
+        self.name, self.batch_size, self._section, self._tell = name, batch_size, section, tell
+        self.device, self._halved = device or torch.device("cpu"), False
+        if name in PRESETS:
+            network, parts = _of_preset(name, weights, input_px, section, cache, tell)
+        else:
+            network, parts = _of_timm(name, weights, input_px, section, cache, tell)
+        self.input_px = network.transform.px
+        size = f" at {self.input_px} px" if self.input_px else ""
+        self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", parts)
+        self.parts = parts
+        self.identity = self.label if name in PRESETS else encoder_head(self.label)
+        self.network = network.eval().requires_grad_(False).to(self.device)
+        self.network.to(memory_format=torch.channels_last)
+        side = self.input_px or own_px(network.model)
+        self.n_features = self(np.zeros((1, side, side, 3), np.uint8)).shape[1]
 
     def __call__(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
         """float32[b, d] of patches uint8[b, h, w, 3].
@@ -89,29 +96,41 @@ class Encoder:
             EncoderError: when the device's memory does not hold them, or a feature is no number.
         """
         try:
-            with torch.inference_mode(), self._precision():
-                pixels = torch.from_numpy(np.ascontiguousarray(patches)).to(self.device)
-                pooled = self._model(self.prepared(pixels))
-                features: NDArray[np.float32] = pooled.float().cpu().numpy()
+            features = self._features(patches)
         except torch.OutOfMemoryError:
-            size = f"{len(patches)} patches of {patches.shape[1]} px"
-            raise EncoderError(
-                f"{self.device}: no memory for {size}; lower {self._section}.batch_size"
-            ) from None
+            features = self._in_halves(patches)
         if not np.isfinite(features).all():
             raise EncoderError(
                 f"{self.label}: gives features that are no numbers; check {self._section}.weights"
             )
         return features
 
-    def network(self) -> nn.Module:
-        """Return the encoder as a module on the CPU, from images float32[b, 3, h, w] in [−1, 1] to features."""
-        return _Network(self)
+    def _features(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
+        with torch.inference_mode(), self._precision():
+            pixels = torch.from_numpy(np.ascontiguousarray(patches)).to(self.device)
+            features: NDArray[np.float32] = self.network(pixels).float().cpu().numpy()
+            return features
+
+    def _in_halves(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Encode a batch that was too large in two parts, from now on all; a second time it is an error."""
+        n, size = len(patches), f"of {patches.shape[1]} px"
+        half = self.batch_size // 2 if not self._halved else self.batch_size
+        try:
+            if n == 1 or half == 0 or (self._halved and n <= half):
+                raise torch.OutOfMemoryError
+            if not self._halved:
+                self._halved, self.batch_size = True, half
+                self._tell(f"{self.device}: no memory for {n} patches {size} at once; goes on with {half}")
+            return np.concatenate([self._features(patches[k : k + half]) for k in range(0, n, half)])
+        except torch.OutOfMemoryError:
+            tried = min(n, half) or 1
+            raise EncoderError(
+                f"{self.device}: no memory for {tried} patches {size}; lower {self._section}.batch_size"
+            ) from None
 
     def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
         """float32[b, 3, h, w], resized and normalised, of uint8[b, h, w, 3]."""
-        images = _resized(pixels.permute(0, 3, 1, 2).float().div_(255), self.input_px, self._mode)
-        return images.sub_(self._mean).div_(self._std)
+        return self.network.prepared(pixels)
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self.device.type == "cpu":
@@ -126,30 +145,111 @@ class Encoder:
         return max(1, min(self.batch_size, _CPU_PX // (self.input_px or size_px) ** 2))
 
 
-def _resized(images: torch.Tensor, size_px: int | None, mode: str) -> torch.Tensor:
-    """Images [b, 3, h, w] in [0, 1] at size_px; as they are where it is None."""
-    if not size_px or images.shape[-2:] == (size_px, size_px):
-        return images
-    return functional.interpolate(images, (size_px, size_px), mode=mode, antialias=True).clamp_(0, 1)
+def _of_preset(
+    name: str,
+    weights: Path | None,
+    input_px: int | None,
+    section: str,
+    cache: Path | None,
+    tell: Callable[[str], None],
+) -> tuple[Network, tuple[str, ...]]:
+    """A preset with its weights, and what its label says besides them."""
+    preset = PRESETS[name]
+    only_px(preset.transform.px or 0, input_px, section)
+    path = weights or published_weights(name, preset.hub_id, HUB_FILES)
+    model = preset_model(preset)
+    fit(model, timm_named(read_weights(path, cache, tell), model), str(path), assign=True)
+    return Network(model, preset.transform, preset), preset.parts
 
 
-class _Network(nn.Module):
-    """An encoder that begins with images as models of patches see them."""
+def _of_timm(
+    name: str,
+    weights: Path | None,
+    input_px: int | None,
+    section: str,
+    cache: Path | None,
+    tell: Callable[[str], None],
+) -> tuple[Network, tuple[str, ...]]:
+    """A timm model with its weights, and what its label says besides them."""
+    refuse_file_name(name)
+    model = timm_model(name, section)
+    path = weights or published_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
+    if fit(model, timm_named(read_weights(path, cache, tell), model), str(path)):
+        _without_last_relu(model, section)
+    transform = timm_transform(model, input_px, section)
+    network = Network(model, transform)
+    return network, (*transform.parts, network.pooling)
 
-    mean: torch.Tensor
-    std: torch.Tensor
 
-    def __init__(self, encoder: Encoder) -> None:
-        super().__init__()
-        self.model = copy.deepcopy(encoder._model).cpu()
-        self.size_px, self.mode = encoder.input_px, encoder._mode
-        self.register_buffer("mean", encoder._mean.cpu())
-        self.register_buffer("std", encoder._std.cpu())
+@dataclass
+class Spent:
+    """Seconds that patches took: to be read, to be encoded, to be written; the first and the last run meanwhile."""
 
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        images = _resized(images * 0.5 + 0.5, self.size_px, self.mode)
-        features: torch.Tensor = self.model((images - self.mean) / self.std)
-        return features
+    read: float = 0.0
+    encode: float = 0.0
+    write: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(self.read + other.read, self.encode + other.encode, self.write + other.write)
+
+
+@dataclass
+class Encoded(Generic[T]):
+    """What became of the patches of one item.
+
+    Attributes:
+        features: float32[n, d]; of no use after an error.
+        error: what reading them raised.
+    """
+
+    item: T
+    features: NDArray[np.float32]
+    error: Exception | None = None
+    spent: Spent = field(default_factory=Spent)
+
+
+def encode_each(
+    items: Iterable[tuple[T, Iterable[NDArray[np.uint8]]]], encoder: Encoder
+) -> Generator[Encoded[T], None, None]:
+    """Encode the patches of many items, each in batches uint8[b, h, w, 3] of any length, and yield them in order.
+
+    One thread reads on from item to item while the encoder runs, a few batches ahead, so the encoder does not wait
+    where an item ends. Items and batches are drawn in that thread.
+
+    Raises:
+        Exception: what drawing an item raised; what drawing its batches raised is part of the result.
+        EncoderError: of the encoder.
+    """
+    found: list[NDArray[np.float32]] = []
+    spent = Spent()
+    with closing(made_ahead(_stream(items, encoder), _AHEAD)) as stream:
+        for item, batch, seconds in stream:
+            spent.read += seconds
+            if isinstance(batch, np.ndarray):
+                began = time.perf_counter()
+                found.append(encoder(batch))
+                spent.encode += time.perf_counter() - began
+                continue
+            features = np.concatenate(found) if found else np.empty((0, encoder.n_features), np.float32)
+            yield Encoded(item, features, batch, spent)
+            found, spent = [], Spent()
+
+
+def _stream(
+    items: Iterable[tuple[T, Iterable[NDArray[np.uint8]]]], encoder: Encoder
+) -> Iterator[tuple[T, NDArray[np.uint8] | Exception | None, float]]:
+    """Yield (item, batch, seconds of reading), and at the end of an item its error or None in the place of a batch."""
+    for item, batches in items:
+        ready = regrouped(batches, encoder)
+        while True:
+            began = time.perf_counter()
+            try:
+                batch: NDArray[np.uint8] | Exception | None = next(ready, None)
+            except Exception as error:
+                batch = error
+            yield item, batch, time.perf_counter() - began
+            if not isinstance(batch, np.ndarray):
+                break
 
 
 def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np.float32]:
@@ -158,9 +258,11 @@ def encode(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> NDArray[np
     The next batches are made in a thread of their own while the encoder runs; how they were divided makes no
     difference. An error of theirs is raised here.
     """
-    with closing(made_ahead(regrouped(batches, encoder), _AHEAD)) as ready:
-        found = [encoder(batch) for batch in ready]
-    return np.concatenate(found) if found else np.empty((0, encoder.n_features), np.float32)
+    with closing(encode_each([(None, batches)], encoder)) as encoded:
+        (one,) = encoded
+    if one.error is not None:
+        raise one.error
+    return one.features
 
 
 def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterator[NDArray[np.uint8]]:
@@ -183,21 +285,6 @@ def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterato
         yield waiting[:filled]
 
 
-def _architecture(name: str, section: str) -> nn.Module:
-    """Without classifier; its random weights are to be replaced."""
-    import timm
-
-    refuse_file_name(name)
-    try:
-        model: nn.Module = timm.create_model(name, pretrained=False, num_classes=0)
-    except Exception as error:  # each architecture has its own way to refuse
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
-        hint = f"; near: {', '.join(near)}" if near else ""
-        raise UsageError(f"{section}.encoder = {name!r}: timm makes no such model ({reason}){hint}") from None
-    return model
-
-
 def _without_last_relu(model: nn.Module, section: str) -> None:
     """KimiaNet pools the last normalisation as it is; torchvision and timm put a ReLU between."""
     last = getattr(getattr(model, "features", None), "norm5", None)
@@ -206,15 +293,3 @@ def _without_last_relu(model: nn.Module, section: str) -> None:
             f"weights with KimiaNet's names fit DenseNets alone; set {section}.encoder = 'densenet121'"
         )
     last.act = nn.Identity()
-
-
-def _input_px(model: nn.Module, data: dict[str, Any], wanted: int | None, section: str) -> int | None:
-    """What patches are resized to; None leaves them as they are."""
-    if not getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
-        return wanted
-    only = int(data["input_size"][-1])
-    if wanted not in {None, only}:
-        raise UsageError(
-            f"{section}.input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out"
-        )
-    return only

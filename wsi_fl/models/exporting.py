@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wsi_fl.models.network import Network
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.system.files import atomic
 from wsi_fl.types import Bags, Images, Shape, UsageError, WsiFlError
@@ -39,12 +41,12 @@ class Reduced(nn.Module):
 class Encoded(nn.Module):
     """A head with its encoder in front: images float32[b, 3, h, w] in [−1, 1] to logits."""
 
-    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+    def __init__(self, encoder: Network, head: nn.Module) -> None:
         super().__init__()
-        self.encoder, self.head = encoder, head
+        self.encoder, self.head = copy.deepcopy(encoder).cpu(), head
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.encoder(images))
+        logits: Tensor = self.head(self.encoder.of_images(images * 0.5 + 0.5))
         return logits
 
 

@@ -6,7 +6,8 @@ import hashlib
 import re
 import socket
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,11 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+from wsi_fl.models.converted import PICKLES, as_safetensors
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 State = Mapping[str, torch.Tensor]
 
-_PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pkl", ".tar")
 _CLASSIFIERS = ("classifier", "fc", "fc_4", "head", "head.fc", "head_dist")
 """Where architectures keep what makes classes of features; `fc_4` is KimiaNet's."""
 _KIMIANET = "model.0."
@@ -28,19 +29,22 @@ _WRAPPERS = ("module.", "model.", "backbone.", "encoder.", "state_dict.")
 _OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.(\d)\.")
 
 
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, half precision made single.
+def read_weights(
+    path: Path, cache: Path | None = None, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, half precision made single; those of a pickle by way of such a file.
+
+    Args:
+        cache: where the tensors of a pickle are kept when its own folder cannot be written.
+        tell: is told when they are.
 
     Raises:
-        WsiFlError: when it is missing, damaged, or a pickle, which can run any program when it is opened.
+        WsiFlError: when it is missing, damaged, or a pickle with more than tensors, which can run any program.
     """
     if not path.is_file():
-        raise WsiFlError(f"{path}: no such file; mosaic.weights wants a safetensors file")
-    if path.suffix.lower() in _PICKLES:
-        raise WsiFlError(
-            f"{path}: a pickle, which may run any program and is never opened; convert it once where you trust it: "
-            "safetensors.torch.save_file(torch.load('in.pth', weights_only=True), 'out.safetensors')"
-        )
+        raise WsiFlError(f"{path}: no such file; mosaic.weights wants a safetensors, .bin, .pt or .pth file")
+    if path.suffix.lower() in PICKLES:
+        path = as_safetensors(path, cache, tell)
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -49,26 +53,44 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     return {name: one.float() if one.is_floating_point() else one for name, one in state.items()}
 
 
-def published_weights(name: str, hub_id: str | None) -> Path:
-    """The safetensors file that timm's authors publish, downloaded unless it is here already.
+def cached_weights(hub_id: str, files: Sequence[str] = ("model.safetensors",)) -> Path | None:
+    """The first of these files that was downloaded before; None where none was."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = (try_to_load_from_cache(hub_id, file) for file in files)
+    return next((Path(one) for one in found if isinstance(one, str)), None)
+
+
+def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("model.safetensors",)) -> Path:
+    """The file that an encoder's authors publish, downloaded with the user's own token unless it is here already.
+
+    Args:
+        files: what it may be called, in the order in which they are wanted.
 
     Raises:
         WsiFlError: when there is none or it cannot be had.
     """
-    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
-    advice = "download its safetensors file elsewhere and give it with mosaic.weights = 'FILE.safetensors'"
+    advice = "download its weights elsewhere and give them with mosaic.weights = 'FILE.safetensors'"
     if not hub_id:
         raise WsiFlError(f"{name}: timm publishes no weights of it by name; give mosaic.weights")
-    file = "model.safetensors"
-    found = try_to_load_from_cache(hub_id, file)
-    if isinstance(found, str):
-        return Path(found)
+    if found := cached_weights(hub_id, files):
+        return found
     host = urlsplit(constants.ENDPOINT).hostname or ""
     try:
         if not urllib.request.getproxies():
             socket.getaddrinfo(host, 443)  # else the hub's client tries again for most of a minute
-        return Path(hf_hub_download(hub_id, file))
+        for file in files[:-1]:
+            with suppress(EntryNotFoundError):
+                return Path(hf_hub_download(hub_id, file))
+        return Path(hf_hub_download(hub_id, files[-1]))
+    except GatedRepoError:
+        raise WsiFlError(
+            f"{name}: its authors give access to its weights one by one; ask at https://{host}/{hub_id}, then run "
+            f"`hf auth login` with your token, or {advice}"
+        ) from None
     except Exception as error:  # the hub's client has many ways to fail
         reason = one_line(error)[:120]
         raise WsiFlError(
@@ -76,31 +98,39 @@ def published_weights(name: str, hub_id: str | None) -> Path:
         ) from None
 
 
-def fit(model: nn.Module, state: State, source: str) -> bool:
+def fit(model: nn.Module, state: State, source: str, *, assign: bool = False) -> bool:
     """Loads weights into a model without classifier; the keys may be timm's, torchvision's or KimiaNet's.
+
+    Args:
+        assign: puts the tensors themselves into the model, as one without memory needs it.
 
     Returns:
         Whether they are KimiaNet's, whose features are pooled without the last ReLU.
 
     Raises:
-        WsiFlError: when a key is missing, too many or of another shape; it names one.
+        WsiFlError: when a key is missing, too many or of another shape; it names one of each kind, with shapes.
     """
     wanted = {name: one for name, one in model.state_dict().items() if not _bookkeeping(name)}
     named, kimianet = _renamed(state, wanted)
     kept = {name: one for name, one in named.items() if not _bookkeeping(name)}
-    what = f"{source} does not fit the encoder {_name_of(model)}"
-    if missing := sorted(wanted.keys() - kept.keys()):
-        raise WsiFlError(f"{what}: {missing[0]!r} is missing{_others(missing)}")
+    missing = sorted(wanted.keys() - kept.keys())
     extra = sorted(name for name in kept.keys() - wanted.keys() if not _classifies(name, model))
+    unlike = [name for name, one in wanted.items() if name in kept and kept[name].shape != one.shape]
+    wrong = []
+    if missing:
+        wrong.append(f"{missing[0]!r} is missing (shape {_shape(wanted[missing[0]])}){_others(missing)}")
     if extra:
-        raise WsiFlError(f"{what}: it has {extra[0]!r}, which the encoder has not{_others(extra)}")
-    for name, one in wanted.items():
-        if kept[name].shape != one.shape:
-            shapes = f"{list(kept[name].shape)} instead of {list(one.shape)}"
-            raise WsiFlError(f"{what}: {name!r} has shape {shapes}")
+        found = f"{extra[0]!r} (shape {_shape(kept[extra[0]])})"
+        wrong.append(f"it has {found}, which the encoder has not{_others(extra)}")
+    if unlike:
+        shapes = f"{_shape(kept[unlike[0]])} instead of {_shape(wanted[unlike[0]])}"
+        wrong.append(f"{unlike[0]!r} has shape {shapes}{_others(unlike)}")
+    if wrong:
+        raise WsiFlError(f"{source} does not fit the encoder {_name_of(model)}: {'; '.join(wrong)}")
+    for name in wanted:
         if kept[name].is_floating_point() and not torch.isfinite(kept[name]).all():
             raise WsiFlError(f"{source}: {name!r} holds values that are no numbers")
-    model.load_state_dict({name: kept[name] for name in wanted}, strict=False)
+    model.load_state_dict({name: kept[name] for name in wanted}, strict=False, assign=assign)
     return kimianet
 
 
@@ -150,6 +180,10 @@ def _name_of(model: nn.Module) -> str:
     return str(getattr(model, "pretrained_cfg", {}).get("architecture") or type(model).__name__)
 
 
+def _shape(one: torch.Tensor) -> list[int]:
+    return list(one.shape)
+
+
 def _others(names: list[str]) -> str:
     return f", and {len(names) - 1} more" if len(names) > 1 else ""
 
@@ -157,5 +191,7 @@ def _others(names: list[str]) -> str:
 def refuse_file_name(name: str) -> None:
     """An encoder is a name; a path belongs into `mosaic.weights`."""
     path = "/" in name and not name.startswith("hf-hub:")
-    if path or name.endswith((".safetensors", *_PICKLES)):
-        raise UsageError(f"mosaic.encoder = {name!r} is a timm model's name; a file goes into mosaic.weights")
+    if path or name.endswith((".safetensors", *PICKLES)):
+        raise UsageError(
+            f"mosaic.encoder = {name!r} is a preset's or a timm model's name; a file goes into mosaic.weights"
+        )

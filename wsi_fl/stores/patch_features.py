@@ -17,7 +17,7 @@ from wsi_fl.stores.columns import created, table_bytes, write_table
 from wsi_fl.stores.fields import StoreMeta, origin_attrs, read_meta, read_table, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
-from wsi_fl.types import PatchTable, WsiFlError
+from wsi_fl.types import PatchTable, WsiFlError, encoder_head
 
 FORMAT, SHARD_FORMAT = "wsi-fl patch features", "wsi-fl patch feature shard"
 FEATURES_VERSION = 1
@@ -101,6 +101,7 @@ class PatchFeatures(StoreFile):
     Attributes:
         meta: site, classes and grid of the patches.
         encoder, stains: see `FeaturesMeta`.
+        encoder_head: what of the encoder stores of all times tell.
         table: the columns of all n patches, as in the patch store.
         n_features: d.
     """
@@ -112,6 +113,7 @@ class PatchFeatures(StoreFile):
         attrs = file.attrs
         self.meta, self.table = read_meta(file), read_table(file)
         self.encoder = str(attrs["encoder"])
+        self.encoder_head = encoder_head(self.encoder)
         self.stains = {str(site): str(digest) for site, digest in json.loads(attrs["stains"]).items()}
         n, self.n_features = file["features"].shape
         n_train = int((self.table.split == "train").sum())

@@ -77,9 +77,10 @@ class Mosaic(Section):
     fraction: float = Field(0.05, gt=0, le=1)
     """Share of each colour group that is kept, spread over the slide."""
     encoder: str = "densenet121"
-    """Name of the encoder, any timm model; its pooled output is the feature."""
+    """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model, whose pooled output is the feature."""
     weights: str | None = None
-    """Path of a safetensors file with the encoder's weights. By default the published weights, fetched by name."""
+    """Path of a file with the encoder's weights: safetensors, or a .bin, .pt or .pth that holds tensors alone. By
+    default the published weights, fetched by name."""
     input_px: int | None = Field(None, ge=32)
     """Size to which patches are resized for the encoder, in pixels. By default they stay as read, unless the encoder
     takes one size alone."""
@@ -96,9 +97,9 @@ class Features(Section):
 
     without_effect = ("",)
     encoder: str | None = None
-    """Name of the encoder, any timm model. By default `mosaic.encoder`."""
+    """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model. By default `mosaic.encoder`."""
     weights: str | None = None
-    """Path of a safetensors file with the encoder's weights. By default `mosaic.weights`, for the same encoder."""
+    """Path of a file with the encoder's weights. By default `mosaic.weights`, for the same encoder."""
     input_px: int | None = Field(None, ge=32)
     """Size to which patches are resized for the encoder, in pixels. By default `mosaic.input_px`, if the encoder is
     the same."""

@@ -15,7 +15,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError, same_encoder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,7 +117,7 @@ def _write_wsinfer(leaving: Leaving, network: nn.Module, folder: Path, name: str
     architecture = leaving.architecture
     if isinstance(shape, Vectors):
         encoder = _encoder(leaving)
-        network, architecture = Encoded(encoder.network(), network), f"{encoder.name}+{architecture}"
+        network, architecture = Encoded(encoder.network, network), f"{encoder.name}+{architecture}"
     elif shape.size_px != spec.size_px:
         network = Reduced(network, shape.size_px)
     taken = Images(3, spec.size_px)
@@ -160,7 +160,7 @@ def _encoder(leaving: Leaving) -> Any:
         encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features")
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
-    if encoder.label != wanted:
+    if not same_encoder(encoder.label, wanted):
         raise UsageError(
             f"the model learned from features of {wanted}, the encoder here is {encoder.label}; {alone}"
         )

@@ -32,7 +32,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import atomic, write_bytes, write_json
-from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError, same_encoder
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
@@ -88,7 +88,7 @@ def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Enc
     """
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
     began = run.site(site).store_facts()["encoder"]
-    if encoder.label != began:
+    if not same_encoder(encoder.label, began):
         raise WsiFlError(
             f"{run.name} learned from features of {began}, but features.encoder and features.weights "
             f"now are {encoder.label}; put the weights of then back"

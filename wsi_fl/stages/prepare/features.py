@@ -1,25 +1,28 @@
 """`features`: the deep features of every patch of a patch store, and of training patches in other sites' stains.
 
 A shard per slide, then one file per site. A finished shard whose fingerprint still fits is not made again, so a
-killed job loses at most the slide in hand; one slide's features are in memory at a time.
+killed job loses at most the slides in hand; while one is encoded the next is read and the last one written.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.models.encoder import Encoded, Encoder, Spent, encode_each
+from wsi_fl.models.presets import warning_of
 from wsi_fl.slides.stains.methods import AnyStain, restained
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.encoders import encoder_of, transform_of
+from wsi_fl.stages.site.rates import say_speed, speed_of
 from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
@@ -31,6 +34,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
+from wsi_fl.system.ordered import in_order
 from wsi_fl.types import UsageError, WsiFlError
 
 _READ = 32
@@ -51,16 +55,16 @@ def features(
     under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
     job = Job()
+    told = job.watched(watcher)
 
     def prepare() -> list[_Site]:
         pipeline, sites = asked_for(study, site, pipeline_name, overrides)
         stores = [open_store(study, one.name) for one in sites]
-        encoder = encoder_of(study, pipeline.encoding, job.threads, "features")
+        encoder = encoder_of(study, pipeline.encoding, job.threads, "features", say if job.first else _quiet)
         return [_prepare(study, pipeline, store, encoder) for store in stores]
 
-    told = job.watched(watcher)
-    rows = [_make_site(study, one, job, told) for one in job.each(prepare)]
-    return {"sites": rows} if job.first else {}
+    made = [_make_site(study, one, job, told) for one in job.each(prepare)]
+    return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,9 @@ def _prepare(study: Study, pipeline: Pipeline, store: PatchStore, encoder: Encod
     name = store.meta.site
     if not store.slides:
         raise WsiFlError(f"site {name}: its store has no patches")
+    spec = store.meta.spec
+    if unusual := warning_of(encoder.name, spec.size_px, spec.mpp):
+        say(f"  {name}: {unusual}", "yellow")
     stains = stains_of(study, pipeline, name) if pipeline.stain.exchange else {}
     if stains and store.channels != 3:
         raise UsageError(f"site {name}: its store holds grey images, which have no stain")
@@ -96,8 +103,14 @@ def _prepare(study: Study, pipeline: Pipeline, store: PatchStore, encoder: Encod
     return _Site(store, FeaturesMeta(store.meta, encoder.label, digests), encoder, own, others)
 
 
-def _make_site(study: Study, site: _Site, job: Job, watcher: Watcher) -> dict[str, Any]:
-    """All ranks make shards, each its share; the first one holds the lock and writes the file."""
+def _make_site(
+    study: Study, site: _Site, job: Job, watcher: Watcher
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All ranks make shards, each its share; the first one holds the lock and writes the file.
+
+    Returns:
+        What the site has, and how fast it was made.
+    """
     began = time.perf_counter()
     path, store = study.features(site.name), site.store
     folder, n = path.parent / "features", len(store.slides)
@@ -110,52 +123,123 @@ def _make_site(study: Study, site: _Site, job: Job, watcher: Watcher) -> dict[st
         remove_strays((folder,), store.slides)
 
     with job.first_holds(locked(path.parent, site.name)):
-        made = job.share(
+        done = job.share(
             store.slides,
-            lambda mine: (_make_slide(site, slide, shard_of(slide)) for slide in mine),
-            lambda done, slide: watcher.update(site.name, done, n, slide),
+            lambda mine: map(asdict, _make_slides(site, mine, shard_of)),
+            lambda done, one: watcher.update(site.name, done, n, one),
         )
         job.first_does(write)
-    split = store.table.split
-    return {
+    made = [_Made(**{**one, "spent": Spent(**one["spent"])}) for one in done]
+    split, seconds = store.table.split, time.perf_counter() - began
+    spent = sum((one.spent for one in made), Spent())
+    slides, patches = sum(one.patches > 0 for one in made), sum(one.patches for one in made)
+    row = {
         "site": site.name,
         "slides": n,
-        "made": sum(made),
+        "made": slides,
         "patches": len(store),
         "n_features": site.encoder.n_features,
         "train": int((split == "train").sum()),
         "test": int((split == "test").sum()),
         "variants": list(site.others),
         "encoder": site.encoder.label,
+        "transform": transform_of(site.encoder),
         "store": study.relative(path),
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
     }
+    return row, speed_of(site.name, spent, slides, patches, seconds)
 
 
-def _make_slide(site: _Site, slide: str, shard: Path) -> bool:
-    """Make the shard of one slide unless it is current; return whether it had to be made."""
+@dataclass(frozen=True)
+class _Made:
+    """What it took to make the shard of a slide; no patches where it was there already."""
+
+    patches: int
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One reading of a slide's patches: in its own stain, which comes last, or in that of another site.
+
+    Attributes:
+        rows: of the store; empty where the shard is current.
+        wanted: the fingerprint of the shard.
+    """
+
+    slide: str
+    rows: NDArray[np.int64]
+    wanted: str
+    other: str | None
+
+
+def _make_slides(site: _Site, slides: Sequence[str], shard_of: Callable[[str], Path]) -> Iterator[_Made]:
+    """Make the shards of these slides unless they are current, and yield in order what it took."""
+    tasks = (
+        (task, _patches(site, task)) for slide in slides for task in _tasks(site, slide, shard_of(slide))
+    )
+    with (
+        closing(encode_each(tasks, site.encoder)) as encoded,
+        closing(
+            in_order(lambda one: _write(one, shard_of), _by_slide(encoded), threads=1, ahead=1)
+        ) as written,
+    ):
+        yield from written
+
+
+def _tasks(site: _Site, slide: str, shard: Path) -> Iterator[_Task]:
+    """Yield what is to be read of a slide."""
     store = site.store
     rows = np.flatnonzero(store.table.slide == slide)
     others = site.others if store.table.split[rows[0]] == "train" else {}
     made_with = site.meta.stains if others else {}
     patches = str(store.shard(slide).attrs["fingerprint"])
-    wanted = fingerprint(slide, patches, len(rows), site.encoder.label, dict(sorted(made_with.items())))
+    wanted = fingerprint(slide, patches, len(rows), site.encoder.identity, dict(sorted(made_with.items())))
     current = shard_is_current(shard, wanted)
     if current:
-        return False
+        yield _Task(slide, rows[:0], wanted, None)
+        return
     if current is False:
         say(f"  {slide}: patches, encoder or stains changed, made again")
+    for other in (*others, None):
+        yield _Task(slide, rows, wanted, other)
 
-    def batches(other: AnyStain | None = None) -> Iterator[NDArray[np.uint8]]:
-        for first in range(0, len(rows), _READ):
-            pixels = store.read(rows[first : first + _READ])
-            if other is not None and site.own is not None:
-                pixels = restained(pixels, site.own, other)
-            yield pixels if pixels.shape[-1] == 3 else np.repeat(pixels, 3, axis=-1)
 
-    variants = {name: encode(batches(other), site.encoder) for name, other in others.items()}
-    write_shard(shard, wanted, encode(batches(), site.encoder), variants)
-    return True
+def _patches(site: _Site, task: _Task) -> Iterator[NDArray[np.uint8]]:
+    """Yield the patches that a task reads, uint8[b, h, w, 3]."""
+    other = site.others[task.other] if task.other is not None else None
+    for first in range(0, len(task.rows), _READ):
+        pixels = site.store.read(task.rows[first : first + _READ])
+        if other is not None and site.own is not None:
+            pixels = restained(pixels, site.own, other)
+        yield pixels if pixels.shape[-1] == 3 else np.repeat(pixels, 3, axis=-1)
+
+
+def _by_slide(encoded: Iterable[Encoded[_Task]]) -> Iterator[list[Encoded[_Task]]]:
+    """Yield all that was encoded of each slide; its own stain is the last."""
+    found = []
+    for one in encoded:
+        if one.error is not None:
+            raise one.error
+        found.append(one)
+        if one.item.other is None:
+            yield found
+            found = []
+
+
+def _write(found: Sequence[Encoded[_Task]], shard_of: Callable[[str], Path]) -> _Made:
+    """Write the shard of a slide, unless it is there."""
+    own, spent = found[-1], sum((one.spent for one in found), Spent())
+    if len(own.item.rows):
+        began = time.perf_counter()
+        variants = {one.item.other: one.features for one in found if one.item.other is not None}
+        write_shard(shard_of(own.item.slide), own.item.wanted, own.features, variants)
+        spent.write += time.perf_counter() - began
+    return _Made(sum(len(one.features) for one in found), spent)
+
+
+def _quiet(_: str) -> None:
+    """Tell nobody: the first rank tells for all."""
 
 
 def print_features(document: dict[str, Any]) -> None:
@@ -166,6 +250,7 @@ def print_features(document: dict[str, Any]) -> None:
         for row in document["sites"]
     ]
     print_table("features", ["site", *headings, "stains"], rows)
+    say_speed(document["speed"])
     first = document["sites"][0]
     say(f"{first['n_features']} features of every patch ready ({first['encoder']})")
     say(

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.models.encoder import Encoder
+from wsi_fl.models.encoder import Encoder, Spent
+from wsi_fl.models.presets import warning_of
 from wsi_fl.slides.choosing.mosaic import MosaicParams
 from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
-from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.site.encoders import encoder_of, transform_of
+from wsi_fl.stages.site.rates import speed_of
+from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.features import FeatureMeta, write_features
 from wsi_fl.stores.mosaics import read_mosaic
@@ -52,17 +54,24 @@ def mosaic(
     def prepare() -> tuple[list[tuple[Listed, Labelled]], Encoder]:
         listed = list_slides(study, site, pipeline_name, overrides, told)
         known = [(one, labelled(one.records, one.pipeline.subtypes)) for one in listed]
-        return known, encoder_of(study, listed[0].pipeline.mosaic, job.threads)
+        settings = listed[0].pipeline.mosaic
+        if job.first and (unusual := warning_of(settings.encoder, settings.size_px, settings.mpp)):
+            say(f"  {unusual}", "yellow")
+        return known, encoder_of(study, settings, job.threads, tell=say if job.first else _quiet)
 
     known, encoder = job.each(prepare)
-    rows = [_make_site(*one, encoder, job, told) for one in known]
-    return {"sites": rows} if job.first else {}
+    made = [_make_site(*one, encoder, job, told) for one in known]
+    return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
 
 
 def _make_site(
     listed: Listed, known: Labelled, encoder: Encoder, job: Job, watcher: Watcher
-) -> dict[str, Any]:
-    """All ranks make mosaics, each its share; the first one holds the lock and writes the store."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All ranks make mosaics, each its share; the first one holds the lock and writes the store.
+
+    Returns:
+        What the site has, and how fast it was made.
+    """
     began = time.perf_counter()
     study, name, settings = listed.study, listed.site.name, listed.pipeline.mosaic
     folder = study.mosaic(name).parent
@@ -75,7 +84,7 @@ def _make_site(
             lambda mine: map(asdict, write_mosaics(mine, work)),
             lambda done, one: watcher.update(name, done, n, one.slide),
         )
-        made = [Done(**one) for one in done]
+        made = [Done(**{**one, "spent": Spent(**one["spent"])}) for one in done]
         failed += [SetAside(one.slide, one.reason) for one in made if one.reason]
         kept = [record for record, one in zip(records, made, strict=True) if one.whole]
 
@@ -88,9 +97,11 @@ def _make_site(
 
         written = job.first_does(write)
     if written is None:
-        return {}
+        return {}, {}
     table, n_patches = written
-    return mosaic_row(
+    seconds = time.perf_counter() - began
+    spent = sum((one.spent for one in made), Spent())
+    row = mosaic_row(
         study,
         name,
         table,
@@ -100,8 +111,14 @@ def _make_site(
         failed=failed,
         notes=[{"slide": one.slide, "note": one.note} for one in made if one.whole and one.note],
         n_slides=n + len(listed.aside) + len(known.aside),
-        seconds=time.perf_counter() - began,
+        seconds=seconds,
     )
+    n_made, patches = sum(one.made > 0 for one in made), sum(one.made for one in made)
+    return row | {"transform": transform_of(encoder)}, speed_of(name, spent, n_made, patches, seconds)
+
+
+def _quiet(_: str) -> None:
+    """Tell nobody: the first rank tells for all."""
 
 
 def spec_of(pipeline: Pipeline) -> GridSpec:

@@ -1,10 +1,11 @@
-"""The part of `mosaic` that works: from one slide to its shard and picture, while the next is looked at."""
+"""The part of `mosaic` that works: from one slide to its shard and picture, while the next are looked at and read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import Encoder, EncoderError, encode
+from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode, encode_each
 from wsi_fl.slides.choosing.mosaic import MosaicParams, MosaicPlan, plan_mosaic
 from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
@@ -58,12 +59,16 @@ class Done:
         whole: whether it has a shard.
         reason: why it, or some of its patches, were set aside.
         note: what people should know of its mosaic.
+        made: how many patches were encoded; none where the shard was there already.
+        spent: what that took.
     """
 
     slide: str
     whole: bool = False
     reason: str | None = None
     note: str = ""
+    made: int = 0
+    spent: Spent = field(default_factory=Spent)
 
 
 def mosaic_path(folder: Path, slide: str) -> Path:
@@ -77,14 +82,13 @@ def picture_path(folder: Path, slide: str) -> Path:
 def write_mosaics(records: Sequence[SlideRecord], work: Work) -> Iterator[Done]:
     """Write the shards of these slides and yield in order what became of each.
 
-    The next are looked at, and the last one is drawn, while one is encoded.
+    The next are looked at and read, and the last one is drawn, while one is encoded.
     """
     n_ahead = min(work.threads, _LOOKERS)
     with (
         closing(in_order(partial(_look, work), records, threads=n_ahead, ahead=n_ahead)) as looked,
-        closing(
-            in_order(partial(_write, work), (_encode(work, one) for one in looked), threads=1, ahead=1)
-        ) as written,
+        closing(encode_each(_readings(work, looked), work.encoder)) as encoded,
+        closing(in_order(partial(_write, work), encoded, threads=1, ahead=1)) as written,
     ):
         yield from written
 
@@ -99,12 +103,33 @@ class _Looked:
 
 
 @dataclass(frozen=True)
-class _Encoded:
-    """A shard that is still to be written, with its plan and the small copies that its picture is made of."""
+class _Reading:
+    """The patches of a plan, read once.
+
+    Attributes:
+        small: (row, uint8[h, w, 3]) small copies of what was read, which the picture is made of.
+        unread: why rows are missing.
+    """
 
     plan: MosaicPlan
-    shard: MosaicShard
-    small: list[tuple[int, NDArray[np.uint8]]]
+    small: list[tuple[int, NDArray[np.uint8]]] = field(default_factory=list)
+    unread: dict[int, str] = field(default_factory=dict)
+
+    def batches(self, work: Work) -> Iterator[NDArray[np.uint8]]:
+        """Yield the patches, uint8[b, h, w, 3], and keep what is to be known of them."""
+        plan, how = self.plan, {"threads": work.threads, "reader": work.reader, "aside": self.unread}
+        for first, pixels in read_patches(plan.record, plan.kept_l0, work.spec, **how):  # type: ignore[arg-type]
+            rows = islice((row for row in count(first) if row not in self.unread), len(pixels))
+            self.small.extend((row, small_copy(patch)) for row, patch in zip(rows, pixels, strict=True))
+            yield pixels
+
+    def bag(self, features: NDArray[np.float32]) -> Bag:
+        """Return the features, float32[n, d], of the n patches that could be read, with their places and groups."""
+        if not len(features):
+            raise WsiFlError(self.unread[min(self.unread)])
+        plan = self.plan
+        kept = np.setdiff1d(np.arange(len(plan.kept_l0)), list(self.unread))
+        return Bag(features, plan.kept_l0[kept], plan.kept_cluster[kept], plan.mosaic.weight[kept])
 
 
 def _look(work: Work, record: SlideRecord) -> _Looked | Done:
@@ -124,43 +149,49 @@ def _look(work: Work, record: SlideRecord) -> _Looked | Done:
     return _apart(record.slide, look)
 
 
-def _encode(work: Work, looked: _Looked | Done) -> _Encoded | Done:
-    """Read and encode the patches of a plan."""
-    if isinstance(looked, Done):
-        return looked
-    plan, found = looked.plan, looked
+def _readings(
+    work: Work, looked: Iterable[_Looked | Done]
+) -> Iterator[tuple[tuple[_Looked, _Reading] | Done, Iterable[NDArray[np.uint8]]]]:
+    """Yield what is read of each slide; nothing of one that is done."""
+    for one in looked:
+        if isinstance(one, Done):
+            yield one, ()
+        else:
+            reading = _Reading(one.plan)
+            yield (one, reading), reading.batches(work)
 
-    def encode_plan() -> _Encoded:
-        read = _bag(plan, work)
+
+def _write(work: Work, encoded: Encoded[tuple[_Looked, _Reading] | Done]) -> Done:
+    """Write the picture first: a shard that is there says that all of its slide is done."""
+    if isinstance(encoded.item, Done):
+        return encoded.item
+    began = time.perf_counter()
+    looked, reading = encoded.item
+    slide, plan = looked.plan.record.slide, looked.plan
+
+    def write() -> Done:
+        if encoded.error is not None:
+            raise encoded.error
         shard = MosaicShard(
-            slide=plan.record.slide,
-            quickhash=found.quickhash,
-            fingerprint=found.fingerprint,
+            slide=slide,
+            quickhash=looked.quickhash,
+            fingerprint=looked.fingerprint,
             encoder=work.encoder.label,
             spec=work.spec,
             mpp_l0=plan.mpp,
             n_candidates=len(plan.xy_l0),
             note=plan.note,
-            bag=read.bag,
-            unread=tuple((*plan.kept_l0[row].tolist(), read.unread[row]) for row in sorted(read.unread)),
+            bag=reading.bag(encoded.features),
+            unread=tuple(
+                (*plan.kept_l0[row].tolist(), reading.unread[row]) for row in sorted(reading.unread)
+            ),
         )
-        return _Encoded(plan, shard, read.small)
+        write_bytes(picture_path(work.folder, slide), draw_mosaic(plan, reading.small))
+        write_mosaic(mosaic_path(work.folder, slide), shard)
+        spent = encoded.spent + Spent(write=time.perf_counter() - began)
+        return replace(_done(slide, work), made=len(encoded.features), spent=spent)
 
-    return _apart(plan.record.slide, encode_plan)
-
-
-def _write(work: Work, encoded: _Encoded | Done) -> Done:
-    """Write the picture first: a shard that is there says that all of its slide is done."""
-    if isinstance(encoded, Done):
-        return encoded
-    plan, shard, small = encoded.plan, encoded.shard, encoded.small
-
-    def write() -> Done:
-        write_bytes(picture_path(work.folder, shard.slide), draw_mosaic(plan, small))
-        write_mosaic(mosaic_path(work.folder, shard.slide), shard)
-        return _done(shard.slide, work)
-
-    return _apart(shard.slide, write)
+    return _apart(slide, write)
 
 
 def _apart(slide: str, step: Callable[[], T]) -> T | Done:
@@ -187,7 +218,15 @@ def _fingerprint(record: SlideRecord, quickhash: str, mpp: float, work: Work) ->
     params = work.params
     how = [params.min_tissue, params.clusters, params.fraction, params.seed]
     return fingerprint(
-        record.slide, quickhash, size, mpp, reader, work.spec.size_px, work.spec.mpp, *how, work.encoder.label
+        record.slide,
+        quickhash,
+        size,
+        mpp,
+        reader,
+        work.spec.size_px,
+        work.spec.mpp,
+        *how,
+        work.encoder.identity,
     )
 
 
@@ -197,33 +236,5 @@ def bag_of_slide(record: SlideRecord, work: Work) -> Bag:
     Raises:
         WsiFlError: when the slide gives none.
     """
-    return _bag(plan_mosaic(record, work.spec, work.params, reader=work.reader), work).bag
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What was made of a plan's patches: features, small copies (row, uint8[h, w, 3]), and why some are missing."""
-
-    bag: Bag
-    small: list[tuple[int, NDArray[np.uint8]]]
-    unread: dict[int, str]
-
-
-def _bag(plan: MosaicPlan, work: Work) -> _Read:
-    """Reads and encodes the patches of a plan."""
-    unread: dict[int, str] = {}
-    small: list[tuple[int, NDArray[np.uint8]]] = []
-
-    def batches() -> Iterator[NDArray[np.uint8]]:
-        how = {"threads": work.threads, "reader": work.reader, "aside": unread}
-        for first, pixels in read_patches(plan.record, plan.kept_l0, work.spec, **how):  # type: ignore[arg-type]
-            rows = islice((row for row in count(first) if row not in unread), len(pixels))
-            small.extend((row, small_copy(patch)) for row, patch in zip(rows, pixels, strict=True))
-            yield pixels
-
-    features = encode(batches(), work.encoder)
-    if not len(features):
-        raise WsiFlError(unread[min(unread)])
-    kept = np.setdiff1d(np.arange(len(plan.kept_l0)), list(unread))
-    bag = Bag(features, plan.kept_l0[kept], plan.kept_cluster[kept], plan.mosaic.weight[kept])
-    return _Read(bag, small, unread)
+    reading = _Reading(plan_mosaic(record, work.spec, work.params, reader=work.reader))
+    return reading.bag(encode(reading.batches(work), work.encoder))

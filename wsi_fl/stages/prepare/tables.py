@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.stages.site.rates import say_speed
 from wsi_fl.stages.work.console import print_table, say
 from wsi_fl.stores.columns import Counts
 from wsi_fl.study.folder import Study
@@ -115,6 +116,7 @@ def print_mosaic(document: dict[str, Any]) -> None:
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
     _print_by_site("mosaics", rows, [*classes, None, *splits])
     _say_aside(rows, "slide")
+    say_speed(document["speed"])
     stores = ", ".join(row["store"] for row in rows)
     say(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
 

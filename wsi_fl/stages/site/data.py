@@ -215,7 +215,7 @@ class Features(Data):
 
     def digest(self) -> str:
         digest = hashed(self.store.table, self.store.table.xy_l0)
-        digest.update(self.store.encoder.encode())
+        digest.update(self.store.encoder_head.encode())
         for first in range(0, len(self.store), _HASHED):
             rows = np.arange(first, min(first + _HASHED, len(self.store)))
             digest.update(self.store.read(rows).tobytes())

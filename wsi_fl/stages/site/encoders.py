@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from wsi_fl.models.encoder import Encoder
+from wsi_fl.models.presets import PRESETS
+from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.preparing import Mosaic
 
 
-def encoder_of(study: Study, settings: Mosaic, threads: int, section: str = "mosaic") -> Encoder:
+def encoder_of(
+    study: Study,
+    settings: Mosaic,
+    threads: int,
+    section: str = "mosaic",
+    tell: Callable[[str], None] = lambda _: None,
+) -> Encoder:
     """The encoder of these settings on this rank's device and share of cores.
 
     Args:
         section: of the configuration that they are from.
+        tell: is told in a line what people should know, such as what timm says of a model that is no preset.
     """
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     weights = study.resolve(settings.weights) if settings.weights else None
-    how = {"input_px": settings.input_px, "batch_size": settings.batch_size, "section": section}
-    return Encoder(settings.encoder, weights, **how, device=device_of_rank())  # type: ignore[arg-type]
+    encoder = Encoder(
+        settings.encoder,
+        weights,
+        input_px=settings.input_px,
+        batch_size=settings.batch_size,
+        device=device_of_rank(),
+        section=section,
+        cache=study.root / "weights",
+        tell=say,
+    )
+    if settings.encoder not in PRESETS:
+        tell(f"{encoder.name}: as timm has it, {', '.join(encoder.parts)}")
+    return encoder
+
+
+def transform_of(encoder: Encoder) -> dict[str, Any]:
+    """Return for `--json` what an encoder does to patches and what it pools."""
+    how = encoder.network.transform
+    preset = PRESETS.get(encoder.name)
+    return {
+        "mean": list(how.mean),
+        "sd": list(how.sd),
+        "px": how.px,
+        "interpolation": how.interpolation,
+        "resize_px": how.resize_px or how.px,
+        "pooling": encoder.network.pooling,
+        "trained_mpp": list(preset.mpp) if preset else [],
+    }

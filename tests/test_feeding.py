@@ -1,0 +1,180 @@
+"""Encoders are kept fed: what is read meanwhile, in which order, how much of it, and what devices bring."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch._subclasses import FakeTensorMode
+
+from wsi_fl.models.encoder import Encoder, EncoderError, encode_each
+from wsi_fl.models.network import Network, preset_model
+from wsi_fl.models.presets import PRESETS, Transform
+
+PX = 32
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_efficientnet", num_classes=0).state_dict(), path)
+    return lambda **how: Encoder("test_efficientnet", path, **how)
+
+
+def patches(n, seed):
+    return np.random.default_rng(seed).integers(0, 256, (n, PX, PX, 3)).astype(np.uint8)
+
+
+class Slow:
+    """An encoder that takes its time, and notes when it was busy."""
+
+    n_features = 1
+
+    def __init__(self, seconds):
+        self.seconds, self.busy = seconds, 0.0
+
+    def __call__(self, batch):
+        time.sleep(self.seconds)
+        self.busy += self.seconds
+        return batch[:, 0, 0, :1].astype(np.float32)
+
+    def batch_of(self, _):
+        return 4
+
+
+def test_features_of_each_slide_are_its_own_in_order(encoder):
+    tiny = encoder(batch_size=4)
+    slides = [(k, [patches(n, k)]) for k, n in enumerate((3, 0, 9, 1, 4))]
+    found = list(encode_each(iter(slides), tiny))
+    assert [one.item for one in found] == [0, 1, 2, 3, 4]
+    for one, (_, (own,)) in zip(found, slides, strict=True):
+        assert one.features.shape == (len(own), tiny.n_features)
+        if len(own):
+            np.testing.assert_allclose(one.features, tiny(own), atol=1e-5)
+
+
+def test_a_slide_that_cannot_be_read_leaves_the_others(encoder):
+    def broken():
+        yield patches(4, 1)
+        raise ValueError("cut short")
+
+    slides = [("a", [patches(2, 0)]), ("b", broken()), ("c", [patches(3, 2)])]
+    found = {one.item: one for one in encode_each(iter(slides), encoder(batch_size=4))}
+    assert str(found["b"].error) == "cut short" and found["a"].error is found["c"].error is None
+    assert len(found["a"].features) == 2 and len(found["c"].features) == 3
+
+
+def test_the_next_slides_are_read_while_one_is_encoded():
+    read, encode, n = 0.03, 0.04, 10
+    slow = Slow(encode)
+
+    def slide(k):
+        for _ in range(2):
+            time.sleep(read)
+            yield np.full((4, 8, 8, 3), k, np.uint8)
+
+    began = time.perf_counter()
+    found = list(encode_each(((k, slide(k)) for k in range(n)), slow))
+    seconds = time.perf_counter() - began
+    assert [int(one.features[0, 0]) for one in found] == list(range(n))
+    assert slow.busy / seconds > 0.85  # one after the other it would be 0.57
+    assert sum(one.spent.read for one in found) == pytest.approx(2 * n * read, rel=0.5)
+    assert sum(one.spent.encode for one in found) == pytest.approx(2 * n * encode, rel=0.5)
+
+
+def test_no_more_than_a_few_batches_are_read_ahead():
+    drawn, done, most = [], [], []
+
+    class Watching(Slow):
+        def __call__(self, batch):
+            time.sleep(0.01)
+            most.append(len(drawn) - len(done))
+            done.append(0)
+            return super().__call__(batch)
+
+    def slide():
+        drawn.append(0)
+        yield np.zeros((4, 8, 8, 3), np.uint8)
+
+    list(encode_each(((k, slide()) for k in range(30)), Watching(0)))
+    assert 2 <= max(most) <= 5
+
+
+def test_closing_early_stops_the_reading():
+    drawn = []
+
+    def slides():
+        for k in range(1000):
+            drawn.append(k)
+            yield k, [np.zeros((4, 8, 8, 3), np.uint8)]
+
+    before = threading.active_count()
+    stream = encode_each(slides(), Slow(0))
+    next(stream)
+    stream.close()
+    assert len(drawn) < 20 and threading.active_count() == before
+
+
+def out_of_memory_above(encoder, most):
+    """The encoder runs out of memory for more patches than that."""
+    whole, tried = encoder.network.forward, []
+
+    def forward(pixels):
+        tried.append(len(pixels))
+        if len(pixels) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(pixels)
+
+    encoder.network.forward = forward
+    return tried
+
+
+def test_a_batch_too_large_is_halved_once_and_then_an_error(encoder):
+    told = []
+    tiny, plain = encoder(batch_size=8, tell=told.append), encoder(batch_size=8)
+    tried = out_of_memory_above(tiny, 4)
+    np.testing.assert_allclose(tiny(patches(8, 0)), plain(patches(8, 0)), atol=1e-5)
+    assert tried == [8, 4, 4] and tiny.batch_size == 4
+    assert len(told) == 1 and "no memory for 8 patches of 32 px" in told[0] and "with 4" in told[0]
+    np.testing.assert_allclose(
+        tiny(patches(8, 1)), plain(patches(8, 1)), atol=1e-5
+    )  # read before it was halved
+    assert len(told) == 1
+    (one,) = encode_each([(0, [patches(8, 2)])], tiny)
+    assert tried[-2:] == [4, 4] and len(one.features) == 8
+    small = encoder(batch_size=8, tell=told.append)
+    out_of_memory_above(small, 2)
+    with pytest.raises(EncoderError, match=r"no memory for 4 patches of 32 px; lower mosaic\.batch_size"):
+        small(patches(8, 0))
+    with pytest.raises(EncoderError, match=r"lower mosaic\.batch_size"):
+        small(patches(4, 0))
+
+
+def moved(network):
+    """Do to fake tensors what `.to("cuda")` does to whatever is registered."""
+    for module in network.modules():
+        for table in (module._parameters, module._buffers):
+            for name, one in table.items():
+                table[name] = one if one is None else torch.empty(one.shape, dtype=one.dtype, device="cuda")
+    return network
+
+
+@pytest.mark.parametrize("name", ["lunit-vits16", "h0-mini", "gigapath", "timm"])
+def test_all_that_a_network_needs_moves_to_the_gpu(name):
+    preset = PRESETS.get(name)
+    transform = preset.transform if preset else Transform((0.5,) * 3, (0.5,) * 3, 64, "bicubic")
+    model = preset_model(preset) if preset else timm.create_model("test_efficientnet", num_classes=0)
+    with FakeTensorMode():
+        network = moved(Network(model.eval(), transform, preset))
+        pixels = torch.empty(2, 256, 256, 3, dtype=torch.uint8, device="cuda")
+        with torch.inference_mode():
+            features = network(pixels)
+            assert features.device.type == "cuda"
+            assert features.shape == (2, preset.n_features if preset else 256)
+            network.mean = network.mean.cpu()
+            with pytest.raises(RuntimeError, match="device"):
+                network(pixels)

@@ -1,0 +1,99 @@
+"""`encoders`: which published encoders can be used by name, and what of them is here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.models.presets import HUB_FILES, PRESETS, Preset
+from wsi_fl.models.weights import cached_weights
+from wsi_fl.stages.work.console import print_table, say
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.study.folder import Study
+from wsi_fl.types import UsageError
+
+_GIB = 1 << 30
+_BYTES, _COPIES = 4, 2
+"""Weights are single precision; while they are read they are there twice."""
+
+
+def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str, Any]:
+    """List the presets; return the `--json` document.
+
+    Args:
+        study: whose pipeline may give weights; None where there is none.
+    """
+    given = _given(study, pipeline_name) if study else {}
+    memory = _memory()
+    rows = [_row(name, preset, given.get(name), memory) for name, preset in PRESETS.items()]
+    return {"encoders": rows, "memory_bytes": memory}
+
+
+def _row(name: str, preset: Preset, given: Path | None, memory: int) -> dict[str, Any]:
+    weights = given or cached_weights(preset.hub_id, HUB_FILES)
+    needed = _needed(preset)
+    return {
+        "name": name,
+        "n_features": preset.n_features,
+        "px": preset.transform.px,
+        "mpp": list(preset.mpp),
+        "parameters": preset.n_parameters,
+        "licence": preset.licence,
+        "hub": preset.hub_id,
+        "pooling": preset.pooling,
+        "mean": list(preset.transform.mean),
+        "sd": list(preset.transform.sd),
+        "interpolation": preset.transform.interpolation,
+        "weights": str(weights) if weights else None,
+        "needed_bytes": needed,
+        "fits": needed <= memory,
+    }
+
+
+def _needed(preset: Preset) -> int:
+    """Return an estimate of the memory that an encoder takes with a batch of patches."""
+    return _COPIES * _BYTES * preset.n_parameters + _GIB
+
+
+def _memory() -> int:
+    """Return the bytes of this machine's memory, or of its GPU where that is smaller."""
+    import torch
+
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    device = device_of_rank()
+    return host if device.type == "cpu" else min(host, int(torch.cuda.mem_get_info(device)[1]))
+
+
+def _given(study: Study, pipeline_name: str | None) -> dict[str, Path]:
+    """Return by encoder the files of weights that the study's pipeline names and that are there."""
+    try:
+        pipeline = study.pipeline(study.pipeline_name(pipeline_name))
+    except UsageError:
+        if pipeline_name:
+            raise
+        return {}
+    both = [one for one in (pipeline.mosaic, pipeline.encoding) if one.weights]
+    found = {one.encoder: study.resolve(one.weights) for one in both if one.weights}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def print_encoders(document: dict[str, Any]) -> None:
+    """Print a row per preset."""
+    rows = [
+        [
+            row["name"],
+            str(row["n_features"]),
+            str(row["px"]),
+            ", ".join(f"{mpp:g}" for mpp in row["mpp"]) or "not stated",
+            f"{row['parameters'] / 1e6:.0f} M",
+            row["licence"],
+            ("here" if row["weights"] else "") + ("" if row["fits"] else " too large for this machine"),
+        ]
+        for row in document["encoders"]
+    ]
+    print_table("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
+    say(
+        "any other model of timm works by its name; use one with --set features.encoder=NAME, or mosaic.encoder"
+    )
+    say("weights are fetched from the hub with your own token, or features.weights names a file")
