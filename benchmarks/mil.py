@@ -1,14 +1,17 @@
-"""Heads on bags of real patch features: AUROC of slides, with and without differential privacy.
+"""Heads on bags of real patch features, with and without differential privacy: AUROC of slides, or survival.
 
     wsi-fl init pool && cd pool
     wsi-fl partition IMAGES.npz --sites 1
     wsi-fl features --all --set features.encoder=tf_efficientnet_lite0 --set features.input_px=128
     python ../benchmarks/mil.py . --seeds 3 --out mil.jsonl
+    python ../benchmarks/mil.py . --seeds 3 --question survival --out survival.jsonl
     python ../benchmarks/mil.py --show mil.jsonl
 
 A slide is simulated: a bag of patches drawn from the pool, with a share of tumour where it has any. Every site has its
 own patches, and those of its test slides are in no training slide. A patient has one slide. All heads of a seed learn
-from the same slides. Intervals draw seeds and test patients anew.
+from the same slides. Intervals draw seeds and test patients anew. Where survival is asked, the hazard of a patient
+grows with the share of tumour, by a factor of `HAZARD` from none to the largest, and patients leave between 10 and 60
+months.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import auroc
+from wsi_fl.learning.survival import concordance, risk
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
@@ -47,6 +51,12 @@ PRIVACY = {
 TEST_SHARE = 0.3
 """Of a site's patches, which are in its test slides alone."""
 REPEATS = 1000
+HAZARD = 60.0
+SURVIVAL = [
+    'target.time="months"',
+    'target.event="dead"',
+    "target.intervals=[3, 6, 12, 18, 24, 36, 48]",
+]
 PIPELINE = """
 [train]
 data = "mosaics"
@@ -84,38 +94,54 @@ def study_of(
     study, rng = Study(folder), np.random.default_rng(seed)
     for k, rows in enumerate(np.array_split(rng.permutation(len(x)), args.sites)):
         site, n_test = f"S{k + 1}", round(TEST_SHARE * len(rows))
-        file = f'name = "{site}"\nreal = false\nlayout = "generic"\n'
+        file = f'name = "{site}"\nreal = false\nlayout = "generic"\nclinical = "{site}.csv"\n'
         (folder / "sites" / f"{site}.toml").write_text(file, encoding="utf-8")
         bags, labels, splits = [], [], []
+        lives: list[str] = []
         for split, mine, n in (
             ("train", rows[n_test:], args.patients),
             ("test", rows[:n_test], args.patients // 2),
         ):
             for one in range(n):
-                share = rng.uniform(*args.tumour) if one % 2 else 0.0
+                asked = args.question == "survival"
+                low, high = (0.0, args.tumour[1]) if asked else args.tumour
+                share = rng.uniform(low, high) if asked or one % 2 else 0.0
                 size = int(rng.integers(args.patches // 2, args.patches + 1))
                 bags.append(slide_of(x[mine], label[mine], share, size, rng))
                 labels.append(one % 2)
                 splits.append(split)
+                event, left = rng.exponential(60 / HAZARD ** (share / high)), rng.uniform(10, 60)
+                lives.append(f"{site}-{len(lives)},{min(event, left):.3f},{int(event < left)}")
         names = np.array([f"{site}-{number}" for number in range(len(bags))])
         table = BagTable(np.array(labels), np.full(len(bags), ""), names, names, np.array(splits))
+        table_of_lives = "\n".join(["patient,months,dead", *lives])
+        (folder / f"{site}.csv").write_text(table_of_lives + "\n", encoding="utf-8")
         path = study.mosaic(site)
         path.parent.mkdir(parents=True)
         write_features(path, meta, table, bags)
     return study
 
 
-def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[int]]:
-    """(probability of tumour by each site's model, labels) of all test slides."""
+def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[Any]]:
+    """(score by each site's model, truth) of all test slides: the probability of tumour and the label, or the risk and
+    (time, event).
+    """
     document = evaluate(study, run, overrides=[f"predict.with={answer}"])
-    scores, labels = [], []
+    scores: list[list[float]] = []
+    truth: list[Any] = []
     for site in document["sites"]:
         with (study.root / run / "sites" / site["site"] / "predictions.csv").open(encoding="utf-8") as file:
             lines = list(csv.DictReader(file))
-        positive = list(lines[0])[-1]
-        scores.append([float(line[positive]) for line in lines])
-        labels = [int(line["label"] == positive.removeprefix("p_")) for line in lines]
-    return scores, labels
+        columns = [name for name in lines[0] if name.startswith(("p_", "without_event_"))]
+        if document["task"] == "survival":
+            ends = [float(name.rsplit("_", 1)[1]) for name in columns]
+            stated = np.array([[float(line[name]) for name in columns] for line in lines])
+            scores.append(risk(stated, ends).tolist())
+            truth = [(float(line["time"]), float(line["event"])) for line in lines]
+        else:
+            scores.append([float(line[columns[-1]]) for line in lines])
+            truth = [int(line["label"] == columns[-1].removeprefix("p_")) for line in lines]
+    return scores, truth
 
 
 def rows_of(pool: Any, args: argparse.Namespace, done: set[tuple[str, str, int]]) -> Iterator[Row]:
@@ -130,6 +156,7 @@ def rows_of(pool: Any, args: argparse.Namespace, done: set[tuple[str, str, int]]
                     began = time.perf_counter()
                     keys = [f"model.private={head}", f"model.proxy={head}", f"train.seed={seed}"]
                     keys += [f"train.rounds={args.rounds}", f"train.lr={args.lr}", *overrides]
+                    keys += SURVIVAL if args.question == "survival" else []
                     run = train(study, method="proxyfl", overrides=keys, backend="local")["run"]
                     seconds = time.perf_counter() - began
                     private, labels = said(study, run, "private")
@@ -144,14 +171,17 @@ def rows_of(pool: Any, args: argparse.Namespace, done: set[tuple[str, str, int]]
                     }
 
 
-def mean_auroc(scores: NDArray[np.float64], labels: NDArray[np.int64]) -> float:
-    """Mean over the sites' models."""
-    found = [auroc(np.stack([1 - one, one], 1), labels) for one in scores]
+def measured(scores: NDArray[np.float64], truth: NDArray[Any]) -> float:
+    """AUROC, or concordance where the truth is (time, event); mean over the sites' models."""
+    survives = truth.ndim == 2
+    found = [
+        concordance(one, truth) if survives else auroc(np.stack([1 - one, one], 1), truth) for one in scores
+    ]
     return float(np.mean([value for value in found if value is not None]))
 
 
 def with_interval(rows: Sequence[Row], role: str) -> str:
-    """AUROC, mean over seeds and sites, with the 95 % interval of drawing seeds and test patients anew."""
+    """The score, mean over seeds and sites, with the 95 % interval of drawing seeds and test patients anew."""
     made = [(np.array(row[role]), np.array(row["labels"])) for row in rows]
     rng, drawn = np.random.default_rng(0), []
     for _ in range(REPEATS):
@@ -159,14 +189,14 @@ def with_interval(rows: Sequence[Row], role: str) -> str:
         for k in rng.integers(len(made), size=len(made)):
             scores, labels = made[k]
             some = rng.integers(len(labels), size=len(labels))
-            values.append(mean_auroc(scores[:, some], labels[some]))
+            values.append(measured(scores[:, some], labels[some]))
         drawn.append(np.mean(values))
     low, high = np.quantile(drawn, [0.025, 0.975])
-    return f"{np.mean([mean_auroc(*one) for one in made]):.3f} ({low:.3f} to {high:.3f})"
+    return f"{np.mean([measured(*one) for one in made]):.3f} ({low:.3f} to {high:.3f})"
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: AUROC of private models and proxies by head and promise."""
+    """Markdown: AUROC or concordance of private models and proxies by head and promise."""
     lines = ["| head | promise | private models | proxies | seconds | seeds |", "|---" * 6 + "|"]
     for head in HEADS:
         for promise in PRIVACY:
@@ -183,6 +213,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features of patches")
+    parser.add_argument("--question", choices=["tumour", "survival"], default="tumour")
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=HEADS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--sites", type=int, default=4)

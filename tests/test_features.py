@@ -113,7 +113,7 @@ def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp
     assert capsys.readouterr().err.count("made again") == 3
 
 
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made, settings, after):
     folder = study.features("S0").parent
     shutil.rmtree(folder / "features")

@@ -462,8 +462,17 @@ def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, me
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("overrides", [(), ("privacy.enabled=false", "topology.self_weight=0.5")])
-@pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
+@pytest.mark.parametrize(
+    ("method", "overrides"),
+    [
+        ("proxyfl", ()),
+        ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5")),
+        pytest.param("fedavg", (), marks=pytest.mark.slow),
+        pytest.param(
+            "proxyfl", ("privacy.enabled=false", "topology.self_weight=0.5"), marks=pytest.mark.slow
+        ),
+    ],
+)
 def test_who_was_away_for_long_is_no_stranger(study, monkeypatch, method, overrides):
     cut_at(monkeypatch, "S3", 7)
     with pytest.raises(Cut):

@@ -109,7 +109,7 @@ def test_a_second_run_reads_nothing_and_changed_parameters_are_noticed(study):
     assert any(path.read_bytes() != before[path][1] for path in shards)
 
 
-@pytest.mark.parametrize("after", [0.05, 0.4, 1.0])
+@pytest.mark.parametrize("after", [0.05, pytest.param(0.4, marks=pytest.mark.slow), 1.0])
 def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, archive, tmp_path, after):
     init(tmp_path / "calm", archive=archive)
     calm = Study(tmp_path / "calm")

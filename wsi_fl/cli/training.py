@@ -77,7 +77,7 @@ def train(
     """Train: one MPI rank per site, started here or by mpiexec or srun."""
     if resume is not None and (overrides or pipeline or seeds or folds or leave_site_out):
         raise UsageError(
-            "a resumed run keeps its configuration; leave out --set, --pipeline and --seeds, --folds, --leave-site-out"
+            "a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out"
         )
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
