@@ -344,7 +344,8 @@ def test_a_resumed_run_keeps_its_configuration(study, wsi_fl):
     assert done.returncode == 2
     assert (
         done.stderr
-        == "wsi-fl: error: a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and --leave-site-out\n"
+        == "wsi-fl: error: a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and "
+        "--leave-site-out\n"
     )
 
 
