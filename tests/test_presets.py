@@ -27,7 +27,7 @@ from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError, encoder_head, sam
 LITE0 = SHARED / "weights" / "tf_efficientnet_lite0.fp16.safetensors"
 ROOT = Path(__file__).parents[1]
 
-PUBLISHED = {  # parameters, tensors, and some of the tensors of the published files
+PUBLISHED = {  # parameters, tensors and some shapes, as the sources in docs/encoders.md imply them
     "uni": (303350784, 342, {"pos_embed": (1, 197, 1024), "blocks.23.ls2.gamma": (1024,)}),
     "uni2-h": (
         681394176,
@@ -118,12 +118,12 @@ def randomly(model, seed=0):
     }
 
 
-def test_every_preset_is_held_against_what_was_published():
+def test_every_preset_is_held_against_a_table():
     assert PUBLISHED.keys() | IN_TRANSFORMERS.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_names_and_shapes_are_those_of_the_published_files(name):
+def test_names_and_shapes_are_those_that_the_sources_imply(name):
     n_parameters, n_tensors, some = PUBLISHED[name]
     state = preset_model(PRESETS[name]).state_dict()
     assert sum(one.numel() for one in state.values()) == n_parameters == PRESETS[name].n_parameters
@@ -416,7 +416,7 @@ def test_the_table_in_the_documentation_is_that_of_the_package():
         for line in page.splitlines()
         if line.startswith("| `")
     ]
-    described = {row[0].strip("`"): row[1:] for row in rows}
+    described = {row[0].strip("`"): row[1:] for row in rows if len(row) == 8}
     assert described == {
         name: [
             str(preset.n_features),
@@ -427,6 +427,11 @@ def test_the_table_in_the_documentation_is_that_of_the_package():
             preset.licence,
             f"[{preset.hub_id}](https://huggingface.co/{preset.hub_id})",
         ]
+        for name, preset in PRESETS.items()
+    }
+    colours = {0.485: "ImageNet", 0.5: "0.5"}
+    assert {row[0].strip("`"): row[1:3] for row in rows if len(row) == 5} == {
+        name: [colours.get(preset.transform.mean[0], "own"), preset.transform.parts[2]]
         for name, preset in PRESETS.items()
     }
     assert re.search(r"# Encoders", page)

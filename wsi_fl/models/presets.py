@@ -1,6 +1,6 @@
 """Encoders that groups already have: one table of facts.
 
-The facts are those of the authors' model cards and code; `docs/encoders.md` has the table and says where each is from.
+`docs/encoders.md` has the table. It says where the facts were read, and which are assumed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _HIBOU: tuple[Rgb, Rgb] = ((0.7068, 0.5755, 0.722), (0.195, 0.2316, 0.1816))
 
 _NO_DERIVATIVES = "CC BY-NC-ND 4.0"
 _OWKIN, _KAIKO, _LUNIT_LICENCE = "Owkin non-commercial", "Kaiko non-commercial", "Lunit, research only"
+_ON_CARD = "see the model card"
 _EVERY_MPP = (0.25, 0.5, 1.0, 2.0)
 
 
@@ -122,8 +123,10 @@ def _h_optimus(hub_id: str, licence: str) -> Preset:
     return Preset(name, 1536, 1134774272, transform, hub_id, licence, arguments=_SCALED)
 
 
-def _kaiko(architecture: str, n_features: int, n_parameters: int, **arguments: Any) -> Preset:
-    hub_id = f"1aurent/{architecture}.kaiko_ai_towards_large_pathology_fms"
+def _kaiko(
+    architecture: str, n_features: int, n_parameters: int, on_hub: str | None = None, **arguments: Any
+) -> Preset:
+    hub_id = f"1aurent/{on_hub or architecture}.kaiko_ai_towards_large_pathology_fms"
     transform = _to_224(_HALF, "bilinear")
     return Preset(
         architecture, n_features, n_parameters, transform, hub_id, _KAIKO, _EVERY_MPP, arguments=arguments
@@ -184,14 +187,14 @@ PRESETS: dict[str, Preset] = {
     "virchow": _virchow("paige-ai/Virchow", "Apache 2.0", 631229184, (0.5,)),
     "virchow2": _virchow("paige-ai/Virchow2", _NO_DERIVATIVES, 631239424, _EVERY_MPP, reg_tokens=4),
     "h-optimus-0": _h_optimus("bioptimus/H-optimus-0", "Apache 2.0"),
-    "h-optimus-1": _h_optimus("bioptimus/H-optimus-1", _NO_DERIVATIVES),
+    "h-optimus-1": _h_optimus("bioptimus/H-optimus-1", _ON_CARD),
     "h0-mini": Preset(
         "vit_base_patch14_reg4_dinov2",
         1536,
         85739520,
         _to_224(_BIOPTIMUS, "bicubic"),
         "bioptimus/H0-mini",
-        _NO_DERIVATIVES,
+        _ON_CARD,
         pooling=_BOTH,
         arguments={"img_size": 224, "mlp_ratio": 5.33334},
         swiglu=True,
@@ -202,7 +205,7 @@ PRESETS: dict[str, Preset] = {
         1134953984,
         _to_224(_IMAGENET, "bicubic", 256),
         "prov-gigapath/prov-gigapath",
-        "Apache 2.0",
+        _ON_CARD,
         arguments={**_SCALED, "patch_size": 16, "mlp_ratio": 5.33334},
     ),
     "phikon": Preset(
@@ -212,7 +215,7 @@ PRESETS: dict[str, Preset] = {
         "vit_large_patch16_224",
         1024,
         303350784,
-        _to_224(_IMAGENET, "bilinear"),
+        _to_224(_IMAGENET, "bicubic"),
         "owkin/phikon-v2",
         _OWKIN,
         arguments=_SCALED,
@@ -221,7 +224,13 @@ PRESETS: dict[str, Preset] = {
     "kaiko-vits16": _kaiko("vit_small_patch16_224", 384, 21665664),
     "kaiko-vitb8": _kaiko("vit_base_patch8_224", 768, 85807872),
     "kaiko-vitb16": _kaiko("vit_base_patch16_224", 768, 85798656),
-    "kaiko-vitl14": _kaiko("vit_large_patch14_reg4_dinov2", 1024, 304370688, dynamic_img_size=True),
+    "kaiko-vitl14": _kaiko(
+        "vit_large_patch14_reg4_dinov2",
+        1024,
+        304370688,
+        "vit_large_patch14_reg4_224",
+        dynamic_img_size=True,
+    ),
     "lunit-vits8": _lunit("vit_small_patch8_224", 21670272),
     "lunit-vits16": _lunit("vit_small_patch16_224", 21665664),
     "hibou-b": _hibou("vit_base_patch14_reg4_dinov2", 768, 85739520, "histai/hibou-b", 5.33334),
