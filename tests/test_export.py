@@ -9,7 +9,7 @@ from conftest import REAL, make_study, refused, write_features
 
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.bags import packed
-from wsi_fl.models import build
+from wsi_fl.models import BAG_BUILDERS, build
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead, SolvedHead
@@ -284,7 +284,25 @@ def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
         assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 
-@pytest.mark.parametrize("name", ["deepset", "deepset_max", "deepset_attention", "mean_head"])
+def test_a_wrong_file_of_a_model_of_one_output_is_noticed(tmp_path):
+    """Of one output every softmax is 1."""
+
+    class Fickle(torch.nn.Module):
+        def forward(self, x):
+            return x.mean((1, 2, 3))[:, None] * float(len(x))
+
+    with pytest.raises(WsiFlError, match="other numbers"):
+        write_torchscript(tmp_path / "model.pt", Fickle(), Images(3, 8))
+
+
+def test_what_onnx_cannot_say_is_refused_in_one_line(tmp_path):
+    pytest.importorskip("onnxruntime", reason="needs the extra `export`")
+    model = build("transmil", n_classes=3, shape=Bags(6), seed=0).eval()
+    refused(lambda: write_onnx(tmp_path / "model.onnx", model, Bags(6)), "works bag by bag")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(BAG_BUILDERS.keys() - {"transmil"}))
 def test_bags_leave_as_onnx_for_any_number_of_patches(name, tmp_path):
     pytest.importorskip("onnxruntime", reason="needs the extra `export`")
     model = build(name, n_classes=3, shape=Bags(6), seed=0).eval()
@@ -303,7 +321,7 @@ def test_a_file_that_says_something_else_is_not_written(tmp_path):
         def forward(self, x):
             return torch.stack([x.mean((1, 2, 3)) * float(len(x)), x[:, 0, 0, 0]], 1)
 
-    with pytest.raises(WsiFlError, match="other probabilities"):
+    with pytest.raises(WsiFlError, match="other numbers"):
         write_torchscript(tmp_path / "model.pt", Fickle(), Images(3, 8))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,6 +1,7 @@
 """Cross-validation: every patient tested once, no patient on both sides, all sites kept, or one site left out."""
 
 import json
+import re
 from collections import Counter
 
 import numpy as np
@@ -43,7 +44,9 @@ def done(tmp_path_factory):
     study = make_bag_study(
         tmp_path_factory.mktemp("folds") / "study", n_sites=2, classes=("healthy", "tumor")
     )
-    document = train_series(study, method="proxyfl", overrides=["train.folds=3", OPEN], backend="local")
+    document = train_series(
+        study, method="proxyfl", overrides=["train.folds=3", "train.stratify=true", OPEN], backend="local"
+    )
     return study, document, compare(study, [run["run"] for run in document["runs"]])
 
 
@@ -69,7 +72,7 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
     patient, label = np.array([f"p{who}" for who, _ in rows]), np.array([kind for _, kind in rows])
     if len(set(patient)) < n:
         return
-    fold = folds_of(patient, label, n_folds=n, seed=seed)
+    fold = folds_of(patient, label, n_folds=n, seed=seed, stratified=True)
     assert set(fold.tolist()) == set(range(n))
     where, kind = dict(zip(patient, fold, strict=True)), {}
     assert all(where[name] == one for name, one in zip(patient, fold, strict=True))
@@ -80,20 +83,45 @@ def test_folds_are_of_whole_patients_of_all_classes_alike(rows, n, seed):
         sizes = [counts[k] for k in range(n)]
         assert max(sizes) - min(sizes) <= 1
     turned = np.arange(len(rows))[::-1]
-    again = folds_of(patient[turned], label[turned], n_folds=n, seed=seed)
+    again = folds_of(patient[turned], label[turned], n_folds=n, seed=seed, stratified=True)
     np.testing.assert_array_equal(again, fold[turned])
+
+
+def test_with_one_patient_less_all_others_stay_where_they_are():
+    """What ε asks for; a division that looks at labels or at who else there is moves a third of them."""
+    patient, label = np.array([f"p{k}" for k in range(60)]), np.arange(60) % 2
+    given = {"n_folds": 5, "seed": 0, "stratified": False}
+    whole = folds_of(patient, label, **given)
+    for one in (0, 30, 59):
+        rest = np.arange(60) != one
+        np.testing.assert_array_equal(folds_of(patient[rest], label[rest], **given), whole[rest])
+    np.testing.assert_array_equal(folds_of(patient, 1 - label, **given), whole)
+    assert Counter(whole.tolist()).keys() == set(range(5))
+
+
+def test_folds_that_look_at_others_are_refused_under_noise(study):
+    overrides = ["train.folds=2", "train.fold=1", "train.stratify=true"]
+    refused(
+        lambda: train(study, method="regular", overrides=overrides, backend="local"),
+        "train.stratify",
+        "ε does not cover",
+    )
 
 
 def test_another_seed_divides_otherwise():
     patient, label = np.array([f"p{k}" for k in range(40)]), np.zeros(40, np.int64)
-    one, other = (folds_of(patient, label, n_folds=5, seed=seed) for seed in (0, 1))
+    one, other = (folds_of(patient, label, n_folds=5, seed=seed, stratified=True) for seed in (0, 1))
     assert (one != other).any()
 
 
 def test_what_cannot_be_divided_is_refused_in_one_line():
     names, label = np.array(["a", "b", ""]), np.zeros(3, np.int64)
-    refused(lambda: folds_of(names, label, n_folds=2, seed=0), "1 rows have no patient")
-    refused(lambda: folds_of(names[:2], label[:2], n_folds=3, seed=0), "2 patients", "train.folds to 2")
+    refused(lambda: folds_of(names, label, n_folds=2, seed=0, stratified=True), "1 rows have no patient")
+    refused(
+        lambda: folds_of(names[:2], label[:2], n_folds=3, seed=0, stratified=True),
+        "2 patients",
+        "train.folds to 2",
+    )
 
 
 def test_rare_classes_are_told(tmp_path, capsys):
@@ -143,7 +171,10 @@ def test_every_patient_is_tested_once_at_every_site(done):
 def test_a_fold_can_be_repeated_alone(done, tmp_path):
     study, document, _ = done
     again = train(
-        study, method="proxyfl", overrides=["train.folds=3", "train.fold=2", OPEN], backend="local"
+        study,
+        method="proxyfl",
+        overrides=["train.folds=3", "train.stratify=true", "train.fold=2", OPEN],
+        backend="local",
     )["run"]
     evaluate(study, again)
     assert asked(study, again) == asked(study, document["runs"][1]["run"])
@@ -174,7 +205,9 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
 def test_the_report_of_a_fold_counts_its_own_parts(done):
     study, document, _ = done
     page = report(study, document["runs"][0]["run"]).read_text()
-    assert "train.fold" in page or "fold = 1" in page
+    data = page.split('<section id="data"')[1].split("</section>")[0]
+    row = re.findall(r"<td[^>]*>([^<]*)</td>", next(line for line in data.splitlines() if ">S0<" in line))
+    assert "8" in row and row[-1] == "4"  # of twelve patients, in training and in this fold's test part
 
 
 def test_runs_that_test_other_patients_are_not_compared(done):
@@ -214,7 +247,12 @@ def test_each_fold_is_charged_by_itself(study, capsys):
 
 def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeypatch):
     def folded(*overrides, method="proxyfl"):
-        return lambda: train(study, method=method, overrides=["train.folds=3", *overrides], backend="local")
+        return lambda: train(
+            study,
+            method=method,
+            overrides=["train.folds=3", *overrides],
+            backend="local",
+        )
 
     refused(folded(), "train.folds = 3 is a series of runs", "--folds 3")
     refused(folded("train.fold=4"), "there are train.folds = 3")

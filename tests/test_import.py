@@ -409,5 +409,7 @@ def test_the_command(study, tmp_path, wsi_fl):
     words = ["import", "--site", "S0", "--format", "trident", "--from", tmp_path / "job", "--labels", table]
     done = wsi_fl(*words, "--json", cwd=study.root)
     assert done.returncode in (0, None) and json.loads(done.stdout)["sites"][0]["bags"] == 4
+    told = wsi_fl(*words, cwd=study.root)
+    assert told.returncode in (0, None) and "mosaics ready" in " ".join(told.stderr.split())
     failed = wsi_fl(*words, "--mpp", "4", cwd=study.root)
     assert failed.returncode == 2 and len(failed.stderr.strip().splitlines()) == 1

@@ -56,7 +56,8 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
     h = x.sigmoid()[0]
     by_hand = {
         (0.5, 1.0): -h[0].log(),
-        (1.0, 1.0): -(1 - h[0]).log() - h[1].log(),  # intervals begin with their first moment
+        (0.0, 1.0): -h[0].log(),
+        (1.0, 1.0): -h[0].log(),  # intervals hold their end
         (3.0, 1.0): -(1 - h[0]).log() - (1 - h[1]).log() - h[2].log(),
         (9.0, 1.0): -((1 - h).log().sum()),  # after the last end nobody looks
         (0.4, 0.0): torch.tensor(0.0),  # left in the first half of an interval: nothing is known of it
@@ -71,7 +72,7 @@ def test_the_likelihood_of_survival_is_the_sum_over_the_intervals_that_a_patient
 
 def test_what_is_fitted_by_the_likelihood_is_the_kaplan_meier_estimate():
     """One hazard for everybody and no covariates: its maximum is known, events over patients at risk."""
-    truth = torch.tensor([[0.5, 1], [0.5, 1], [1.5, 1], [1.5, 1], [3.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
+    truth = torch.tensor([[1.0, 1], [1.0, 1], [2.0, 1], [2.0, 1], [4.0, 1], [9.0, 0], [9.0, 0], [9.0, 0]])
     x = torch.zeros(1, 3, requires_grad=True)
     optimizer = torch.optim.LBFGS([x], max_iter=100)
 
@@ -83,8 +84,9 @@ def test_what_is_fitted_by_the_likelihood_is_the_kaplan_meier_estimate():
 
     optimizer.step(closure)
     np.testing.assert_allclose(Survival(ENDS).said(x.detach())[0], [6 / 8, 4 / 8, 3 / 8], atol=1e-3)
-    times, share = kaplan_meier(truth.numpy())
-    assert dict(zip(times, share, strict=True))[3.0] == pytest.approx(3 / 8)
+    times, share = kaplan_meier(truth.numpy())  # of whole months, as tables have them
+    curve = dict(zip(times.tolist(), share.tolist(), strict=True))
+    assert [curve[end] for end in ENDS] == pytest.approx([6 / 8, 4 / 8, 3 / 8])
 
 
 @pytest.mark.parametrize("task", [Classes(), Number(0.0, 50.0), Survival(ENDS)], ids=lambda t: t.kind)
@@ -399,6 +401,27 @@ def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
     train(study, method="regular", overrides=[*NUMBER, OPEN, "train.rounds=1"], backend="local")
     said = " ".join(capsys.readouterr().err.split())
     assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
+
+
+def test_two_slides_of_one_name_are_not_taken_for_one(study):
+    rows = [{"slide": "2019/S0_0_0.svs", "grade": "low"}, {"slide": "2020/S0_0_0.svs", "grade": "high"}]
+    write_table(study.root / "S0.csv", rows)
+    refused(lambda: opened(study, *GRADE), "different answers for slides that are all called S0_0_0")
+
+
+def test_a_real_hospitals_page_shows_no_single_patient(survived):
+    study, runs = survived
+    evaluate(study, runs["proxyfl"])
+    file = study.root / "sites" / "S0.toml"
+    before = file.read_text()
+    try:
+        file.write_text(before.replace("real = false", "real = true"))
+        for pictures, shown in ((False, 1), (True, 2)):
+            page = report(study, runs["proxyfl"], pictures=pictures).read_text()
+            assert page.count("Log-rank p") + page.count("Too few patients") >= shown
+            assert ("The test patients of S0" in page) is not pictures
+    finally:
+        file.write_text(before)
 
 
 def test_lines_may_name_slides_by_file_and_sites_share_a_table(study):

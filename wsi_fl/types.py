@@ -77,11 +77,13 @@ def encoder_differences(labels: Sequence[str]) -> list[str]:
         ['mean 0.5', 'mean 0.4']
         >>> encoder_differences(["a sha256:1; mean 0.5", "a sha256:1"])
         ['', '']
+        >>> encoder_differences(["a sha256:1; mean 0.5", "a sha256:1", "a sha256:1; mean 0.4"])
+        ['mean 0.5', '', 'mean 0.4']
     """
     parts = [label.split(_BETWEEN_PARTS) for label in labels]
-    told = range(min(map(len, parts), default=0))
-    differ = [k for k in told if len({one[k] for one in parts}) > 1]
-    return [_BETWEEN_PARTS.join(one[k] for k in differ) for one in parts]
+    told = range(max(map(len, parts), default=0))
+    differ = [k for k in told if len({one[k] for one in parts if len(one) > k}) > 1]
+    return [_BETWEEN_PARTS.join(one[k] for k in differ if k < len(one)) for one in parts]
 
 
 def same_encoder(one: str, other: str) -> bool:

@@ -170,7 +170,7 @@ def joined(parts: list[Examples]) -> Examples:
         np.concatenate([part.label for part in parts]),
         np.concatenate([part.slide for part in parts]),
         np.concatenate([part.patient for part in parts]),
-        _all_allowed([part.allowed for part in parts if part.allowed is not None]),
+        _all_allowed(parts),
         show if len(shows) == len(parts) else None,
         min(part.n_stains for part in parts),
         min((part.at_once for part in parts if part.at_once is not None), default=None),
@@ -178,12 +178,15 @@ def joined(parts: list[Examples]) -> Examples:
     )
 
 
-def _all_allowed(parts: list[NDArray[np.bool_]]) -> NDArray[np.bool_] | None:
+def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
     """Of stores whose classes agree; where they do not, the preflight says so, and not this."""
-    if not parts:
+    known = [part.allowed.shape[1] for part in parts if part.allowed is not None]
+    if not known:
         return None
-    n_classes = max(part.shape[1] for part in parts)
-    return np.concatenate([np.pad(part, ((0, 0), (0, n_classes - part.shape[1]))) for part in parts])
+    every = [
+        np.ones((len(part), max(known)), bool) if part.allowed is None else part.allowed for part in parts
+    ]
+    return np.concatenate([np.pad(one, ((0, 0), (0, max(known) - one.shape[1]))) for one in every])
 
 
 def normalised(pixels: NDArray[np.uint8]) -> Tensor:

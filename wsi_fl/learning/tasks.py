@@ -138,8 +138,9 @@ class Survival(Task):
     a patient is a sum over the intervals of that patient alone, as differential privacy needs it.
 
     Attributes:
-        ends: of the intervals, rising, in the unit of the times; the first begins at 0, and what happens after the
-            last is not told apart.
+        ends: of the intervals, rising, in the unit of the times. An interval holds its end, the first begins at 0, and
+            what happens after the last is not told apart. So what is said of an end is the probability of being
+            without the event after it, as Kaplan–Meier curves have it.
     """
 
     ends: tuple[float, ...]
@@ -152,11 +153,9 @@ class Survival(Task):
         time, seen = truth[:, :1], truth[:, 1:] > 0.5
         ends = outputs.new_tensor(self.ends)
         begins = functional.pad(ends[:-1], (1, 0))
-        last = time.where(
-            seen, time + (ends - begins) / 2
-        )  # who left in the second half of an interval is through
-        through = (last >= ends).to(outputs.dtype)
-        failed = (seen & (begins <= time) & (time < ends)).to(outputs.dtype)
+        left_late = time >= (begins + ends) / 2  # in the second half of an interval: that counts as through
+        through = (time > ends).where(seen, left_late).to(outputs.dtype)
+        failed = (seen & ((begins < time) | (begins == 0)) & (time <= ends)).to(outputs.dtype)
         return -(through * functional.logsigmoid(-outputs) + failed * functional.logsigmoid(outputs)).sum(1)
 
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:

@@ -241,9 +241,12 @@ def _differences(tests: Sequence[Json]) -> list[dict[str, Any]]:
     """One line per pair with the tests of all metrics."""
     pairs: dict[tuple[str, str], dict[str, Any]] = {}
     for test in tests:
-        line = pairs.setdefault((test["a"], test["b"]), {"a": test["a"], "b": test["b"], "tests": {}})
+        line = pairs.setdefault(
+            (test["a"], test["b"]), {"a": test["a"], "b": test["b"], "tests": {}, "units": {}}
+        )
         line["tests"][test["metric"]] = test
-        line["n"] = f"{test['n']} {test['unit']}{'' if test['n'] == 1 else 's'}"
+        line["units"][f"{test['n']} {test['unit']}{'' if test['n'] == 1 else 's'}"] = None
+        line["n"] = ", ".join(line["units"])
     return list(pairs.values())
 
 

@@ -60,9 +60,12 @@ class Train(Section):
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
     default all are seen. A slide is predicted from all of its patches."""
     folds: int | None = Field(None, ge=2)
-    """Number of folds of a cross-validation. The patients of every site are divided into as many folds, stratified by
-    label and drawn by `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each
-    fold."""
+    """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
+    `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""
+    stratify: bool = False
+    """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
+    there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
+    from the name alone."""
     fold: int | None = Field(None, ge=1)
     """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
     left_out: str | None = None

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.survival import risk
 from wsi_fl.learning.tasks import Number, Survival, Task
+from wsi_fl.stages.answers.predictions import COLUMNS
 
 Floats = NDArray[np.float64]
 
@@ -88,5 +89,4 @@ class Answer:
     @property
     def columns(self) -> list[str]:
         """The headings of `alone` in a table."""
-        prefix = {"classes": "p_", "number": "said_", "survival": "without_event_"}[self.task.kind]
-        return [f"{prefix}{name}" for name in self.names]
+        return [COLUMNS[self.task.kind][1].format(name) for name in self.names]

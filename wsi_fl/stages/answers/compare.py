@@ -8,6 +8,7 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from math import inf
 from typing import Any
 
 from wsi_fl.learning.metrics import SCORES
@@ -32,6 +33,7 @@ from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text
+from wsi_fl.types import WsiFlError
 
 
 def compare(
@@ -64,6 +66,7 @@ def compare(
     if lost := sorted({site for run in everything for site in run.summary["lost"]}):
         notes.append(f"Lost during training in some run: {', '.join(lost)}.")
     rows = grouped(everything, evaluations, on, given[0])
+    _require_one_store(evaluations)
     scores = words.scores_of(evaluations[0])
     of_classes = scores == SCORES
     gains = worth(rows, given[0], on) if of_classes else None
@@ -92,7 +95,8 @@ def _document(
     """What is known of all rows, which it puts in order: best first by the metric, rows without a number last."""
     reference = next(row.label for row in rows if first in row.runs)
     alone = next(row.label for row in rows if is_alone(row, first))
-    rows.sort(key=lambda row: -(spread_of(row, metric)["mean"] or 0.0) if row.runs else 1.0)
+    means = {row.label: spread_of(row, metric)["mean"] for row in rows}
+    rows.sort(key=lambda row: inf if (mean := means[row.label]) is None else -mean)
     table = [described(row, scores) for row in rows]
     tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores, on)
     word = kind_of(first.pipeline).word
@@ -109,6 +113,17 @@ def _document(
         "findings": [asdict(found) for found in comparison.findings(table, tests, alone, word, metric)],
         "notes": [*notes, *comparison.cautions(table, tests)],
     }
+
+
+def _require_one_store(evaluations: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse runs that were tested on different stores of the same site that was left out."""
+    seen: dict[str, str] = {}
+    for one in evaluations:
+        left_out = (one.get("external_set") or {}).get("left_out")
+        if left_out and seen.setdefault(left_out["site"], left_out["store"]) != left_out["store"]:
+            raise WsiFlError(
+                f"{one['run']} was tested on other slides of {left_out['site']} than the others; evaluate all runs anew"
+            )
 
 
 def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:

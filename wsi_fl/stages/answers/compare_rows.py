@@ -95,9 +95,9 @@ def _measured_in(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, 
     scores = words.scores_of(evaluation)
     if on != "left_out":
         return {site["site"]: _measured(site, on, scores) for site in evaluation["sites"]}
-    found = evaluation["external_set"]
+    found = evaluation["external_set"]["left_out"]
     means = {name: _average(row[name] for row in found["rows"]) for name in scores}
-    return {found["sites"][-1]: means | {f"own_{scores[0]}": means[scores[0]]}}
+    return {found["site"]: means | {f"own_{scores[0]}": means[scores[0]]}}
 
 
 def is_alone(row: Row, first: Run) -> bool:

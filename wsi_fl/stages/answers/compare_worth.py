@@ -13,7 +13,7 @@ from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import Row, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.predictions import Right, measure_of, read_right
+from wsi_fl.stages.answers.predictions import Answers, Right, measure_of, read_answers, weighed
 
 
 def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
@@ -42,7 +42,7 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
         **{kind: row.label for kind, row in chosen.items()},
         "pooled": chosen["pooled"].label if "pooled" in chosen else None,
         "on": on,
-        "measure": measure_of(chosen["joined"].runs[0].folder.site(names[0]), on),
+        "measure": measure_of(next(iter(answers["joined"][names[0]].values()), {})),
         "sites": sites,
         "all": _compared({kind: _over_sites(found.values()) for kind, found in answers.items()}),
     }
@@ -60,12 +60,14 @@ def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
 
 def _by_site(row: Row, names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
     """Site → seed → its predictions; those of all folds together, which have no patient in common."""
-    found: dict[str, dict[int, Right]] = {name: {} for name in names}
+    found: dict[str, dict[int, Answers]] = {name: {} for name in names}
     for run in row.runs:
         for name, by_seed in found.items():
-            if (right := read_right(run.folder.site(name), on)) is not None:
-                by_seed.setdefault(run.seed, {}).update(right)
-    return found
+            if (answers := read_answers(run.folder.site(name), on)) is not None:
+                by_seed.setdefault(run.seed, {}).update(answers)
+    return {
+        name: {seed: weighed(answers) for seed, answers in by_seed.items()} for name, by_seed in found.items()
+    }
 
 
 def _over_sites(parts: Iterable[Mapping[int, Right]]) -> dict[int, Right]:

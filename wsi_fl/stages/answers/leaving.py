@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def asked_for(party: Party, called: str, site_name: str | None) -> Leaving:
         site,
         called,
         role,
-        covered=with_dp and all(account["guarantee"] != "none" for account in _accounts(party, called, site)),
+        covered=with_dp and _all_promised(_accounts(party, called, site)),
         architecture=architecture(site, party.pipeline, role, common=party.method.travels == "private"),
         facts=folder.store_facts(),
     )
@@ -126,6 +126,10 @@ def require_allowed(leaving: Leaving, *, private: bool) -> None:
             f"sites/{shut[0]}.toml: this model was trained without differential privacy; "
             'it leaves only with allow = ["model"]'
         )
+
+
+def _all_promised(accounts: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(accounts) and all(account["guarantee"] != "none" for account in accounts)
 
 
 def _accounts(party: Party, called: str, site: SiteFile) -> list[dict[str, Any]]:

@@ -62,10 +62,17 @@ def card_of(leaving: Leaving, name: str, made: Made, folder: Path) -> dict[str, 
 
 
 def _metrics(leaving: Leaving) -> dict[str, Any] | None:
-    """Scores of the model on test patients; None where nobody measured, or the site keeps them to itself."""
+    """Scores of the model on test patients; None where nobody measured, or the site keeps them to itself.
+
+    A head that is made of sums is evaluated with the site's own exact part, and leaves without it.
+    """
     evaluation = leaving.party.run.evaluation()
     rows = [row for row in (evaluation or {}).get("sites", ()) if row["site"] == leaving.site.name]
-    if not rows or not leaving.site.allows("scores"):
+    if (
+        not rows
+        or not leaving.site.allows("scores")
+        or (leaving.called == "shared" and leaving.party.method.once)
+    ):
         return None
     row, model = rows[0], rows[0]["models"].get(leaving.role)
     if model is None:

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 
 from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
-from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.models.bags import BagModel
 from wsi_fl.runs import RunFolder
 from wsi_fl.slides.choosing.grid import size_in_l0
@@ -176,8 +175,7 @@ def answer_of(predictor: BagPredictor, bag: Bag, tumor_type: str | None) -> Answ
     Raises:
         WsiFlError: when the features are not the model's, or it gives no numbers.
     """
-    meta, target = predictor.meta, predictor.pipeline.target
-    task = task_of(target) if target.asked else CLASSES
+    meta, task = predictor.meta, task_of(predictor.pipeline.target)
     allowed = allowed_classes(np.array([tumor_type or ""]), meta.classes, meta.tumor_types)[0]
 
     def asked(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:

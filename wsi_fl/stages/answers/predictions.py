@@ -20,7 +20,9 @@ from wsi_fl.types import BagTable
 Right = dict[tuple[str, ...], tuple[float, float]]
 """Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
 class."""
-_COLUMNS = {
+Answers = dict[tuple[str, ...], tuple[float, str]]
+"""Test example → whether the model was right, 1 or 0, and its true class."""
+COLUMNS = {
     "classes": (("label",), "p_{}"),
     "number": (("label",), "said_{}"),
     "survival": (("time", "event"), "without_event_{}"),
@@ -46,7 +48,7 @@ def write_predictions(
     writer = csv.writer(text, lineterminator="\n")
     of_bags = any(isinstance(table, BagTable) for table in tables.values())
     extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
-    truth, said = _COLUMNS[task.kind]
+    truth, said = COLUMNS[task.kind]
     writer.writerow(["site", "slide", "patient", *extra, *truth, *(said.format(name) for name in classes)])
     for site, values in predicted.items():
         table = tables[site]
@@ -60,11 +62,27 @@ def write_predictions(
 
 
 def read_right(folder: SiteFolder, on: str) -> Right | None:
-    """Return on which examples a site's answer was right; None where the site has no predictions, or none
-    of classes.
+    """Return on which examples a site's answer was right; None where the site has no predictions of classes."""
+    found = read_answers(folder, on)
+    return None if found is None else weighed(found)
+
+
+def weighed(answers: Answers) -> Right:
+    """Return answers with the weight of each.
 
     Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
     mean is balanced accuracy; see `is_skewed`.
+    """
+    counts = Counter(label for _, label in answers.values())
+    n, skewed = len(answers), is_skewed(counts)
+    return {
+        key: (right, n / len(counts) / counts[label] if skewed else 1.0)
+        for key, (right, label) in answers.items()
+    }
+
+
+def read_answers(folder: SiteFolder, on: str) -> Answers | None:
+    """Return whether a site's answer was right on each example, and its true class; None where there are none.
 
     Args:
         on: "merged", or "own" for the site's own part alone.
@@ -81,18 +99,13 @@ def read_right(folder: SiteFolder, on: str) -> Right | None:
             next(k for k, name in enumerate(header) if name.startswith("p_")),
         )
         classes = [name.removeprefix("p_") for name in header[first:]]
-        right: dict[tuple[str, ...], float] = {}
-        labels = []
+        found: Answers = {}
         for line in table:
             if on == "merged" or line[0] == folder.path.name:
                 best = int(np.argmax([float(p) for p in line[first:]]))
-                key = (line[0], line[header.index("patient")], *line[1:label], str(len(right)))
-                right[key] = float(classes[best] == line[label])
-                labels.append(line[label])
-    counts = Counter(labels)
-    skewed = is_skewed(counts)
-    weights = (len(labels) / len(counts) / counts[one] if skewed else 1.0 for one in labels)
-    return {key: (value, weight) for (key, value), weight in zip(right.items(), weights, strict=True)}
+                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
+                found[key] = float(classes[best] == line[label]), line[label]
+    return found
 
 
 def read_said(folder: SiteFolder, kind: str) -> tuple[Truth, Said] | None:
@@ -103,7 +116,7 @@ def read_said(folder: SiteFolder, kind: str) -> tuple[Truth, Said] | None:
     """
     if not _path(folder).exists():
         return None
-    truth, said = _COLUMNS[kind]
+    truth, said = COLUMNS[kind]
     with _path(folder).open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["site"] == folder.path.name]
     if not rows:
@@ -125,10 +138,9 @@ def is_skewed(counts: Mapping[str, int]) -> bool:
     return min(counts.values()) < _SKEWED * sum(counts.values()) / len(counts)
 
 
-def measure_of(folder: SiteFolder, on: str) -> str:
-    """Return what the weighted mean of `read_right` is: "accuracy" or "balanced accuracy"."""
-    weights = {weight for _, weight in (read_right(folder, on) or {}).values()}
-    return "balanced accuracy" if len(weights) > 1 else "accuracy"
+def measure_of(right: Right) -> str:
+    """Return what the weighted mean is: "accuracy" or "balanced accuracy"."""
+    return "balanced accuracy" if len({weight for _, weight in right.values()}) > 1 else "accuracy"
 
 
 def _path(folder: SiteFolder) -> Path:

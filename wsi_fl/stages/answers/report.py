@@ -92,7 +92,6 @@ def _page(party: Party, *, pictures: bool) -> Page:
         scores=party.task.scores,
         task=party.task.kind,
         outputs=next(iter(opened.values())).classes,
-        said=_said(party),
         **_pictures(party, with_pixels, of_patients=pictures),
     )
 
@@ -100,9 +99,14 @@ def _page(party: Party, *, pictures: bool) -> Page:
 def _pictures(party: Party, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
     """What the page shows of pixels; images of a denoiser that learned from patients count as pictures of them."""
     study, simulated = party.study, {site.name for site in party.sites if not site.real}
-    generated = _generated(party)
+    generated, said = _generated(party), _said(party)
     overviews = {name: png for name, store in stores.items() if (png := _overviews(study, name, store))}
-    found = {"patches": list(stores), "overviews": list(overviews), "generated": list(generated)}
+    found = {
+        "patches": list(stores),
+        "overviews": list(overviews),
+        "generated": list(generated),
+        "said": list(said),
+    }
     real = {kind: [name for name in names if name not in simulated] for kind, names in found.items()}
     hidden = {} if of_patients else {kind: names for kind, names in real.items() if names}
     shown = {kind: [n for n in names if n not in hidden.get(kind, ())] for kind, names in found.items()}
@@ -113,6 +117,7 @@ def _pictures(party: Party, stores: dict[str, PatchStore], *, of_patients: bool)
             for name in shown["overviews"]
         },
         "generated": {name: _generated_samples(generated[name]) for name in shown["generated"]},
+        "said": {name: said[name] for name in shown["said"]},
         "left_out": hidden,
         "patients_of": _without_repeats(real) if of_patients else [],
     }
@@ -137,7 +142,10 @@ def _generated_samples(path: Path) -> Patches:
 
 
 def _said(party: Party) -> dict[str, Any]:
-    """Of each site whose predictions lie here, (truth, answers) on its own test part, where no classes are asked."""
+    """Of each site whose predictions lie here, (truth, answers) on its own test part, where no classes are asked.
+
+    Each dot and step in their figures is a patient.
+    """
     if party.task.kind == "classes":
         return {}
     found = {name: read_said(party.run.site(name), party.task.kind) for name in party.names}

@@ -107,6 +107,7 @@ def import_features(
         if not looked:
             raise WsiFlError(f"site {site}: no slide could be imported; {first_reason(failed)}")
         meta = _meta(site, pipeline, looked, said)
+        looked = [_at_scale(one, meta.spec) for one in looked]
         tell = _teller(told, site, len(records), looked)
         _write(study.mosaic(site), meta, known, looked, layout, tell)
     return _document(study, meta, known, looked, failed, n_slides=n_slides, began=began)
@@ -134,6 +135,16 @@ def _look(record: SlideRecord, path: Path, layout: Layout) -> _Looked | SetAside
     else:
         why = "its coordinates are all −1"
     return replace(looked, note=f"nobody knows where its patches lie: {why}; heatmaps need that")
+
+
+def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
+    """Measure a slide by its own patches, where its file knows their side in level-0 pixels and a round magnification
+    alone, and neither the table nor the site file says more.
+    """
+    facts = one.facts
+    if not facts.nominal or one.record.mpp_override or not facts.mpp or not facts.mpp_l0:
+        return one
+    return replace(one, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
 
 
 def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) -> FeatureMeta:

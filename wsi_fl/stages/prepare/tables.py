@@ -116,7 +116,7 @@ def print_mosaic(document: dict[str, Any]) -> None:
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
     _print_by_site("mosaics", rows, [*classes, None, *splits])
     _say_aside(rows, "slide")
-    say_speed(document["speed"])
+    say_speed(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
     say(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
-from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.preparing import Mosaic
@@ -38,7 +37,7 @@ def encoder_of(
         device=device_of_rank(),
         section=section,
         cache=study.root / "weights",
-        tell=say,
+        tell=tell,
     )
     if settings.encoder not in PRESETS:
         tell(f"{encoder.name}: as timm has it, {', '.join(encoder.parts)}")

@@ -30,7 +30,8 @@ def divided(table: AnyTable, train: Train, site: str, task: Task = CLASSES) -> A
     if train.folds is None or train.fold is None:
         return table
     try:
-        fold = folds_of(table.patient, strata(table.label, task), n_folds=train.folds, seed=train.seed)
+        kind = strata(table.label, task)
+        fold = folds_of(table.patient, kind, n_folds=train.folds, seed=train.seed, stratified=train.stratify)
     except UsageError as error:
         raise UsageError(f"site {site}: {error}") from None
     return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))

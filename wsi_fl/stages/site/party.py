@@ -9,7 +9,7 @@ from typing import Self
 
 from wsi_fl.federation.methods import METHODS, SHARED, Method, oneshot, replay
 from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.learning.tasks import Task
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kinds import kind_of, open_data
@@ -154,7 +154,7 @@ class Party:
     @property
     def task(self) -> Task:
         """What is asked of an example."""
-        return task_of(self.pipeline.target) if self.pipeline.target.asked else CLASSES
+        return task_of(self.pipeline.target)
 
     def tells_scores(self, name: str) -> bool:
         """Return whether a site tells the others how models do on its test part; there are counts of classes alone."""

@@ -32,6 +32,7 @@ class Facts(BaseModel):
         data: what a row is, as `train.data` says it.
         encoder, n_features: of the features.
         classes: of the labels.
+        asks: what `[target]` asked, in full; empty for what stores are labelled with.
         directions, projection: how many directions features are projected to, and the SHA-256 of the projection.
         unit, n: what ε protects, and how many of them there are.
         sigma: noise multiplier; 0 without privacy.
@@ -46,6 +47,7 @@ class Facts(BaseModel):
     encoder: str
     n_features: int = Field(ge=1)
     classes: list[str] = Field(min_length=2)
+    asks: str = ""
     directions: int = Field(ge=1)
     projection: str
     unit: Literal["row", "patient"]
@@ -163,6 +165,7 @@ def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
         "encoder": data.inputs()["encoder"],
         "n_features": data.shape.n_features,
         "classes": list(data.classes),
+        "asks": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.asked else "",
         "directions": projection.shape[1],
         "projection": digest(projection.numpy()),
         "unit": pipeline.privacy.unit,

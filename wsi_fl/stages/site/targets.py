@@ -28,11 +28,13 @@ _PATIENT = ("patient", "patient_id", "case_id", "case_submitter_id", "cases.subm
 
 
 def task_of(target: Target) -> Task:
-    """Return the kind of question that a target is.
+    """Return the kind of question that a target is; classes where it asks nothing.
 
     Raises:
         UsageError: when it is none, or more than one; says what is missing.
     """
+    if not target.asked:
+        return CLASSES
     if target.time or target.event or target.intervals:
         if not (target.time and target.event and target.intervals) or target.column:
             raise UsageError("[target]: survival needs time, event and intervals, and no column")
@@ -174,8 +176,11 @@ def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str],
             continue
         if found.setdefault(name, value) != value:
             raise UsageError(f"{where}: {' '.join(name)} has another answer than in a line above")
-    # stores know slides by their files' names without suffix
-    stems = {("slide", Path(name).stem): value for (kind, name), value in found.items() if kind == "slide"}
+    stems: dict[tuple[str, str], Any] = {}  # stores know slides by their files' names without suffix
+    for (kind, named), value in found.items():
+        stem = Path(named).stem
+        if kind == "slide" and stems.setdefault((kind, stem), value) != value:
+            raise UsageError(f"{path}: has different answers for slides that are all called {stem}")
     return stems | found
 
 

@@ -110,6 +110,11 @@ def _check_division(party: Party) -> None:
         )
     if train.folds and train.fold is not None and train.fold > train.folds:
         raise UsageError(f"train.fold = {train.fold}: there are train.folds = {train.folds} folds")
+    if train.folds and train.stratify and party.pipeline.privacy.noisy:
+        raise UsageError(
+            "train.stratify: whom a patient is in a fold with would depend on all others, which ε does not cover; set "
+            "train.stratify=false, or privacy.enabled=false"
+        )
     made = {
         "stain.exchange": party.pipeline.stain.exchange,
         "train.releases": party.by_files,

@@ -55,6 +55,8 @@ def _read_tensor(path: Path) -> Foreign:
         raise WsiFlError(f"{path.name}: damaged ({str(error).strip().splitlines()[0][:120]})") from None
     if not isinstance(found, torch.Tensor) or found.layout != torch.strided or not found.is_floating_point():
         raise WsiFlError(f"{path.name}: holds a {type(found).__name__}, not one tensor of features")
+    if found.untyped_storage().nbytes() < found.nbytes:
+        raise WsiFlError(f"{path.name}: damaged, it claims more numbers than it holds")
     return Foreign(checked_features(found.detach().float().numpy(), path.name), None, Facts())
 
 

@@ -56,7 +56,8 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
 
 def staying(party: Party) -> list[str]:
     """Return what never leaves a hospital under a plan."""
-    kept = "" if party.method.travels == "private" else ", the private model"
+    lets_go = any("private_model" in site.allow for site in party.sites)
+    kept = "" if party.method.travels == "private" or lets_go else ", the private model"
     return [
         "slides, patches, features, masks and outlines",
         "labels, and the names of slides and patients",
