@@ -9,9 +9,10 @@
 
 A slide is simulated: a bag of patches drawn from the pool, with a share of tumour where it has any. Every site has its
 own patches, and those of its test slides are in no training slide. A patient has one slide. All heads of a seed learn
-from the same slides. Intervals draw seeds and test patients anew. Where survival is asked, the hazard of a patient
-grows with the share of tumour, by a factor of `HAZARD` from none to the largest, and patients leave between 10 and 60
-months.
+from the same slides. Intervals draw seeds and test patients anew. Where survival is asked, every patient has tumour, and
+the time to the event shrinks with its share, by a factor of `SHORTER` from none to the largest. Times are of a Weibull
+distribution of shape 3, and patients leave between 10 and 60 months. The last column is the concordance of who knows the
+share itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from wsi_fl.learning.metrics import auroc
 from wsi_fl.learning.survival import concordance, risk
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import Bag, FeatureMeta, write_features
+from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable
@@ -43,7 +44,7 @@ from wsi_fl.types import BagTable
 Features = NDArray[np.float32]
 Row = Mapping[str, Any]
 
-HEADS = ("deepset", "deepset_attention", "abmil", "clam_sb", "transmil")
+HEADS = ("mean_head", "deepset", "deepset_attention", "abmil", "clam_sb", "transmil")
 PRIVACY = {
     "without DP": ["privacy.enabled=false"],
     "ε = 3 per patient": ["privacy.unit=patient", "privacy.target_epsilon=3"],
@@ -51,7 +52,7 @@ PRIVACY = {
 TEST_SHARE = 0.3
 """Of a site's patches, which are in its test slides alone."""
 REPEATS = 1000
-HAZARD = 60.0
+SHORTER = 30.0
 SURVIVAL = [
     'target.time="months"',
     'target.event="dead"',
@@ -110,11 +111,11 @@ def study_of(
                 bags.append(slide_of(x[mine], label[mine], share, size, rng))
                 labels.append(one % 2)
                 splits.append(split)
-                event, left = rng.exponential(60 / HAZARD ** (share / high)), rng.uniform(10, 60)
-                lives.append(f"{site}-{len(lives)},{min(event, left):.3f},{int(event < left)}")
+                event, left = 60 * rng.weibull(3) / SHORTER ** (share / high), rng.uniform(10, 60)
+                lives.append(f"{site}-{len(lives)},{min(event, left):.3f},{int(event < left)},{share:.4f}")
         names = np.array([f"{site}-{number}" for number in range(len(bags))])
         table = BagTable(np.array(labels), np.full(len(bags), ""), names, names, np.array(splits))
-        table_of_lives = "\n".join(["patient,months,dead", *lives])
+        table_of_lives = "\n".join(["patient,months,dead,share", *lives])
         (folder / f"{site}.csv").write_text(table_of_lives + "\n", encoding="utf-8")
         path = study.mosaic(site)
         path.parent.mkdir(parents=True)
@@ -144,6 +145,18 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
     return scores, truth
 
 
+def known_by(study: Study) -> float | None:
+    """Concordance of who knows the share of tumour of every test patient."""
+    lives = []
+    for site in study.site_names():
+        with FeatureStore(study.mosaic(site)) as store:
+            tested = set(store.table.patient[store.table.split == "test"].tolist())
+        with (study.root / f"{site}.csv").open(encoding="utf-8") as file:
+            lives += [line for line in csv.DictReader(file) if line["patient"] in tested]
+    truth = np.array([(float(one["months"]), float(one["dead"])) for one in lives])
+    return concordance(np.array([float(one["share"]) for one in lives]), truth)
+
+
 def rows_of(pool: Any, args: argparse.Namespace, done: set[tuple[str, str, int]]) -> Iterator[Row]:
     """A row per seed, head and promise that is not done yet."""
     for seed in range(args.seeds):
@@ -167,6 +180,7 @@ def rows_of(pool: Any, args: argparse.Namespace, done: set[tuple[str, str, int]]
                         "private": private,
                         "proxy": said(study, run, "proxy")[0],
                         "labels": labels,
+                        "known": known_by(study) if args.question == "survival" else None,
                         "seconds": seconds,
                     }
 
@@ -197,14 +211,19 @@ def with_interval(rows: Sequence[Row], role: str) -> str:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: AUROC or concordance of private models and proxies by head and promise."""
-    lines = ["| head | promise | private models | proxies | seconds | seeds |", "|---" * 6 + "|"]
+    lines = [
+        "| head | promise | private models | proxies | seconds | seeds | known share |",
+        "|---" * 7 + "|",
+    ]
     for head in HEADS:
         for promise in PRIVACY:
             mine = [row for row in rows if (row["head"], row["promise"]) == (head, promise)]
             if mine:
                 seconds = np.mean([row["seconds"] for row in mine])
                 cells = [with_interval(mine, role) for role in ("private", "proxy")]
-                lines.append(f"| {' | '.join([head, promise, *cells, f'{seconds:.0f}', str(len(mine))])} |")
+                known = [row["known"] for row in mine if row.get("known") is not None]
+                cells += [f"{seconds:.0f}", str(len(mine)), f"{np.mean(known):.3f}" if known else "–"]
+                lines.append(f"| {' | '.join([head, promise, *cells])} |")
     return "\n".join(lines) + "\n"
 
 
