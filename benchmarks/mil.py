@@ -9,10 +9,11 @@
 
 A slide is simulated: a bag of patches drawn from the pool, with a share of tumour where it has any. Every site has its
 own patches, and those of its test slides are in no training slide. A patient has one slide. All heads of a seed learn
-from the same slides. Intervals draw seeds and test patients anew. Where survival is asked, every patient has tumour, and
-the time to the event shrinks with its share, by a factor of `SHORTER` from none to the largest. Times are of a Weibull
-distribution of shape 3, and patients leave between 10 and 60 months. The last column is the concordance of who knows the
-share itself.
+from the same slides. Intervals draw seeds and test patients anew.
+
+Where survival is asked, every patient has tumour, and the time to the event shrinks with its share, by a factor of
+`SHORTER` from none to the largest. Times are of a Weibull distribution of shape 3, and patients leave between 10 and 60
+months. The last column is the concordance of who knows the share itself.
 """
 
 from __future__ import annotations
