@@ -403,6 +403,28 @@ def test_a_model_of_bags_leaves_as_onnx_alone(study):
     refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use onnx")
 
 
+@pytest.mark.parametrize("how", ["link", "external", "virtual"])
+def test_features_that_lie_in_another_file_are_not_read(study, tmp_path, how):
+    folder, _ = of_trident(tmp_path / "job")
+    secret = tmp_path / "secret.h5"
+    with h5py.File(secret, "w") as file:
+        file["features"] = np.ones((4, 8), np.float32)
+    with h5py.File(folder / "a.h5", "r+") as file:
+        del file["features"]
+        if how == "link":
+            file["features"] = h5py.ExternalLink(secret, "features")
+        elif how == "external":
+            file.create_dataset(
+                "features", (4, 8), np.float32, external=[(str(secret), 0, h5py.h5f.UNLIMITED)]
+            )
+        else:
+            layout = h5py.VirtualLayout((4, 8), np.float32)
+            layout[:] = h5py.VirtualSource(secret, "features", (4, 8))
+            file.create_virtual_dataset("features", layout)
+    row = brought(study, "trident", folder, labels=labels(tmp_path / "labels.csv"))["sites"][0]
+    assert [one["slide"] for one in row["failed"]] == ["a"] and row["bags"] == 3
+
+
 def test_the_command(study, tmp_path, wsi_fl):
     of_trident(tmp_path / "job")
     table = labels(tmp_path / "labels.csv")

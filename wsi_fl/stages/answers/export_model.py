@@ -58,6 +58,8 @@ def export_model(
         folder = out or run.path / "exports" / form / f"{leaving.site.name}-{called}"
         network = _network(leaving)
         write = {"wsinfer": _write_wsinfer, "onnx": _write_onnx}[form]
+        for old in ("MODEL_CARD.md", "model_card.json"):  # never beside a model that is not its own
+            (folder / old).unlink(missing_ok=True)
         made = write(leaving, network, folder, name)
         card = card_of(leaving, name, made, folder)
     write_json(folder / "model_card.json", card)

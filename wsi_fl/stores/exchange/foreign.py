@@ -99,9 +99,15 @@ def dataset(file: h5py.File, name: str) -> h5py.Dataset:
     """Return a dataset of a file.
 
     Raises:
-        WsiFlError: when there is none; names what there is.
+        WsiFlError: when there is none; names what there is. Also where it lies in another file, which nobody named.
     """
+    if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
+        raise WsiFlError(
+            f"{Path(file.filename).name}: its {name!r} is a link into another file; it is not followed"
+        )
     found = file.get(name)
+    if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual):
+        raise WsiFlError(f"{Path(file.filename).name}: its {name!r} lies in other files; they are not read")
     if not isinstance(found, h5py.Dataset):
         raise WsiFlError(
             f"{Path(file.filename).name}: has no {name!r}; it has {', '.join(file) or 'nothing'}"
