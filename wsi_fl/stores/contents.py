@@ -70,12 +70,14 @@ class Rows(Protocol):
         n: how many there are.
         shape: (height, width, channels) of each.
         threaded: whether several threads gain anything.
+        sums: uint32[n], their checksums; None where there are none.
         known: whether damage of every bit is found: there are checksums, or nothing to be damaged.
     """
 
     n: int
     shape: tuple[int, int, int]
     threaded: bool
+    sums: Sums | None
     known: bool
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
@@ -91,19 +93,26 @@ class Rows(Protocol):
         ...
 
 
-def rows_of(shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None) -> Rows:
+def rows_of(
+    shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: Sums | None = None
+) -> Rows:
     """How this shard's patches are read.
+
+    Args:
+        sums: its checksums, where it was open before.
 
     Raises:
         WsiFlError, KeyError, ValueError: when it lacks something.
     """
     content = str(shard.attrs.get("content", "raw"))
     if content == "raw":
-        return _RawRows(shard["pixels"], sums_of(shard, len(shard["pixels"])))
+        pixels = shard["pixels"]
+        return _RawRows(pixels, sums_of(shard, len(pixels)) if sums is None else sums)
     if content == "none":
         return _SlideRows(source_of(shard), spec, shard["xy_l0"][:], read_slide)
     start = shard["start"][:]
-    return _StreamRows(shard["bytes"], start, spec.size_px, sums_of(shard, len(start) - 1))
+    sums = sums_of(shard, len(start) - 1) if sums is None else sums
+    return _StreamRows(shard["bytes"], start, spec.size_px, sums)
 
 
 def source_of(shard: h5py.Group) -> SlideSource:
@@ -123,7 +132,7 @@ class _RawRows:
     threaded = False  # HDF5 lets in one thread at a time
 
     def __init__(self, pixels: h5py.Dataset, sums: Sums | None) -> None:
-        self._pixels, self._sums, self.known = pixels, sums, sums is not None
+        self._pixels, self.sums, self.known = pixels, sums, sums is not None
         self.n, *shape = pixels.shape
         self.shape: tuple[int, int, int] = tuple(shape)
 
@@ -136,7 +145,7 @@ class _RawRows:
 
     def _chunk(self, row: int) -> bytes:
         chunk: bytes = self._pixels.id.read_direct_chunk((row, 0, 0, 0))[1]
-        return _checked(chunk, self._sums, row)
+        return _checked(chunk, self.sums, row)
 
 
 class _StreamRows:
@@ -150,7 +159,7 @@ class _StreamRows:
         if data.ndim != 1 or not whole or (start[1:] < start[:-1]).any():
             raise ValueError("start does not divide bytes into streams")
         self._data, self._start = data, start.astype(np.int64)
-        self._sums, self.known = sums, sums is not None
+        self.sums, self.known = sums, sums is not None
         self._offset = data.id.get_offset()  # None unless contiguous
         self._descriptor = int(data.file.id.get_vfd_handle()) if self._offset is not None else -1
 
@@ -167,13 +176,14 @@ class _StreamRows:
         """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
         first, last = int(self._start[row]), int(self._start[row + 1])
         if self._offset is None:
-            return _checked(bytes(self._data[first:last]), self._sums, row)
+            return _checked(bytes(self._data[first:last]), self.sums, row)
         stream = os.pread(self._descriptor, last - first, self._offset + first)
-        return _checked(stream, self._sums, row)
+        return _checked(stream, self.sums, row)
 
 
 class _SlideRows:
     threaded = False  # whoever reads slides has threads of his own
+    sums: Sums | None = None
     known = True
 
     def __init__(

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import DAMAGE, check_seal
+from wsi_fl.stores.checksums import DAMAGE, Sums, check_seal
 from wsi_fl.stores.contents import PIXELS, ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
@@ -72,6 +72,7 @@ class PatchStore(StoreFile):
         self.slides = [str(name) for name in names[order]]
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
+        self._sums: dict[str, Sums] = {}
         self._most_open = _most_open()
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -137,7 +138,7 @@ class PatchStore(StoreFile):
             try:
                 group = self._open_shard(slide)
                 check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
-                rows = rows_of(group, self.meta.spec, self._read_slide)
+                rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
                 self._check_columns(slide, group, rows)
             except DAMAGE as error:
                 raise WsiFlError(
@@ -148,6 +149,8 @@ class PatchStore(StoreFile):
                     f"{self.path}: the shard of slide {slide} is {too_large(error)}; {self.mend}"
                 ) from None
             self._shards[slide] = group, rows
+            if rows.sums is not None:
+                self._sums[slide] = rows.sums
         self._shards.move_to_end(slide)
         return self._shards[slide]
 

@@ -89,7 +89,9 @@ class GeneratorFolder:
             raise WsiFlError(f"{path}: no such generator; train it with `wsi-fl synthesize train`")
         generator = build(document["settings"]["shape"])
         what = f"generator, or not of the shape that {self.name} says"
-        advice = "put its backup back, or make it anew with `wsi-fl synthesize train --again`"
+        kind = self.name.removesuffix(".json")
+        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {kind} --again`"
+        advice = f"put its backup back, or make it anew with {again}"
         _restore(path, what, advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
