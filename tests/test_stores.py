@@ -23,13 +23,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.stores.contents import SlideSource
-from wsi_fl.stores.fields import StoreMeta, shard_is_current
+from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import (
     ShardMeta,
     content_of,
     fingerprint,
     pack,
+    why_stale,
     write_columns,
     write_positions,
     write_shard,
@@ -507,9 +508,9 @@ def test_fingerprint_tells_every_parameter_apart(tmp_path, meta):
         fingerprint(meta, table) != fingerprint(META, table) == fingerprint(replace(META), table_of("a", 3))
     )
     write_shard(tmp_path / "a.h5", META, table, [pixels_of(3)])
-    assert shard_is_current(tmp_path / "a.h5", fingerprint(META, table)) is True
-    assert shard_is_current(tmp_path / "a.h5", fingerprint(meta, table)) is False
-    assert shard_is_current(tmp_path / "b.h5", fingerprint(meta, table)) is None
+    assert why_stale(tmp_path / "a.h5", META, table) is None
+    assert why_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed"
+    assert why_stale(tmp_path / "b.h5", META, table) == ""
 
 
 @pytest.mark.parametrize("column", ["xy_l0", "label", "tumor_fraction"])
@@ -524,7 +525,7 @@ def test_fingerprint_tells_every_column_apart(column, row):
 
 def test_damaged_shard_is_not_current(tmp_path):
     (tmp_path / "a.h5").write_bytes(b"half a shard")
-    assert shard_is_current(tmp_path / "a.h5", "anything") is False
+    assert "damaged" in why_stale(tmp_path / "a.h5", META, table_of("a", 3))
 
 
 def test_columns_and_shards_of_different_grids_do_not_mix(tmp_path):
@@ -681,7 +682,7 @@ def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
     else:
         source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
         write_positions(shard, meta, table, source, unread=unread)
-    assert shard_is_current(shard, fingerprint(meta, table)) is True
+    assert why_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
     assert content_of(shard) == (kind, [(*corners[0], "cut short"), (*corners[1], "garbled ü")])
     found = write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])

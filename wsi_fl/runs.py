@@ -322,8 +322,18 @@ class SiteFolder:
             self.checkpoint_path(old).unlink()
 
     def load_checkpoint(self, round_: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """(tensors, document) of a round's checkpoint."""
-        return load_tensors(self.checkpoint_path(round_), "checkpoint")
+        """(tensors, document) of a round's checkpoint; WsiFlError where it is damaged, with what to do then."""
+        return load_tensors(self.checkpoint_path(round_), "checkpoint", self._without(round_))
+
+    def _without(self, round_: int) -> str:
+        """How to go on where a checkpoint is damaged; what was sent is never made again with other noise."""
+        earlier = [kept for kept in self.checkpoints() if kept < round_]
+        if not earlier:
+            return "put its backup back, or start a new run"
+        return (
+            f"put its backup back; or delete it, and `wsi-fl train --resume {self.path.parents[1].name}` goes on from "
+            f"round {earlier[-1]}, if round {round_} was not sent yet; else start a new run"
+        )
 
     def checkpoints(self) -> list[int]:
         """Rounds with a checkpoint, oldest first."""

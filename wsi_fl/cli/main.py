@@ -81,6 +81,7 @@ for command in (
         prepare.tile,
         prepare.mosaic,
         prepare.features,
+        prepare.check,
         prepare.encoders,
         prepare.stain,
     ),

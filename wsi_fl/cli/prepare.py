@@ -112,6 +112,25 @@ def features(
     show(document, as_json, print_features)
 
 
+def check(
+    site: Annotated[str | None, typer.Option(help="The site whose stores to read.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
+    pipeline: Pipeline = None,
+    as_json: Json = False,
+) -> None:
+    """Read every byte that a site has stored; say what is damaged and which command mends it."""
+    one_or_all("check", site, every)
+    study = find_study()
+    from wsi_fl.stages.prepare.check import check, print_check
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("check") as bars:
+        document = check(study, site=site, pipeline_name=pipeline, watcher=bars)
+    show(document, as_json, print_check)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
 def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
     """List the published encoders that can be used by name, and which weights are here."""
     try:

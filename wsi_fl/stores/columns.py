@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.stores.checksums import seal
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     StoreMeta,
@@ -72,6 +73,7 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
             slide = _copy_columns(file, slice(row, row + head.n), head.path, counts)
             links[slide] = h5py.ExternalLink(head.path.relative_to(path.parent).as_posix(), "/")
             row += head.n
+        seal(file)
     return counts
 
 
@@ -99,7 +101,7 @@ def _head(path: Path, spec: GridSpec) -> _Head:
     with h5py.File(path, "r") as file:
         check_format(file, SHARD_FORMAT, path)
         if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
-            raise WsiFlError(f"{path}: tiled on another grid than its store; run `wsi-fl tile` again")
+            raise WsiFlError(f"{path}: tiled on another grid than its store; tile the site again")
         widths = [len(str(file.attrs[name]).encode()) or 1 for name in _TEXTS]
         if "patient" in file:  # stands for the attribute
             widths[1] = file["patient"].dtype.itemsize

@@ -7,15 +7,19 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
+from zlib import crc32
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.stores.checksums import CHANGED, Sums, sums_of
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
 QUALITIES = range(1, 101)
+PIXELS = ("pixels", "bytes")
+"""The datasets of a shard that hold pixels."""
 
 
 @dataclass(frozen=True)
@@ -66,29 +70,49 @@ class Rows(Protocol):
         n: how many there are.
         shape: (height, width, channels) of each.
         threaded: whether several threads gain anything.
+        sums: uint32[n], their checksums; None where there are none.
+        known: whether damage of every bit is found: there are checksums, or nothing to be damaged.
     """
 
     n: int
     shape: tuple[int, int, int]
     threaded: bool
+    sums: Sums | None
+    known: bool
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
-        """Puts the patches `rows` of the shard at the positions `at` of `out`; any thread may call it."""
+        """Puts the patches `rows` of the shard at the positions `at` of `out`; any thread may call it.
+
+        Raises:
+            ValueError, WsiFlError, RuntimeError, OSError: when one is damaged.
+        """
+        ...
+
+    def verify(self, row: int) -> None:
+        """Read one patch of the shard, decoded only where nothing else tells damage; raises as `read` does."""
         ...
 
 
-def rows_of(shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None) -> Rows:
+def rows_of(
+    shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: Sums | None = None
+) -> Rows:
     """How this shard's patches are read.
+
+    Args:
+        sums: its checksums, where it was open before.
 
     Raises:
         WsiFlError, KeyError, ValueError: when it lacks something.
     """
     content = str(shard.attrs.get("content", "raw"))
     if content == "raw":
-        return _RawRows(shard["pixels"])
+        pixels = shard["pixels"]
+        return _RawRows(pixels, sums_of(shard, len(pixels)) if sums is None else sums)
     if content == "none":
         return _SlideRows(source_of(shard), spec, shard["xy_l0"][:], read_slide)
-    return _StreamRows(shard["bytes"], shard["start"][:], spec.size_px)
+    start = shard["start"][:]
+    sums = sums_of(shard, len(start) - 1) if sums is None else sums
+    return _StreamRows(shard["bytes"], start, spec.size_px, sums)
 
 
 def source_of(shard: h5py.Group) -> SlideSource:
@@ -107,26 +131,35 @@ def source_of(shard: h5py.Group) -> SlideSource:
 class _RawRows:
     threaded = False  # HDF5 lets in one thread at a time
 
-    def __init__(self, pixels: h5py.Dataset) -> None:
-        self._pixels = pixels
+    def __init__(self, pixels: h5py.Dataset, sums: Sums | None) -> None:
+        self._pixels, self.sums, self.known = pixels, sums, sums is not None
         self.n, *shape = pixels.shape
         self.shape: tuple[int, int, int] = tuple(shape)
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
         for row, position in zip(rows, at, strict=True):
-            _, chunk = self._pixels.id.read_direct_chunk((int(row), 0, 0, 0))
-            out[position] = np.frombuffer(chunk, np.uint8).reshape(self.shape)
+            out[position] = np.frombuffer(self._chunk(int(row)), np.uint8).reshape(self.shape)
+
+    def verify(self, row: int) -> None:
+        self._chunk(row)
+
+    def _chunk(self, row: int) -> bytes:
+        chunk: bytes = self._pixels.id.read_direct_chunk((row, 0, 0, 0))[1]
+        return _checked(chunk, self.sums, row)
 
 
 class _StreamRows:
     threaded = True
 
-    def __init__(self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int) -> None:
+    def __init__(
+        self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: Sums | None
+    ) -> None:
         self.n, self.shape = len(start) - 1, (size_px, size_px, 3)
         whole = start.ndim == 1 and len(start) and start[0] == 0 and start[-1] == data.size
         if data.ndim != 1 or not whole or (start[1:] < start[:-1]).any():
             raise ValueError("start does not divide bytes into streams")
         self._data, self._start = data, start.astype(np.int64)
+        self.sums, self.known = sums, sums is not None
         self._offset = data.id.get_offset()  # None unless contiguous
         self._descriptor = int(data.file.id.get_vfd_handle()) if self._offset is not None else -1
 
@@ -134,16 +167,24 @@ class _StreamRows:
         for row, position in zip(rows, at, strict=True):
             jpeg.decode(self._stream(int(row)), out[position])
 
+    def verify(self, row: int) -> None:
+        stream = self._stream(row)
+        if not self.known:
+            jpeg.decode(stream, np.empty(self.shape, np.uint8))
+
     def _stream(self, row: int) -> bytes:
         """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
         first, last = int(self._start[row]), int(self._start[row + 1])
         if self._offset is None:
-            return bytes(self._data[first:last])
-        return os.pread(self._descriptor, last - first, self._offset + first)
+            return _checked(bytes(self._data[first:last]), self.sums, row)
+        stream = os.pread(self._descriptor, last - first, self._offset + first)
+        return _checked(stream, self.sums, row)
 
 
 class _SlideRows:
     threaded = False  # whoever reads slides has threads of his own
+    sums: Sums | None = None
+    known = True
 
     def __init__(
         self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: ReadSlide | None
@@ -158,6 +199,16 @@ class _SlideRows:
                 "and nobody here reads slides"
             )
         out[at] = self._read_slide(self._source, self._xy_l0[rows], self._spec)
+
+    def verify(self, row: int) -> None:
+        pass  # the shard holds no pixels
+
+
+def _checked(data: bytes, sums: Sums | None, row: int) -> bytes:
+    """The bytes of a patch, if they are those that were written."""
+    if sums is not None and crc32(data) != sums[row]:
+        raise ValueError(CHANGED)
+    return data
 
 
 def shard_bytes(shard: Any) -> int:

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
+from wsi_fl.stores.checksums import CHANGED, DAMAGE, ROWS, crc_of, seal, sums_of
 from wsi_fl.stores.columns import created
-from wsi_fl.stores.fields import encoded_text, read_spec, spec_attrs
+from wsi_fl.stores.fields import encoded_text, first_line, read_spec, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
 from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
@@ -24,6 +25,8 @@ FEATURE_FORMAT = "wsi-fl feature store"
 FEATURE_VERSION = 1
 UNPLACED = -1
 """In the place of both coordinates of a patch where nobody knows them."""
+BAG = ("features", "xy_l0")
+"""The datasets whose rows each bag has a checksum of."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
 
 
@@ -64,6 +67,11 @@ class Bag:
     weight: NDArray[np.float32] | None = None
 
     @property
+    def crc32(self) -> int:
+        """The checksum of the features and the places of the patches, as they are stored."""
+        return crc_of(self.features.astype(np.float32, copy=False), self.xy_l0.astype(np.int64, copy=False))
+
+    @property
     def placed(self) -> bool:
         """Whether it is known where on the slide the patches lie."""
         return bool((self.xy_l0 != UNPLACED).any())
@@ -99,13 +107,14 @@ def write_features(
     n, d = int(start[-1]), first.features.shape[1]
     with atomic(path) as temporary, created(temporary, n * (d * 4 + 64) + len(table) * 1024) as file:
         file.attrs.update(_root_attrs(meta))
-        _write_bags(file, chain((first,), waiting), start, d)
+        file[ROWS] = _write_bags(file, chain((first,), waiting), start, d)
         file["start"] = start
         file["label"] = table.label
         for name in _TEXTS:
             file[name] = encoded_text(getattr(table, name))
         if mpp_l0 is not None:
             file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
+        seal(file, BAG)
 
 
 def _root_attrs(meta: FeatureMeta) -> dict[str, Any]:
@@ -122,8 +131,12 @@ def _root_attrs(meta: FeatureMeta) -> dict[str, Any]:
     return spec_attrs(meta.spec) | said | recipe
 
 
-def _write_bags(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
-    """The columns of the patches, one bag after another; one that some bag lacks is left out."""
+def _write_bags(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> NDArray[np.uint32]:
+    """The columns of the patches, one bag after another; one that some bag lacks is left out.
+
+    Returns:
+        The checksum of each bag.
+    """
     n = int(start[-1])
     written = {
         "features": file.create_dataset("features", (n, d), np.float32),
@@ -131,19 +144,20 @@ def _write_bags(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], 
         "cluster": file.create_dataset("cluster", (n,), np.int64),
         "weight": file.create_dataset("weight", (n,), np.float32),
     }
-    n_bags = 0
+    sums: list[int] = []
     for bag, first, last in zip(bags, start, start[1:], strict=False):
         if bag.features.shape != (last - first, d):
             raise WsiFlError(
-                f"{file.filename}: bag {n_bags} is {bag.features.shape}, expected {(int(last - first), d)}"
+                f"{file.filename}: bag {len(sums)} is {bag.features.shape}, expected {(int(last - first), d)}"
             )
         for name in [name for name in written if getattr(bag, name) is None]:
             del written[name], file[name]
         for name, column in written.items():
             column[first:last] = getattr(bag, name)
-        n_bags += 1
-    if n_bags < len(start) - 1:
-        raise WsiFlError(f"{file.filename}: got {n_bags} bags, expected {len(start) - 1}")
+        sums.append(bag.crc32)
+    if len(sums) < len(start) - 1:
+        raise WsiFlError(f"{file.filename}: got {len(sums)} bags, expected {len(start) - 1}")
+    return np.array(sums, np.uint32)
 
 
 class FeatureStore(StoreFile):
@@ -157,6 +171,12 @@ class FeatureStore(StoreFile):
 
     format = FEATURE_FORMAT, FEATURE_VERSION
     command = "mosaic"
+    rows = BAG
+
+    @property
+    def mend(self) -> str:
+        imported = getattr(self, "meta", None) is not None and not self.meta.recipe and not self._grouped
+        return f"run `wsi-fl import --site {self.site}` again, as before" if imported else super().mend
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
@@ -167,9 +187,11 @@ class FeatureStore(StoreFile):
         self.meta = FeatureMeta(str(attrs["site"]), classes, types, str(attrs["encoder"]), spec, recipe)
         text = {name: np.asarray(file[name].asstr()[:], np.str_) for name in _TEXTS}
         if unknown := set(text["split"].tolist()) - set(SPLITS):
-            raise WsiFlError(f"{self.path}: unknown split {min(unknown)!r}; allowed: {', '.join(SPLITS)}")
+            raise ValueError(f"unknown split {min(unknown)!r}, allowed: {', '.join(SPLITS)}")
         self.table = BagTable(file["label"][:], **text)
+        self._grouped = "cluster" in file
         self._start: NDArray[np.int64] = file["start"][:]
+        self._sums = sums_of(file, len(self.table))
         n, self.n_features = file["features"].shape
         whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
         if not whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
@@ -187,8 +209,21 @@ class FeatureStore(StoreFile):
         return np.diff(self._start)
 
     def bag(self, k: int) -> Bag:
-        """The features of the k-th slide."""
+        """The features of the k-th slide.
+
+        Raises:
+            WsiFlError: when they are damaged.
+        """
         rows = slice(int(self._start[k]), int(self._start[k + 1]))
         file = self._file
-        cluster, weight = (file[name][rows] if name in file else None for name in ("cluster", "weight"))
-        return Bag(file["features"][rows], file["xy_l0"][rows], cluster, weight)
+        try:
+            cluster, weight = (file[name][rows] if name in file else None for name in ("cluster", "weight"))
+            bag = Bag(file["features"][rows], file["xy_l0"][rows], cluster, weight)
+            if self._sums is not None and bag.crc32 != self._sums[k]:
+                raise ValueError(CHANGED)
+        except DAMAGE as error:
+            raise WsiFlError(
+                f"{self.path}: the features of slide {self.table.slide[k]} are damaged ({first_line(error)}); "
+                f"{self.mend}"
+            ) from None
+        return bag

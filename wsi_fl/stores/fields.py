@@ -83,17 +83,6 @@ def read_unread(node: Any) -> list[tuple[int, int, str]]:
     return [(x, y, str(why)) for (x, y), why in zip(node["unread_xy_l0"][:].tolist(), reasons, strict=True)]
 
 
-def shard_is_current(path: Path, wanted: str) -> bool | None:
-    """Return whether the shard of a slide has this fingerprint; None when there is no shard."""
-    if not path.exists():
-        return None
-    try:
-        with h5py.File(path, "r") as file:
-            return bool(file.attrs.get("fingerprint") == wanted)
-    except OSError:
-        return False
-
-
 def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) -> None:
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
@@ -117,9 +106,7 @@ def read_table(file: h5py.File) -> PatchTable:
     text = {name: np.asarray(file[name].asstr()[:], dtype=np.str_) for name in ("slide", "patient", "split")}
     unknown = set(text["split"].tolist()) - set(SPLITS)
     if unknown:
-        raise WsiFlError(
-            f"{file.filename}: unknown split {sorted(unknown)[0]!r}; allowed: {', '.join(SPLITS)}"
-        )
+        raise ValueError(f"unknown split {min(unknown)!r}, allowed: {', '.join(SPLITS)}")
     return PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
 
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Self
 
 import h5py
 
+from wsi_fl.stores.checksums import DAMAGE, HEAD, check_seal
 from wsi_fl.stores.fields import check_format, first_line, too_large
 from wsi_fl.types import WsiFlError
 
@@ -18,6 +19,8 @@ class StoreFile:
         path: of the file.
         format: that it must say, and the newest version that is read.
         command: which makes such files.
+        sealed: whether it has checksums; files of early versions have none.
+        rows: the datasets whose rows have checksums of their own.
 
     Raises:
         WsiFlError: when the file is missing, damaged, of another format or of a newer version, or says that it holds
@@ -26,6 +29,7 @@ class StoreFile:
 
     format: ClassVar[tuple[str, int]]
     command: ClassVar[str]
+    rows: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,21 +38,31 @@ class StoreFile:
         try:
             self._file = h5py.File(path, "r")
         except OSError as error:
-            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)})") from None
+            raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)}); {self.mend}") from None
         try:
             check_format(self._file, self.format[0], path, self.format[1])
             self._load(self._file)
-        except (KeyError, OSError, TypeError, ValueError) as error:
+            check_seal(self._file, self.rows)
+            self.sealed = HEAD in self._file.attrs
+        except DAMAGE as error:
             self._file.close()
-            raise WsiFlError(
-                f"{path}: damaged ({first_line(error)}); run `wsi-fl {self.command}` again"
-            ) from None
+            raise WsiFlError(f"{path}: damaged ({first_line(error)}); {self.mend}") from None
         except MemoryError as error:
             self._file.close()
-            raise WsiFlError(f"{path}: {too_large(error)}; run `wsi-fl {self.command}` again") from None
+            raise WsiFlError(f"{path}: {too_large(error)}; {self.mend}") from None
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def site(self) -> str:
+        """The folder of the store, which is called like its site."""
+        return self.path.absolute().parent.name
+
+    @property
+    def mend(self) -> str:
+        """Return what to do about damage."""
+        return f"run `wsi-fl {self.command} --site {self.site}` again"
 
     def _load(self, file: h5py.File) -> None:
         """Reads what is held in memory; KeyError, TypeError and ValueError say that the file is damaged."""

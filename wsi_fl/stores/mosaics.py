@@ -12,8 +12,9 @@ import h5py
 import numpy as np
 
 from wsi_fl import __version__
+from wsi_fl.stores.checksums import CHANGED, ROWS, seal, sums_of
 from wsi_fl.stores.columns import created
-from wsi_fl.stores.features import Bag
+from wsi_fl.stores.features import BAG, Bag
 from wsi_fl.stores.fields import encoded_text, read_spec, read_unread, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
@@ -76,6 +77,8 @@ def write_mosaic(path: Path, shard: MosaicShard) -> None:
         if shard.unread:
             file["unread_xy_l0"] = np.array([(x, y) for x, y, _ in shard.unread], np.int64)
             file["unread_reason"] = reasons
+        file[ROWS] = np.array([bag.crc32], np.uint32)
+        seal(file, BAG)
 
 
 _ATTRIBUTES = ("slide", "quickhash", "fingerprint", "encoder", "mpp_l0", "n_candidates", "note")
@@ -94,10 +97,18 @@ def current_mosaic(path: Path, wanted: str) -> bool | None:
 class _Shard(StoreFile):
     format = SHARD_FORMAT, SHARD_VERSION
     command = "mosaic"
+    rows = BAG
+
+    @property
+    def site(self) -> str:
+        return self.path.absolute().parents[1].name
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
         bag = Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:])
+        sums = sums_of(file, 1)
+        if sums is not None and bag.crc32 != sums[0]:
+            raise ValueError(f"features: {CHANGED}")
         self.content = MosaicShard(
             spec=read_spec(attrs),
             mpp_l0=float(attrs["mpp_l0"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
+from wsi_fl.stores.checksums import (
+    DAMAGE,
+    HEAD,
+    ROWS,
+    Sums,
+    check_rows,
+    check_seal,
+    crc_of_rows,
+    seal,
+    sums_of,
+)
 from wsi_fl.stores.columns import created, table_bytes, write_table
-from wsi_fl.stores.fields import StoreMeta, origin_attrs, read_meta, read_table, spec_attrs
+from wsi_fl.stores.fields import (
+    StoreMeta,
+    check_format,
+    first_line,
+    origin_attrs,
+    read_meta,
+    read_table,
+    spec_attrs,
+)
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
 from wsi_fl.types import PatchTable, WsiFlError, encoder_head
 
 FORMAT, SHARD_FORMAT = "wsi-fl patch features", "wsi-fl patch feature shard"
 FEATURES_VERSION = 1
+_FEATURES = ("features",)
+"""The dataset whose rows have checksums."""
+_VARIANTS = f"variants_{ROWS}"
 
 Features = NDArray[np.float32]
 
@@ -52,8 +74,38 @@ def write_shard(path: Path, fingerprint: str, features: Features, variants: Mapp
         file.attrs.update({"format": SHARD_FORMAT, "version": FEATURES_VERSION, "tool_version": __version__})
         file.attrs["fingerprint"] = fingerprint
         file["features"] = features
+        file[ROWS] = crc_of_rows(features)
         for site, values in variants.items():
             file[f"variants/{site}"] = values
+            file[f"{_VARIANTS}/{site}"] = crc_of_rows(values)
+        seal(file, _FEATURES)
+
+
+def check_shard(path: Path, advice: str) -> bool:
+    """Read the shard of a slide; return whether it has checksums.
+
+    Raises:
+        WsiFlError: when it is damaged; says what to do.
+    """
+    try:
+        return _read_whole(path)[1]
+    except (*DAMAGE, MemoryError) as error:
+        raise WsiFlError(f"{path}: damaged ({first_line(error)}); {advice}") from None
+
+
+def why_stale(path: Path, fingerprint: str) -> str | None:
+    """Return why the shard of a slide must be made; None where it is whole and has this fingerprint.
+
+    Returns:
+        "" where there is no shard.
+    """
+    if not path.exists():
+        return ""
+    try:
+        known = _read_whole(path)[0]
+    except (*DAMAGE, MemoryError, WsiFlError) as error:
+        return f"its shard was damaged ({first_line(error)})"
+    return None if known == fingerprint else "patches, encoder or stains changed"
 
 
 def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shards: Sequence[Path]) -> None:
@@ -74,25 +126,72 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
         )
         file.attrs.update(origin_attrs(meta.store))
         write_table(file, table)
-        whole = file.create_dataset("features", (n, d), np.float32)
-        variants = {one: file.create_dataset(f"variants/{one}", (n_train, d), np.float32) for one in others}
+        seal(file)
+        whole = _column(file, "features", ROWS, n, d)
+        variants = {one: _column(file, f"variants/{one}", f"{_VARIANTS}/{one}", n_train, d) for one in others}
         row = train_row = 0
         for features, of_site in _read_shards(shards):
-            whole[row : row + len(features)] = features
+            whole.put(row, features)
             row += len(features)
             for one, values in of_site.items():
-                variants[one][train_row : train_row + len(values)] = values
+                variants[one].put(train_row, values)
             train_row += len(features) if of_site else 0
     if row != n or (others and train_row != n_train):
         path.unlink()
         raise WsiFlError(f"{path}: {row} features of {n} patches; run `wsi-fl features` again")
 
 
+def _read_whole(path: Path) -> tuple[str, bool]:
+    """A shard's fingerprint, and whether it has checksums, after all of it was read."""
+    with h5py.File(path, "r") as file:
+        check_format(file, SHARD_FORMAT, path, FEATURES_VERSION)
+        check_seal(file, _FEATURES)
+        _read_shard(file)
+        return str(file.attrs["fingerprint"]), HEAD in file.attrs
+
+
+@dataclass(frozen=True)
+class _Column:
+    """Features that are being written, and their checksums."""
+
+    features: Any
+    sums: Any
+
+    def put(self, first: int, values: Features) -> None:
+        self.features[first : first + len(values)] = values
+        self.sums[first : first + len(values)] = crc_of_rows(values)
+
+
+def _column(file: h5py.File, name: str, sums: str, n: int, d: int) -> _Column:
+    return _Column(file.create_dataset(name, (n, d), np.float32), file.create_dataset(sums, (n,), np.uint32))
+
+
 def _read_shards(shards: Sequence[Path]) -> Iterator[tuple[Features, dict[str, Features]]]:
     for path in shards:
-        with h5py.File(path, "r") as file:
-            group = file.get("variants", {})
-            yield file["features"][:], {str(site): group[site][:] for site in group}
+        try:
+            with h5py.File(path, "r") as file:
+                yield _read_shard(file)
+        except DAMAGE as error:
+            site = path.absolute().parents[1].name
+            raise WsiFlError(
+                f"{path}: damaged ({first_line(error)}); run `wsi-fl features --site {site}` again"
+            ) from None
+
+
+def _read_shard(file: h5py.File) -> tuple[Features, dict[str, Features]]:
+    """The features of a slide and its variants; raises what tells damage."""
+    variants = {
+        str(site): _whole(file, f"variants/{site}", f"{_VARIANTS}/{site}")
+        for site in file.get("variants", ())
+    }
+    return _whole(file, "features", ROWS), variants
+
+
+def _whole(file: h5py.File, name: str, sums: str) -> Features:
+    values: Features = file[name][:]
+    rows = np.arange(len(values))
+    check_rows(sums_of(file, len(values), sums), rows, values, lambda row: f"row {row} of {name}")
+    return values
 
 
 class PatchFeatures(StoreFile):
@@ -108,6 +207,12 @@ class PatchFeatures(StoreFile):
 
     format = FORMAT, FEATURES_VERSION
     command = "features"
+    rows = _FEATURES
+
+    @property
+    def mend(self) -> str:
+        variants = " --set stain.exchange=true" if getattr(self, "stains", None) else ""
+        return f"run `wsi-fl features --site {self.site}{variants}` again"
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
@@ -121,6 +226,9 @@ class PatchFeatures(StoreFile):
             raise ValueError("not a vector for every patch")
         if any(self._variant(one).shape != (n_train, self.n_features) for one in self.others):
             raise ValueError("not a variant of every training patch")
+        self._train = np.flatnonzero(self.table.split == "train")
+        self._sums = sums_of(file, n)
+        self._variant_sums = {one: sums_of(file, n_train, f"{_VARIANTS}/{one}") for one in self.others}
 
     @property
     def others(self) -> list[str]:
@@ -134,20 +242,36 @@ class PatchFeatures(StoreFile):
         return len(self.table)
 
     def read(self, rows: NDArray[np.int64]) -> Features:
-        """float32[b, d] of the rows, in the order asked for."""
-        return _rows(self._file["features"], rows)
+        """float32[b, d] of the rows, in the order asked for; WsiFlError names the first that is damaged."""
+        return self._read(self._file["features"], self._sums, rows, self._named)
 
     def variant(self, site: str, rows: NDArray[np.int64]) -> Features:
         """float32[b, d] of training rows in another site's stain; rows count from 0 among training rows alone."""
-        return _rows(self._variant(site), rows)
+
+        def named(row: int) -> str:
+            return f"{self._named(int(self._train[row]))} in the stain of {site}"
+
+        return self._read(self._variant(site), self._variant_sums[site], rows, named)
+
+    def _named(self, row: int) -> str:
+        return f"the features of patch {row}, of slide {self.table.slide[row]},"
+
+    def _read(
+        self, data: Any, sums: Sums | None, rows: NDArray[np.int64], name: Callable[[int], str]
+    ) -> Features:
+        try:
+            return _rows(data, sums, rows, name)
+        except DAMAGE as error:
+            raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
 
 
-def _rows(data: Any, rows: NDArray[np.int64]) -> Features:
+def _rows(data: Any, sums: Sums | None, rows: NDArray[np.int64], name: Callable[[int], str]) -> Features:
     if not len(rows):
         return np.empty((0, data.shape[1]), np.float32)
     wanted, place = np.unique(rows, return_inverse=True)
     if wanted[-1] - wanted[0] + 1 == len(wanted):  # HDF5 takes its time over scattered rows
-        found: Features = data[int(wanted[0]) : int(wanted[-1]) + 1][place]
-        return found
-    picked: Features = data[wanted][place]
-    return picked
+        found: Features = data[int(wanted[0]) : int(wanted[-1]) + 1]
+    else:
+        found = data[wanted]
+    check_rows(sums, wanted, found, name)
+    return found[place]

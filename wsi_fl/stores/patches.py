@@ -19,7 +19,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.contents import ReadSlide, Rows, SlideUnreadable, rows_of
+from wsi_fl.stores.checksums import DAMAGE, Sums, check_seal
+from wsi_fl.stores.contents import PIXELS, ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     STORE_FORMAT,
@@ -71,6 +72,7 @@ class PatchStore(StoreFile):
         self.slides = [str(name) for name in names[order]]
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
+        self._sums: dict[str, Sums] = {}
         self._most_open = _most_open()
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -88,6 +90,34 @@ class PatchStore(StoreFile):
             self._pool.shutdown()
             self._pool = None
         self._shards.clear()
+
+    @property
+    def mend(self) -> str:
+        meta = getattr(self, "meta", None)
+        if meta is None or (meta.generator is None and meta.spec.mpp):
+            return super().mend
+        maker = "partition" if meta.generator is None else "synthesize sample"
+        return f"put its backup back, or make it anew with `wsi-fl {maker}`"
+
+    def verify(self, slide: str) -> tuple[list[int], bool]:
+        """Read all that the store holds of a slide.
+
+        Returns:
+            The damaged rows, and whether all damage is found: shards of early versions know nothing of their bytes.
+
+        Raises:
+            WsiFlError: when the shard is missing, damaged outside its patches, or of other patches.
+        """
+        with self._lock:
+            shard, patches = self._shard(slide)
+            try:
+                check_seal(shard, PIXELS)
+            except DAMAGE as error:
+                raise WsiFlError(
+                    f"{self.path}: the shard of slide {slide} is damaged ({first_line(error)}); {self.mend}"
+                ) from None
+            first = self._rows[slide].start
+            return [first + row for row in damaged_rows(patches)], patches.known
 
     @cached_property
     def channels(self) -> int:
@@ -108,18 +138,19 @@ class PatchStore(StoreFile):
             try:
                 group = self._open_shard(slide)
                 check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
-                rows = rows_of(group, self.meta.spec, self._read_slide)
+                rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
                 self._check_columns(slide, group, rows)
-            except (KeyError, OSError, TypeError, ValueError) as error:
+            except DAMAGE as error:
                 raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is missing or damaged ({first_line(error)}); "
-                    "run `wsi-fl tile` again"
+                    f"{self.path}: the shard of slide {slide} is missing or damaged ({first_line(error)}); {self.mend}"
                 ) from None
             except MemoryError as error:
                 raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is {too_large(error)}; run `wsi-fl tile` again"
+                    f"{self.path}: the shard of slide {slide} is {too_large(error)}; {self.mend}"
                 ) from None
             self._shards[slide] = group, rows
+            if rows.sums is not None:
+                self._sums[slide] = rows.sums
         self._shards.move_to_end(slide)
         return self._shards[slide]
 
@@ -144,9 +175,7 @@ class PatchStore(StoreFile):
             and np.array_equal(group["tumor_fraction"], self.table.tumor_fraction[rows], equal_nan=True)
         )
         if not same:
-            raise WsiFlError(
-                f"{self.path}: the shard of slide {slide} holds other patches; run `wsi-fl tile` again"
-            )
+            raise WsiFlError(f"{self.path}: the shard of slide {slide} holds other patches; {self.mend}")
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.
@@ -195,17 +224,26 @@ class PatchStore(StoreFile):
             patches.read(rows - first, out, at)
         except SlideUnreadable:
             raise
-        except (OSError, RuntimeError, ValueError, WsiFlError) as error:
+        except (*DAMAGE, WsiFlError) as error:
             row = _first_damaged(patches, rows, first, out, at)
             raise WsiFlError(
                 f"{self.path}: patch {row} in the shard of slide {slide} is damaged "
-                f"({first_line(error)}); run `wsi-fl tile` again"
+                f"({first_line(error)}); {self.mend}"
             ) from None
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         return self._pool
+
+
+def damaged_rows(patches: Rows) -> Iterator[int]:
+    """Yield which patches of a shard are damaged, after reading each."""
+    for row in range(patches.n):
+        try:
+            patches.verify(row)
+        except (*DAMAGE, WsiFlError):
+            yield row
 
 
 def _first_damaged(
@@ -215,7 +253,7 @@ def _first_damaged(
     for k, row in enumerate(rows):
         try:
             patches.read(rows[k : k + 1] - first, out, at[k : k + 1])
-        except (OSError, RuntimeError, ValueError, WsiFlError):
+        except (*DAMAGE, WsiFlError):
             return int(row)
     return int(rows[0])
 

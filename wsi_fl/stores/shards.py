@@ -13,16 +13,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from zlib import crc32
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
+from wsi_fl.stores.checksums import DAMAGE, ROWS, check_seal, crc_of, seal
 from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
-from wsi_fl.stores.contents import SlideSource, quality_of, shard_bytes
-from wsi_fl.stores.fields import SHARD_FORMAT, StoreMeta, encoded_text, read_unread, spec_attrs, write_root
-from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
+from wsi_fl.stores.fields import (
+    SHARD_FORMAT,
+    StoreMeta,
+    check_format,
+    encoded_text,
+    first_line,
+    read_unread,
+    spec_attrs,
+    write_root,
+)
+from wsi_fl.stores.patches import PatchStore, damaged_rows
 from wsi_fl.system.bulk import BulkFile, pile_in
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
@@ -61,6 +72,56 @@ def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
     return digest.hexdigest()
 
 
+def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
+    """Return why the shard of a slide must be written; None where it is whole and as planned.
+
+    All of it is read: nothing else tells damage, and whoever is told to tile again must have it mended.
+
+    Returns:
+        "" where there is no shard.
+    """
+    if not path.exists():
+        return ""
+    try:
+        with h5py.File(path, "r") as file:
+            check_format(file, SHARD_FORMAT, path)
+            check_seal(file, PIXELS)
+            if file.attrs["fingerprint"] != fingerprint(meta, table):
+                return "parameters or slide changed"
+            _check_plan(file, meta, table)
+            patches = rows_of(file["/"], meta.spec, None)
+            whole = patches.n == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
+            if not whole or next(damaged_rows(patches), None) is not None:
+                raise ValueError("patches are not as they were written")
+    except (*DAMAGE, MemoryError, WsiFlError) as error:
+        return f"its shard was damaged ({first_line(error)})"
+    return None
+
+
+def _check_plan(file: h5py.File, meta: ShardMeta, planned: PatchTable) -> None:
+    """Compare a shard's attributes and columns with the plan, but for rows that could not be read."""
+    unread = {(x, y) for x, y, _ in read_unread(file)}
+    table = planned.take(np.array([(x, y) not in unread for x, y in planned.xy_l0.tolist()], np.bool_))
+    said = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
+    same = (
+        len(table) + len(unread) == len(planned)
+        and np.array_equal(_patients(file, len(table)), table.patient)
+        and all(file.attrs[name] == value for name, value in (said | spec_attrs(meta.spec)).items())
+        and np.array_equal(file["xy_l0"], table.xy_l0)
+        and np.array_equal(file["label"], table.label)
+        and np.array_equal(file["tumor_fraction"], table.tumor_fraction, equal_nan=True)
+    )
+    if not same:
+        raise ValueError("columns are not as planned")
+
+
+def _patients(shard: h5py.File, n: int) -> NDArray[np.str_]:
+    """Of each row; the column stands for the attribute where there is one."""
+    if "patient" in shard:
+        return np.asarray(shard["patient"].asstr()[:], np.str_)
+    return np.full(n, str(shard.attrs["patient"]))
+
+
 def content_of(path: Path) -> tuple[str, list[tuple[int, int, str]]]:
     """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
     with h5py.File(path, "r") as file:
@@ -90,10 +151,12 @@ def write_shard(
     n, size = len(table) - len(unread), meta.spec.size_px
     room = n * size * size * channels
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
+        seal(file)
+        (at,) = _allocated(file, ROWS, (n,), h5py.h5t.STD_U32LE)
         offsets = _allocated(file, "pixels", (n, size, size, channels))
-        end = offsets[-1] + size * size * channels
+        sums = np.empty(n, "<u4")
         row = 0
-        with BulkFile(temporary, end) as bulk:
+        with BulkFile(temporary, offsets[-1] + size * size * channels) as bulk:
             for batch in pixels:
                 if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
                     raise WsiFlError(
@@ -102,13 +165,18 @@ def write_shard(
                 if row + len(batch) > n:
                     raise WsiFlError(f"{path}: got more than the {n} patches expected")
                 for patch in batch:
-                    bulk.write(np.ascontiguousarray(patch), offsets[row])
+                    whole = np.ascontiguousarray(patch)
+                    bulk.write(whole, offsets[row])
+                    sums[row] = crc_of(whole)
                     row += 1
+            bulk.write(sums.view(np.uint8), at)
         _check_count(path, row, n)
 
 
-def _allocated(file: h5py.File, name: str, shape: tuple[int, ...]) -> list[int]:
-    """A data set of bytes with its place on disk: one piece for a row of bytes, a chunk per patch for patches.
+def _allocated(
+    file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
+) -> list[int]:
+    """A data set with its place on disk: one piece for a row of numbers, a chunk per patch for patches.
 
     What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
 
@@ -121,8 +189,7 @@ def _allocated(file: h5py.File, name: str, shape: tuple[int, ...]) -> list[int]:
     layout.set_obj_track_times(False)  # the same content is the same bytes
     if len(shape) > 1:
         layout.set_chunk((1, *shape[1:]))
-    kind, space = h5py.h5t.STD_U8LE, h5py.h5s.create_simple(shape)
-    dataset = h5py.h5d.create(file.id, name.encode(), kind, space, layout)
+    dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
     file.flush()
     if len(shape) == 1:
         return [int(dataset.get_offset())]
@@ -144,14 +211,17 @@ def write_streams(
     """
     quality = quality_of(meta.wanted)
     with atomic(path) as final, pile_in(path.parent) as pile:
-        start = [0]
+        start, sums = [0], []
         for stream in streams:
             pile.write(stream)
+            sums.append(crc32(stream))
             start.append(start[-1] + len(stream))
         _check_count(path, len(start) - 1, len(table) - len(unread))
         with _filled(final, meta, table, unread, start[-1], version=2) as file:
             file.attrs.update({"content": meta.wanted, "lossy": quality is not None})
             file["start"] = np.array(start, np.uint64)
+            file[ROWS] = np.array(sums, np.uint32)
+            seal(file)
             (offset,) = _allocated(file, "bytes", (start[-1],))
             with BulkFile(final, offset + start[-1]) as bulk:
                 bulk.write_pile(pile, offset)
@@ -175,6 +245,7 @@ def write_positions(
                 "reader": source.reader,
             }
         )
+        seal(file)
 
 
 @contextmanager
@@ -240,3 +311,4 @@ def _copy_into(file: h5py.File, store: PatchStore) -> None:
         group.attrs.update(shard.attrs)
         for key in shard:
             shard.copy(key, group)
+    seal(file)

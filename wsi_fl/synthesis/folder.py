@@ -89,7 +89,10 @@ class GeneratorFolder:
             raise WsiFlError(f"{path}: no such generator; train it with `wsi-fl synthesize train`")
         generator = build(document["settings"]["shape"])
         what = f"generator, or not of the shape that {self.name} says"
-        _restore(path, what, lambda tensors, _: generator.load_state_dict(tensors))
+        kind = self.name.removesuffix(".json")
+        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {kind} --again`"
+        advice = f"put its backup back, or make it anew with {again}"
+        _restore(path, what, advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
@@ -106,8 +109,8 @@ class GeneratorFolder:
         """
         if not (known := self.iterations()):
             return False
-        what = "checkpoint; delete it to go on from the one before"
-        _restore(self._state_path(known[-1]), what, state.load)
+        advice = "delete it to go on from the one before" if known[1:] else "train with --again"
+        _restore(self._state_path(known[-1]), "checkpoint", advice, state.load)
         return True
 
     def iterations(self) -> list[int]:
@@ -132,10 +135,12 @@ class GeneratorFolder:
         write_text(self.path / "metrics.jsonl", text)
 
 
-def _restore(path: Path, what: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]) -> None:
-    tensors, document = load_tensors(path, what)
+def _restore(
+    path: Path, what: str, advice: str, load: Callable[[dict[str, Tensor], dict[str, Any]], object]
+) -> None:
+    tensors, document = load_tensors(path, what, advice)
     try:
         load(tensors, document)
     except (KeyError, ValueError, RuntimeError) as error:
         reason = str(error).strip().split("\n")[0]
-        raise WsiFlError(f"{path}: damaged {what} ({reason})") from None
+        raise WsiFlError(f"{path}: damaged {what} ({reason}); {advice}") from None

@@ -1,7 +1,8 @@
-"""Named tensors in safetensors files; PyTorch is imported where one is read or written."""
+"""Named tensors in safetensors files, with a digest of them; PyTorch is imported where one is read or written."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_DIGEST = "tensors_sha256"
+"""A key of the document in the file that callers do not see. A second entry beside the document would not do: the order
+of entries is left to chance."""
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
     """Write a safetensors file with a JSON document in its header, whole or not at all, for its owner alone to read."""
     from safetensors.torch import save_file
@@ -24,17 +30,23 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], document: Mapping[st
     contiguous = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     with atomic(path) as temporary:
         temporary.touch(mode=0o600)
-        save_file(contiguous, temporary, metadata={"document": json.dumps(document)})
+        plain = json.loads(json.dumps(document))
+        said = plain | {_DIGEST: _digest(contiguous, plain)}
+        save_file(contiguous, temporary, metadata={"document": json.dumps(said)})
 
 
-def load_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the document that `save_tensors` wrote.
 
+    Args:
+        what: the file is.
+        advice: what to do where it is damaged.
+
     Raises:
-        WsiFlError: when the file is damaged; the error says what it was.
+        WsiFlError: when the file is damaged, or holds other bytes than were written.
     """
-    with _opened(path, "pt", what) as (file, document):
-        return {key: file.get_tensor(key) for key in file.keys()}, document  # noqa: SIM118
+    with _opened(path, "pt", what, advice) as (file, document):
+        return _checked(file, document)
 
 
 def load_document(path: Path, what: str) -> dict[str, Any]:
@@ -44,30 +56,55 @@ def load_document(path: Path, what: str) -> dict[str, Any]:
         WsiFlError: as `load_tensors`.
     """
     with _opened(path, "np", what) as (_, document):
+        document.pop(_DIGEST, None)
         return document
 
 
+def _checked(file: Any, document: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors, and the document without its digest; ValueError where the digest is of others.
+
+    Files of early versions have none.
+    """
+    tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    known = document.pop(_DIGEST, None)
+    if known is not None and known != _digest(tensors, document):
+        raise ValueError("not the bytes that were written")
+    return tensors, document
+
+
+def _digest(tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> str:
+    """SHA-256 over a document and contiguous tensors: their names, types, shapes and bytes."""
+    import torch
+
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 @contextmanager
-def _opened(path: Path, framework: str, what: str) -> Iterator[tuple[Any, dict[str, Any]]]:
+def _opened(path: Path, framework: str, what: str, advice: str = "") -> Iterator[tuple[Any, dict[str, Any]]]:
     """Open a file of `save_tensors` and read its document."""
+    then = f"; {advice}" if advice else ""
     try:
         with safe_open(path, framework) as file:
             yield file, dict(json.loads((file.metadata() or {})["document"]))
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
-        raise WsiFlError(f"{path}: damaged {what} ({error})") from None
+        raise WsiFlError(f"{path}: damaged {what} ({error}){then}") from None
     except RecursionError:
-        raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply)") from None
+        raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply){then}") from None
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file, whoever wrote it.
 
     Raises:
-        WsiFlError: when the file is damaged.
+        WsiFlError: when the file is damaged, or one of `save_tensors` that holds other bytes than were written.
     """
-    from safetensors.torch import load_file
-
     try:
-        return load_file(path)
-    except SafetensorError as error:
+        with safe_open(path, "pt") as file:
+            return _checked(file, dict(json.loads((file.metadata() or {}).get("document", "{}"))))[0]
+    except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:
         raise WsiFlError(f"{path}: damaged ({error})") from None

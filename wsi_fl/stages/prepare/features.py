@@ -26,9 +26,8 @@ from wsi_fl.stages.site.rates import say_speed, speed_of
 from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.fields import shard_is_current
 from wsi_fl.stores.mosaics import fingerprint
-from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features, write_shard
+from wsi_fl.stores.patch_features import FeaturesMeta, why_stale, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -195,12 +194,12 @@ def _tasks(site: _Site, slide: str, shard: Path) -> Iterator[_Task]:
     made_with = site.meta.stains if others else {}
     patches = str(store.shard(slide).attrs["fingerprint"])
     wanted = fingerprint(slide, patches, len(rows), site.encoder.identity, dict(sorted(made_with.items())))
-    current = shard_is_current(shard, wanted)
-    if current:
+    stale = why_stale(shard, wanted)
+    if stale is None:
         yield _Task(slide, rows[:0], wanted, None)
         return
-    if current is False:
-        say(f"  {slide}: patches, encoder or stains changed, made again")
+    if stale:
+        say(f"  {slide}: {stale}, made again")
     for other in (*others, None):
         yield _Task(slide, rows, wanted, other)
 

@@ -143,7 +143,9 @@ def _look(work: Work, record: SlideRecord) -> _Looked | Done:
         if current and picture_path(work.folder, record.slide).exists():
             return _done(record.slide, work)
         if current is False:
-            say(f"  {record.slide}: parameters, encoder or slide changed, made again")
+            say(
+                f"  {record.slide}: parameters, encoder or slide changed, or its shard was damaged; made again"
+            )
         return _Looked(wanted, quickhash, plan_mosaic(record, work.spec, work.params, reader=work.reader))
 
     return _apart(record.slide, look)

@@ -20,11 +20,10 @@ from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams
 from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.contents import SlideSource, quality_of
-from wsi_fl.stores.fields import shard_is_current
 from wsi_fl.stores.shards import (
     ShardMeta,
     content_of,
-    fingerprint,
+    why_stale,
     write_positions,
     write_shard,
     write_streams,
@@ -129,10 +128,10 @@ def _write_slide(
         np.full(n, record.patient),
         np.full(n, split),
     )
-    current = shard_is_current(shard, fingerprint(meta, table))
-    if current is False:
-        say(f"  {record.slide}: parameters or slide changed, tiled again")
-    if not current:
+    stale = why_stale(shard, meta, table)
+    if stale:
+        say(f"  {record.slide}: {stale}, tiled again")
+    if stale is not None:
         _picture(wanted, plan).unlink(missing_ok=True)  # it would outlive a kill between the two
         _write_shard(_Task(shard, meta, table, plan), wanted)
     return content_of(shard)

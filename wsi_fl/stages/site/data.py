@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ _HASHED = 4096
 
 Store = PatchStore | FeatureStore | PatchFeatures
 Table = PatchTable | BagTable
+Opened = TypeVar("Opened", PatchStore, FeatureStore, PatchFeatures)
 
 
 class Data:
@@ -197,7 +198,7 @@ class Features(Data):
     store: PatchFeatures
 
     def _opened(self) -> PatchFeatures:
-        return PatchFeatures(_there(self.study, self.site, self.study.features(self.site), "features"))
+        return open_features(self.study, self.site)
 
     @property
     def shape(self) -> Vectors:
@@ -262,13 +263,34 @@ class Features(Data):
 
 
 def open_store(study: Study, site: str) -> PatchStore:
-    """Open the patch store of a site."""
-    return PatchStore(_there(study, site, study.store(site), "tile"), SlidePixels(study, site))
+    """Open the patch store of a site.
+
+    Raises:
+        WsiFlError: when there is none, or it is another site's; so do `open_features` and `open_mosaic`.
+    """
+    path = _there(study, site, study.store(site), "tile")
+    return _own(PatchStore(path, SlidePixels(study, site)), study, site)
+
+
+def open_features(study: Study, site: str) -> PatchFeatures:
+    """Open the features of a site's patches."""
+    return _own(PatchFeatures(_there(study, site, study.features(site), "features")), study, site)
 
 
 def open_mosaic(study: Study, site: str) -> FeatureStore:
     """Open the feature store of a site's mosaics."""
-    return FeatureStore(_there(study, site, study.mosaic(site), "mosaic"))
+    return _own(FeatureStore(_there(study, site, study.mosaic(site), "mosaic")), study, site)
+
+
+def _own(store: Opened, study: Study, site: str) -> Opened:
+    """The store, if it is the site's: nobody learns from another's rows under this site's name and ledger."""
+    if (theirs := store.meta.site) == site:
+        return store
+    store.close()
+    raise WsiFlError(
+        f"{study.relative(store.path)} is the store of site {theirs}; put that back under its name, and run "
+        f"`wsi-fl {store.command} --site {site}`"
+    )
 
 
 def _there(study: Study, site: str, path: Path, command: str) -> Path:

@@ -1,0 +1,458 @@
+"""Damage is noticed wherever it lies, named with the command that mends it, and mended by that command alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import make_study, refused
+from safetensors.torch import save_file
+
+from wsi_fl.demo import phantom
+from wsi_fl.runs import SiteFolder
+from wsi_fl.stages.prepare.check import check
+from wsi_fl.stages.prepare.features import features
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
+from wsi_fl.stores.checksums import HEAD, ROWS
+from wsi_fl.stores.features import Bag, FeatureMeta, write_features
+from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, write_mosaic
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.shards import pack
+from wsi_fl.study.folder import Study
+from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
+
+SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory):
+    return phantom.paint_archive(
+        tmp_path_factory.mktemp("damage") / "archive", n_sites=1, patients_per_site=1, size_px=768
+    )
+
+
+@pytest.fixture(scope="module")
+def kept(slides, tmp_path_factory):
+    """A tiled study for each way to store pixels, whose pipeline says all that tiling needs."""
+    studies = {}
+    for content in ("raw", "jpeg:90", "none"):
+        root = tmp_path_factory.mktemp("tiled") / "study"
+        init(root, archive=slides)
+        for pipeline in (root / "pipelines").glob("*.toml"):
+            pipeline.write_text(f'[tile]\n{SMALL}[store]\npixels = "{content}"\n')
+        studies[content] = Study(root)
+        tile(studies[content], site="C1")
+    return studies
+
+
+@pytest.fixture
+def tiled(kept, tmp_path):
+    return lambda content: Study(shutil.copytree(kept[content].root, tmp_path / "study"))
+
+
+def files_of(study, site="C1"):
+    folder = study.store(site).parent
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*.h5"))
+        if ".lock" not in path.name
+    }
+
+
+def read_all(study, site="C1"):
+    """As training reads: every patch of the store."""
+    with open_store(study, site) as store:
+        return store.read(np.arange(len(store)))
+
+
+def flip(path, offset, bit=0x40):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= bit
+    path.write_bytes(data)
+
+
+def place_of(path, name, row=0):
+    """The offset in the file of a row of a dataset."""
+    with h5py.File(path) as file:
+        data = file[name]
+        if data.chunks:
+            return data.id.get_chunk_info_by_coord((row, 0, 0, 0)).byte_offset
+        return data.id.get_offset() + row * data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=int))
+
+
+def forget(path):
+    """What a file of an early version is: without checksums."""
+    with h5py.File(path, "r+") as file:
+        del file.attrs[HEAD]
+        for name in (ROWS, f"variants_{ROWS}"):
+            if name in file:
+                del file[name]
+
+
+def edit(path, change):
+    with h5py.File(path, "r+") as file:
+        change(file)
+
+
+def other_label(file):
+    file["label"][0] ^= 1
+
+
+def other_corner(file):
+    file["xy_l0"][0, 0] += 64
+
+
+def no_fraction(file):
+    del file["tumor_fraction"]
+
+
+def no_sums(file):
+    del file[ROWS]
+
+
+def other_content(file):
+    file.attrs["content"] = "nonsense"
+
+
+def other_fingerprint(file):
+    file.attrs["fingerprint"] = "0" * 64
+
+
+def zeros(file):
+    name = "bytes" if "bytes" in file else "pixels"
+    file[name][-1] = np.zeros_like(file[name][-1])
+    file[name][: len(file[name]) // 2] = 0
+
+
+HURTS = [other_label, other_corner, no_fraction, no_sums, other_content, other_fingerprint, zeros]
+
+
+@pytest.mark.parametrize("content", ["raw", "jpeg:90", "none"])
+@pytest.mark.parametrize("hurt", HURTS)
+def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hurt, wsi_fl):
+    if content == "none" and hurt in (no_sums, zeros):
+        pytest.skip("such a shard has no pixels")
+    study = tiled(content)
+    before = files_of(study)
+    edit(sorted((study.store("C1").parent / "slides").glob("*.h5"))[0], hurt)
+    damaged = wsi_fl("check", "--site", "C1", "--json", cwd=study.root)
+    assert damaged.returncode == 1
+    (line,) = json.loads(damaged.stdout)["sites"][0]["damaged"]
+    assert "slide" in line and "`wsi-fl tile --site C1`" in line
+    assert wsi_fl("tile", "--site", "C1", cwd=study.root).returncode == 0
+    assert files_of(study) == before
+    assert wsi_fl("check", "--site", "C1", cwd=study.root).returncode == 0
+
+
+@pytest.mark.parametrize("content", ["raw", "jpeg:90"])
+@pytest.mark.parametrize("bit", [0x01, 0x80])
+def test_one_bit_of_a_patch_is_found_by_training_and_mended_by_what_it_advises(tiled, content, bit, wsi_fl):
+    study = tiled(content)
+    before, pixels = files_of(study), read_all(study)
+    shard = sorted((study.store("C1").parent / "slides").glob("*.h5"))[0]
+    if content == "raw":
+        at = place_of(shard, "pixels", 3) + 1000
+    else:
+        with h5py.File(shard) as file:
+            at = file["bytes"].id.get_offset() + int(file["start"][3:5].mean())
+    flip(shard, at, bit)
+    with pytest.raises(WsiFlError, match=rf"patch 3 in the shard of slide {shard.stem} is damaged") as caught:
+        read_all(study)
+    (command,) = re.findall(r"`wsi-fl ([^`]*)`", str(caught.value))
+    assert wsi_fl(*command.split(), cwd=study.root).returncode == 0
+    assert files_of(study) == before
+    np.testing.assert_array_equal(read_all(study), pixels)
+
+
+def test_random_flips_are_never_learned_and_never_laundered(tiled):
+    """Anywhere in a shard: training refuses what differs, and after `tile` nothing differs."""
+    study = tiled("raw")
+    pixels = read_all(study)
+    with open_store(study, "C1") as store:
+        table = store.table
+    shard = sorted((study.store("C1").parent / "slides").glob("*.h5"))[0]
+    whole, rng = shard.read_bytes(), np.random.default_rng(0)
+    spots = [*rng.integers(0, 8192, 60), *rng.integers(0, len(whole), 20)]
+    refusals = 0
+    for spot in spots:
+        flip(shard, int(spot), 1 << int(rng.integers(8)))
+        try:
+            np.testing.assert_array_equal(read_all(study), pixels)
+        except WsiFlError as error:
+            assert "unexpected" not in str(error)
+            refusals += 1
+            tile(study, site="C1")
+            np.testing.assert_array_equal(read_all(study), pixels)
+            with open_store(study, "C1") as store:
+                for name in ("label", "xy_l0", "tumor_fraction", "slide", "patient", "split"):
+                    np.testing.assert_array_equal(getattr(store.table, name), getattr(table, name))
+        shard.write_bytes(whole)
+    assert refusals > 20
+
+
+def test_streams_of_an_early_version_are_mended_too(tiled):
+    study = tiled("jpeg:90")
+    for shard in (study.store("C1").parent / "slides").glob("*.h5"):
+        forget(shard)
+    edit(shard, zeros)
+    refused(lambda: read_all(study), "damaged", error=WsiFlError)
+    tile(study, site="C1")
+    read_all(study)
+
+
+def test_stores_of_an_early_version_open_and_check_says_what_it_cannot_know(tiled):
+    study = tiled("raw")
+    shards = sorted((study.store("C1").parent / "slides").glob("*.h5"))
+    for path in (*shards, study.store("C1")):
+        forget(path)
+    stamps = [path.stat().st_mtime_ns for path in shards]
+    read_all(study)
+    document = check(study, site="C1")
+    assert document["ok"] and document["sites"][0]["unknown"] == len(shards)
+    tile(study, site="C1")
+    assert [path.stat().st_mtime_ns for path in shards] == stamps
+
+
+def test_a_packed_store_knows_its_bytes(tiled, tmp_path):
+    study = tiled("raw")
+    pack(study.store("C1"), tmp_path / "packed.h5")
+    with PatchStore(tmp_path / "packed.h5") as store:
+        assert [store.verify(slide) for slide in store.slides] == [([], True)] * len(store.slides)
+    with h5py.File(tmp_path / "packed.h5", "r+") as file:
+        pixels = next(iter(file["slides"].values()))["pixels"]
+        pixels[1, 0, 0, 0] ^= 1
+    with PatchStore(tmp_path / "packed.h5") as store:
+        refused(lambda: store.read(np.arange(3)), "patch 1", "damaged", error=WsiFlError)
+
+
+@pytest.mark.parametrize("name", ["label", "patient", "split", "xy_l0"])
+def test_a_column_of_a_store_that_changed_is_refused(tiled, name):
+    study = tiled("raw")
+    flip(study.store("C1"), place_of(study.store("C1"), name), 0x01)
+    refused(lambda: open_store(study, "C1"), "patches.h5", "wsi-fl tile --site C1", error=WsiFlError)
+    tile(study, site="C1")
+    read_all(study)
+
+
+def test_images_advise_what_makes_them(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1, mpp=0.0)
+    shard = study.store("S0").parent / "slides" / "S0_slide_0.h5"
+    flip(shard, place_of(shard, "pixels", 2))
+    with open_store(study, "S0") as store:
+        refused(lambda: store.read(np.arange(4)), "damaged", "backup", "wsi-fl partition", error=WsiFlError)
+
+
+# features
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Two sites with features of their patches in both stains, and a pipeline that says how."""
+    root = tmp_path_factory.mktemp("features")
+    torch.manual_seed(0)
+    save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), root / "tiny.safetensors")
+    extra = (
+        f'[features]\nencoder = "test_efficientnet"\nweights = "{root / "tiny.safetensors"}"\n'
+        "[stain]\nexchange = true\n"
+    )
+    study = make_study(root / "study", n_sites=2, extra=extra, size_px=32)
+    stain(study, site=None)
+    features(study, site=None)
+    return study
+
+
+@pytest.mark.parametrize("where", ["features.h5", "features/S0_slide_1.h5"])
+@pytest.mark.parametrize("name", ["features", "variants/S1", ROWS, f"variants_{ROWS}/S1"])
+def test_a_changed_feature_is_named_and_mended(made, tmp_path, where, name, wsi_fl):
+    study = Study(shutil.copytree(made.root, tmp_path / "study"))
+    before = files_of(study, "S0")
+    path = study.features("S0").parent / where
+    row = 15 if where == "features.h5" else 2
+    flip(path, place_of(path, name, row), 0x01)
+    (line,) = check(study, site="S0")["sites"][0]["damaged"]
+    if where == "features.h5":
+        assert "patch 15, of slide S0_slide_1," in line
+
+        def read():
+            with open_features(study, "S0") as store:
+                store.read(np.array([15, 2]))
+                store.variant("S1", np.array([15, 2]))
+
+        refused(read, "patch 15, of slide S0_slide_1,", "wsi-fl features --site S0", error=WsiFlError)
+    (command,) = re.findall(r"`wsi-fl ([^`]*)`", line)
+    assert wsi_fl(*command.split(), cwd=study.root).returncode == 0
+    assert files_of(study, "S0") == before
+
+
+def test_features_of_an_early_version_open(made, tmp_path):
+    study = Study(shutil.copytree(made.root, tmp_path / "study"))
+    forget(study.features("S0"))
+    with open_features(study, "S0") as store:
+        found = store.read(np.arange(len(store))), store.variant("S1", np.arange(4))
+    with open_features(made, "S0") as store:
+        np.testing.assert_array_equal(found[0], store.read(np.arange(len(store))))
+        np.testing.assert_array_equal(found[1], store.variant("S1", np.arange(4)))
+
+
+# bags
+
+
+def a_bag(seed, n=5):
+    rng = np.random.default_rng(seed)
+    corners = rng.integers(0, 999, (n, 2))
+    return Bag(rng.normal(size=(n, 4)).astype(np.float32), corners, np.arange(n), np.full(n, 0.2, np.float32))
+
+
+def bags_of(path, site="S0", **left_out):
+    spec, n = GridSpec(64, 1.0, 64), 3
+    text = np.array([f"slide {k}" for k in range(n)])
+    table = BagTable(
+        np.arange(n) % 2,
+        slide=text,
+        patient=text,
+        split=np.array(["train"] * n),
+        tumor_type=np.array([""] * n),
+    )
+    meta = FeatureMeta(site, ("a", "b"), {}, "tiny", spec)
+    bags = [Bag(**{**vars(a_bag(k)), **left_out}) for k in range(n)]
+    write_features(path, meta, table, bags)
+
+
+@pytest.mark.parametrize("column", ["features", "xy_l0"])
+def test_a_changed_bag_is_named(tmp_path, column):
+    study = make_study(tmp_path / "study", n_sites=1)
+    bags_of(path := study.mosaic("S0"))
+    flip(path, place_of(path, column, 7), 0x01)
+    with open_mosaic(study, "S0") as store:
+        store.bag(0), store.bag(2)
+        refused(lambda: store.bag(1), "slide 1", "damaged", "wsi-fl mosaic --site S0", error=WsiFlError)
+
+
+@pytest.mark.parametrize("column", ["cluster", "weight", "label", "start"])
+def test_a_changed_column_of_bags_is_refused(tmp_path, column):
+    study = make_study(tmp_path / "study", n_sites=1)
+    bags_of(path := study.mosaic("S0"))
+    flip(path, place_of(path, column, 1), 0x01)
+    refused(lambda: open_mosaic(study, "S0"), "mosaic.h5", "damaged", error=WsiFlError)
+
+
+def test_imported_bags_advise_import(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    bags_of(path := study.mosaic("S0"), cluster=None, weight=None)
+    flip(path, place_of(path, "features", 7))
+    with open_mosaic(study, "S0") as store:
+        refused(lambda: store.bag(1), "wsi-fl import --site S0", error=WsiFlError)
+
+
+@pytest.mark.parametrize("column", ["features", "xy_l0", "weight"])
+def test_a_damaged_mosaic_is_made_again(tmp_path, column):
+    shard = MosaicShard("s", "", "f" * 64, "tiny", GridSpec(64, 1.0, 64), 0.5, 9, "", a_bag(0))
+    write_mosaic(path := tmp_path / "S0" / "mosaics" / "s.h5", shard)
+    assert current_mosaic(path, "f" * 64) is True
+    flip(path, place_of(path, column, 2), 0x01)
+    assert current_mosaic(path, "f" * 64) is False
+
+
+# stores under another's name
+
+
+@pytest.mark.parametrize("kind", ["patches", "features", "mosaics"])
+def test_a_store_of_another_site_is_refused(made, tmp_path, kind):
+    study = Study(shutil.copytree(made.root, tmp_path / "study"))
+    bags_of(study.mosaic("S0"))
+    shutil.rmtree(study.store("S1").parent)
+    shutil.copytree(study.store("S0").parent, study.store("S1").parent)
+    opened = {"patches": open_store, "features": open_features, "mosaics": open_mosaic}[kind]
+    refused(lambda: opened(study, "S1"), "stores/S1/", "is the store of site S0", error=WsiFlError)
+    opened(study, "S0").close()
+
+
+# checkpoints and generators
+
+
+TENSORS = {"private/w": torch.arange(600.0).reshape(20, 30).T, "n": torch.tensor(7), "e": torch.empty(0)}
+
+
+@pytest.fixture
+def site(tmp_path):
+    folder = SiteFolder(tmp_path / "runs" / "00007-proxyfl-p" / "sites" / "C1")
+    folder.save_checkpoint(3, TENSORS, {"round": 3, "losses": {"1": 0.5}, 2: [1, 2]})
+    return folder
+
+
+def test_a_bit_anywhere_in_a_checkpoint_is_found(site):
+    path = site.checkpoint_path(3)
+    whole = path.read_bytes()
+    tensors, document = site.load_checkpoint(3)
+    assert document == {"round": 3, "losses": {"1": 0.5}, "2": [1, 2]}
+    assert all(torch.equal(tensors[name], value) for name, value in TENSORS.items())
+    for spot in [*range(8, len(whole), 37), len(whole) - 1]:
+        flip(path, spot, 0x01)
+        refused(lambda: site.load_checkpoint(3), "damaged checkpoint", "start a new run", error=WsiFlError)
+        path.write_bytes(whole)
+
+
+def test_a_damaged_checkpoint_says_which_way_on_there_is(site):
+    site.save_checkpoint(4, TENSORS, {"round": 4})
+    flip(site.checkpoint_path(4), -9)
+    words = ("backup", "wsi-fl train --resume 00007-proxyfl-p", "round 3", "new run")
+    refused(lambda: site.load_checkpoint(4), *words, error=WsiFlError)
+
+
+def test_checkpoints_of_early_versions_load(site):
+    document = {"document": json.dumps({"round": 3})}
+    save_file({"n": torch.tensor(7)}, site.checkpoint_path(3), metadata=document)
+    assert site.load_checkpoint(3)[1] == {"round": 3}
+
+
+def test_a_changed_model_is_found(site):
+    path = site.save_model("private", TENSORS)
+    assert site.load_model("private").keys() == TENSORS.keys()
+    flip(path, -5)
+    refused(lambda: site.load_model("private"), "private.safetensors", "damaged", error=WsiFlError)
+
+
+def test_a_changed_generator_is_found_by_check(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    folder = GeneratorFolder(study.generator("S0"))
+    folder.save_generator("before", torch.nn.Linear(3, 3))
+    assert check(study, site="S0")["ok"]
+    flip(folder.generator_path("before"), -5)
+    (line,) = check(study, site="S0")["sites"][0]["damaged"]
+    assert (
+        "before.safetensors" in line and "wsi-fl synthesize train --site S0 --generator gan --again" in line
+    )
+
+
+# the command
+
+
+def test_check_tells_every_site_and_goes_on_after_damage(made, tmp_path, wsi_fl):
+    study = Study(shutil.copytree(made.root, tmp_path / "study"))
+    study.store("S0").write_bytes(b"no store")
+    for name in ("S1_slide_0", "S1_slide_2"):
+        (study.store("S1").parent / "slides" / f"{name}.h5").unlink()
+    found = wsi_fl("check", "--all", "--json", cwd=study.root)
+    assert found.returncode == 1
+    document = json.loads(found.stdout)
+    assert [len(row["damaged"]) for row in document["sites"]] == [1, 2] and not document["ok"]
+    shown = wsi_fl("check", "--all", cwd=study.root)
+    assert shown.returncode == 1 and "S1_slide_2" in shown.stderr
+
+
+def test_check_without_stores_says_what_makes_them(tmp_path, wsi_fl):
+    study = make_study(tmp_path / "study", n_sites=1)
+    shutil.rmtree(study.store("S0").parent)
+    found = wsi_fl("check", "--site", "S0", cwd=study.root)
+    assert found.returncode == 1 and "wsi-fl tile --site S0" in found.stderr
+    assert wsi_fl("check", cwd=study.root).returncode == 2

@@ -1,0 +1,191 @@
+"""`check`: every byte of a site's stores and generators read, and damage told with the command that mends it.
+
+One patch, some rows of features or one bag is in memory at a time, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import TypedDict
+
+from wsi_fl.stages.prepare.sources import asked_for
+from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
+from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.mosaics import read_mosaic
+from wsi_fl.stores.patch_features import PatchFeatures, check_shard
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.system.tensors import load_tensors
+from wsi_fl.types import WsiFlError
+
+_ROWS = 4096
+"""Features read at a time."""
+_NAMED = 5
+"""Damaged patches of a slide that are named."""
+
+Step = tuple[str, Callable[[], bool]]
+"""What is read, and reading it: returns whether all damage of it is found, and raises WsiFlError for damage."""
+
+
+class Row(TypedDict):
+    """What was found at a site.
+
+    Attributes:
+        read: how many shards, stores' rows, bags and other files were read.
+        unknown: of how many of them damage may go unseen, since an early version wrote them without checksums.
+        damaged: a line for each damage: where, what, and what mends it.
+    """
+
+    site: str
+    read: int
+    unknown: int
+    damaged: list[str]
+    seconds: float
+
+
+def check(
+    study: Study,
+    *,
+    site: str | None,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Read all that one site has stored, or with `site` None every site of the pipeline; return the `--json` document.
+
+    Raises:
+        WsiFlError: when there is nothing to check.
+    """
+    _, sites = asked_for(study, site, pipeline_name, overrides)
+    rows = [_check_site(study, one.name, watcher or Silent()) for one in sites]
+    if not any(row["read"] for row in rows):
+        which = "--all" if site is None else f"--site {site}"
+        raise WsiFlError(f"nothing is stored yet; run `wsi-fl tile {which}`")
+    return {"sites": rows, "ok": not any(row["damaged"] for row in rows)}
+
+
+def _check_site(study: Study, site: str, watcher: Watcher) -> Row:
+    began = time.perf_counter()
+    row = Row(site=site, read=0, unknown=0, damaged=[], seconds=0.0)
+    for path, part in (
+        (study.store(site), _patches),
+        (study.features(site), _features),
+        (study.mosaic(site), _mosaics),
+    ):
+        if path.exists():
+            _take(row, part(study, site), watcher)
+    _take(row, _generators(study, site), watcher)
+    return row | {"seconds": time.perf_counter() - began}
+
+
+def _take(row: Row, steps: Iterator[list[Step]], watcher: Watcher) -> None:
+    """Read one store: the steps are known once it is open."""
+    try:
+        for known in steps:
+            for done, (name, read) in enumerate(known):
+                watcher.update(row["site"], done, len(known), name)
+                row["read"] += 1
+                try:
+                    row["unknown"] += not read()
+                except WsiFlError as error:
+                    row["damaged"].append(str(error))
+            watcher.update(row["site"], len(known), len(known))
+    except WsiFlError as error:  # it does not even open
+        row["read"] += 1
+        row["damaged"].append(str(error))
+
+
+def _patches(study: Study, site: str) -> Iterator[list[Step]]:
+    with open_store(study, site) as store:
+        yield [(slide, partial(_read_slide, store, slide)) for slide in store.slides]
+
+
+def _read_slide(store: PatchStore, slide: str) -> bool:
+    damaged, known = store.verify(slide)
+    if damaged:
+        shown = ", ".join(map(str, damaged[:_NAMED])) + (", …" if len(damaged) > _NAMED else "")
+        raise WsiFlError(
+            f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({shown}); {store.mend}"
+        )
+    return known
+
+
+def _features(study: Study, site: str) -> Iterator[list[Step]]:
+    folder = study.features(site).parent / "features"
+    with open_features(study, site) as store:
+        steps: list[Step] = [
+            (f"patches from {first}", partial(_read_features, store, first))
+            for first in range(0, len(store), _ROWS)
+        ]
+        shards = sorted(folder.glob("*.h5"))
+        yield [*steps, *((path.stem, partial(check_shard, path, store.mend)) for path in shards)]
+
+
+def _read_features(store: PatchFeatures, first: int) -> bool:
+    """Some rows, and the variants of those among as many training rows."""
+    store.read(np.arange(first, min(first + _ROWS, len(store))))
+    n_train = int((store.table.split == "train").sum())
+    for other in store.others:
+        store.variant(other, np.arange(first, min(first + _ROWS, n_train)))
+    return store.sealed
+
+
+def _mosaics(study: Study, site: str) -> Iterator[list[Step]]:
+    folder = study.mosaic(site).parent / "mosaics"
+    with open_mosaic(study, site) as store:
+        steps: list[Step] = [
+            (str(slide), partial(_read_bag, store, k)) for k, slide in enumerate(store.table.slide)
+        ]
+        yield [*steps, *((path.stem, partial(_read_mosaic, path)) for path in sorted(folder.glob("*.h5")))]
+
+
+def _read_bag(store: FeatureStore, k: int) -> bool:
+    store.bag(k)
+    return store.sealed
+
+
+def _read_mosaic(path: Path) -> bool:
+    read_mosaic(path)
+    return True  # `mosaic.h5` is what counts
+
+
+def _generators(study: Study, site: str) -> Iterator[list[Step]]:
+    for name, folder in (("gan", study.generator(site)), ("ddpm", study.denoiser(site))):
+        advice = (
+            f"put its backup back, or run `wsi-fl synthesize train --site {site} --generator {name} --again`"
+        )
+        yield [
+            (path.name, partial(_read_tensors, path, advice))
+            for path in sorted((*folder.glob("*.safetensors"), *folder.glob("state/*.safetensors")))
+        ]
+
+
+def _read_tensors(path: Path, advice: str) -> bool:
+    load_tensors(path, "generator", advice)
+    return True
+
+
+def print_check(document: dict[str, Any]) -> None:
+    """Print a row per site, and a line for each damage."""
+    rows = [
+        [row["site"], str(row["read"]), str(len(row["damaged"])), f"{row['seconds']:.1f}"]
+        for row in document["sites"]
+    ]
+    print_table("check", ["site", "read", "damaged", "s"], rows)
+    for row in document["sites"]:
+        for line in row["damaged"]:
+            say(f"  {line}", "bold red")
+        if row["unknown"]:
+            say(
+                f"  {row['site']}: {row['unknown']} of {row['read']} were written by an earlier version, without "
+                "checksums: damage that still reads goes unseen; only made anew will they have them",
+                "yellow",
+            )
+    say("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")
