@@ -410,4 +410,4 @@ def test_the_command(study, tmp_path, wsi_fl):
     done = wsi_fl(*words, "--json", cwd=study.root)
     assert done.returncode in (0, None) and json.loads(done.stdout)["sites"][0]["bags"] == 4
     failed = wsi_fl(*words, "--mpp", "4", cwd=study.root)
-    assert failed.returncode == 2 and len(failed.stderr.strip().splitlines()) == 1
+    assert failed.returncode == 2 and failed.stderr.count("error") == 1
