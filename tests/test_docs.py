@@ -49,7 +49,7 @@ def test_config_explains_a_key_a_section_and_all():
     every = json.loads(CliRunner().invoke(app, ["config", "--json"]).stdout)
     assert [row["key"] for row in every["keys"]] == [row["key"] for row in keys()]
     rounds = keys("train.rounds")[0]
-    assert (rounds["type"], rounds["default"]) == ("integer ≥ 1", 30)
+    assert (rounds["type"], rounds["default"]) == ("integer ≥ 1, ≤ 1000000", 30)
 
 
 def test_an_unknown_key_says_what_is_meant():

@@ -434,4 +434,4 @@ def test_the_command(study, tmp_path, wsi_fl):
     told = wsi_fl(*words, cwd=study.root)
     assert told.returncode in (0, None) and "mosaics ready" in " ".join(told.stderr.split())
     failed = wsi_fl(*words, "--mpp", "4", cwd=study.root)
-    assert failed.returncode == 2 and len(failed.stderr.strip().splitlines()) == 1
+    assert failed.returncode == 2 and failed.stderr.count("error") == 1

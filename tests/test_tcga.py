@@ -464,7 +464,7 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
 
 
 def test_keys_of_a_table_are_quoted_where_they_must_be(tmp_path):
-    pipeline = validated(Pipeline, {"subtypes": {'Head & "Neck"': ["a\nb"], "": ["c"], "Lung": ["d"]}}, "p")
+    pipeline = validated(Pipeline, {"subtypes": {'Head & "Neck"': ["a \\ b"], "": ["c"], "Lung": ["d"]}}, "p")
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_pipeline(tmp_path / "config.toml") == pipeline
     site = validated(SiteFile, {"name": "a", "columns": {"patient": "the patient"}, "verify": False}, "a")

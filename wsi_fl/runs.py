@@ -304,8 +304,9 @@ class SiteFolder:
         """The tensors of `<role>.safetensors`."""
         path = self.path / f"{role}.safetensors"
         if not path.exists():
+            run = self.path.parent.parent.name
             raise WsiFlError(
-                f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume`"
+                f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume {run}`"
             )
         return load_weights(path)
 
@@ -354,7 +355,11 @@ def note(path: Path, text: str) -> None:
 
 def hold_alone(folder: Path) -> AbstractContextManager[None]:
     """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
-    return alone(folder / ".lock", f"{folder}: another job still works on this run; end it", patience_s=2)
+    return alone(
+        folder / ".lock",
+        f"{folder}: another job still works on this run; wait for it, or end it",
+        patience_s=2,
+    )
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

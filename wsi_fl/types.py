@@ -6,10 +6,12 @@ Frames and units are in the names: ``xy_l0`` are (x, y) pixels of level 0, ``siz
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+from unicodedata import category
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,29 @@ class NoCommonPlan(KnownToAll, UsageError):
 def one_line(error: BaseException) -> str:
     """Return what an error says in one line, or the name of its type where it says nothing."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def natural(name: str) -> tuple[tuple[str, int], ...]:
+    """Return the key by which people order names: numbers in them by their size.
+
+    Example:
+        >>> sorted(["S10", "S2", "S1"], key=natural)
+        ['S1', 'S2', 'S10']
+    """
+    return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d{0,18})", name))
+
+
+def strange_character(text: str) -> str | None:
+    """Return the first control character or lone surrogate of a text as U+0000, or None.
+
+    No name or path holds one: files, messages and other programs would each make something else of it.
+
+    Example:
+        >>> strange_character("Zoë 名"), strange_character("a" + chr(0))
+        (None, 'U+0000')
+    """
+    found = next((one for one in text if category(one) in ("Cc", "Cs")), None)
+    return None if found is None else f"U+{ord(found):04X}"
 
 
 _BETWEEN_PARTS = "; "

@@ -9,7 +9,7 @@ import typer
 
 from wsi_fl import __version__
 from wsi_fl.cli import answers, federation, prepare, synthesis, training
-from wsi_fl.cli.options import Json, show
+from wsi_fl.cli.options import Json, announced, show
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -73,6 +73,13 @@ def config(
     show({"keys": keys(key)}, as_json, print_keys)
 
 
+_LONG = {
+    *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.stain, prepare.partition, prepare.pack),
+    *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
+    *(answers.audit, answers.report),
+}
+"""Commands that read, train or import for longer than a second."""
+
 for command in (
     *(
         demo,
@@ -96,6 +103,6 @@ for command in (
     ),
     *(answers.compare, answers.audit, answers.report, training.privacy, config),
 ):
-    app.command()(command)  # in the order of --help
-app.command("import")(prepare.import_features)
+    app.command()(announced(command) if command in _LONG else command)  # in the order of --help
+app.command("import")(announced(prepare.import_features, "import"))
 app.command(hidden=True)(training.rank)

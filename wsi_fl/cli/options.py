@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
@@ -47,6 +50,30 @@ def show(document: dict[str, Any], as_json: bool, for_people: Callable[[dict[str
         print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
     elif document:
         for_people(document)
+
+
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+C = TypeVar("C", bound=Callable[..., None])
+
+
+def announced(command: C, name: str = "") -> C:
+    """Return the command, which first says on stderr that it starts, since what it imports takes seconds.
+
+    Ctrl-C that knows how the work goes on is told in its own words.
+    """
+
+    @functools.wraps(command)
+    def told(*args: Any, **kwargs: Any) -> None:
+        if all(os.environ.get(rank, "0") == "0" for rank in _RANKS):
+            print(f"wsi-fl {name or command.__name__}: starting …", file=sys.stderr, flush=True)
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt as stopped:  # typer would forget its words
+            if not str(stopped):
+                raise
+            raise WsiFlError(str(stopped)) from None
+
+    return cast(C, told)
 
 
 def one_or_all(command: str, site: str | None, every: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wsi_fl.cli.options import Json, Pipeline, find_study, show
+from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
 
 if TYPE_CHECKING:
     from wsi_fl.stages.synthesis.kinds import Kind
@@ -44,6 +45,7 @@ def _chosen(
 
 
 @app.command()
+@partial(announced, name="synthesize train")
 def train(
     site: SiteName,
     again: Annotated[
@@ -65,11 +67,12 @@ def train(
 
 
 @app.command()
+@partial(announced, name="synthesize sample")
 def sample(
     site: SiteName,
-    n_per_class: Annotated[int, typer.Option(help="Synthetic patches of each class.")],
+    n_per_class: Annotated[int, typer.Option(min=1, max=10_000_000, help="Synthetic patches of each class.")],
     name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the latents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the latents.")] = 0,
     generator: Generator = None,
     as_site: Annotated[
         bool,
@@ -103,6 +106,7 @@ def sample(
 
 
 @app.command()
+@partial(announced, name="synthesize check")
 def check(
     site: SiteName,
     generator: Generator = None,

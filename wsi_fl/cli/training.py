@@ -47,7 +47,8 @@ def train(
         str | None, typer.Option(metavar="RUN", help="Continue a run after its last round.")
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(metavar="N", help="A series of runs from N seeds, train.seed and on.")
+        int | None,
+        typer.Option(metavar="N", max=1000, help="A series of runs from N seeds, train.seed and on."),
     ] = None,
     folds: Annotated[
         int | None,
@@ -132,19 +133,22 @@ def rank(run: Path) -> None:
 
 
 def privacy(
-    n: Annotated[int, typer.Option(help="Training rows (or patients) of the site.")],
+    n: Annotated[int, typer.Option(min=1, max=10**9, help="Training rows (or patients) of the site.")],
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
+        typer.Option(min=1, help="Expected batch size B: 32 with --sigma, proposed with --target-epsilon."),
     ] = None,
     epochs: Annotated[
-        float, typer.Option("--epochs", "--rounds", help="Passes over the data: rounds × epochs per round.")
+        float,
+        typer.Option(
+            "--epochs", "--rounds", max=1e6, help="Passes over the data: rounds × epochs per round."
+        ),
     ] = 30,
-    sigma: Annotated[float | None, typer.Option(help="Noise multiplier.")] = None,
+    sigma: Annotated[float | None, typer.Option(min=0, max=1e6, help="Noise multiplier.")] = None,
     target_epsilon: Annotated[
-        float | None, typer.Option(help="Find batch size and σ that spend this ε best.")
+        float | None, typer.Option(min=1e-6, max=1e6, help="Find batch size and σ that spend this ε best.")
     ] = None,
-    delta: Annotated[float, typer.Option(help="δ.")] = 1e-5,
+    delta: Annotated[float, typer.Option(min=1e-300, max=1, help="δ.")] = 1e-5,
     group: Annotated[
         int | None, typer.Option(min=1, help="Rows of one patient: what ε per row is worth to that patient.")
     ] = None,

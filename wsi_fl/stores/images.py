@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -16,11 +17,27 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.stores.fields import too_large
+from wsi_fl.system.memory import free_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
 _GREY = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
+_MOST_PX = 4096
+_UNREADABLE = (
+    *(
+        ValueError,
+        OSError,
+        EOFError,
+        TypeError,
+        AttributeError,
+        BadZipFile,
+        ZlibError,
+        KeyError,
+        OverflowError,
+    ),
+    *(RuntimeError, NotImplementedError),  # encrypted, or packed by a method that zipfile does not know
+)
 _MOST_CLASSES = 10_000
 """Labels beyond are numbers of another kind."""
 
@@ -55,8 +72,8 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
     Raises:
         UsageError: when the data are missing, of another form, not squares of one size, or more than fits into memory.
     """
-    if size_px is not None and size_px < 1:
-        raise UsageError("--size-px must be at least 1")
+    if size_px is not None and not 1 <= size_px <= _MOST_PX:
+        raise UsageError(f"--size-px must be at least 1, and at most {_MOST_PX}")
     if path.is_dir():
         return _from_folder(path, size_px)
     if not path.is_file():
@@ -85,20 +102,46 @@ def _alike(path: Path, data_set: DataSet) -> DataSet:
 
 def _from_npz(path: Path) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files if name.startswith(("x", "y"))}
+        wanted = [name for name in file.files if name.startswith(("x", "y"))]
+        _refuse_too_large(path, sum(_n_bytes(file.zip, name) for name in wanted))
+        return {name: file[name] for name in wanted}
+
+
+def _n_bytes(archive: Any, name: str) -> int:
+    """How much memory an array of a zip file says that it needs; 0 for what is none, which numpy refuses."""
+    with archive.open(name if name in archive.namelist() else f"{name}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
+            version
+        )
+        if read is None:
+            return 0
+        shape, _, dtype = read(member)
+    return prod(shape) * dtype.itemsize
+
+
+def _refuse_too_large(path: Path, n_bytes: int) -> None:
+    """Refuse what does not fit into memory before any is taken."""
+    if n_bytes > (room := free_bytes()):
+        raise UsageError(
+            f"{path}: damaged, or it holds more than fits into memory ({n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB "
+            "are free)"
+        )
 
 
 def _from_hdf5(path: Path) -> dict[str, Any]:
     with h5py.File(path, "r") as file:
         arrays = {name: node for name, node in file.items() if isinstance(node, h5py.Dataset)}
-        return {name: node[()] for name, node in arrays.items() if name.startswith(("x", "y"))}
+        wanted = {name: node for name, node in arrays.items() if name.startswith(("x", "y"))}
+        _refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in wanted.values()))
+        return {name: node[()] for name, node in wanted.items()}
 
 
 def _arrays(path: Path) -> dict[str, Any]:
     kind, read = ("HDF5", _from_hdf5) if path.suffix.lower() in _HDF5 else ("npz", _from_npz)
     try:
         return read(path)
-    except (ValueError, OSError, EOFError, TypeError, AttributeError, BadZipFile, ZlibError) as error:
+    except _UNREADABLE as error:
         raise UsageError(f"{path}: not a readable {kind} file ({_first_line(error)})") from None
     except MemoryError as error:
         raise UsageError(f"{path}: {too_large(error)}") from None
@@ -199,6 +242,7 @@ def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> 
     """Picture by picture: at their own size all of them may be too much for the memory."""
     files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
     channels = len(mode)
+    _refuse_too_large(root, len(files) * side**2 * channels)
     x = np.empty((len(files), side, side, channels), np.uint8)
     for k, (path, _) in enumerate(files):
         x[k] = _resized(_picture(path, mode), side, channels)
@@ -208,7 +252,8 @@ def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> 
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
+    named = (p for p in folder.iterdir() if p.suffix.lower() in _SUFFIXES and not p.name.startswith("."))
+    return sorted(p for p in named if p.is_file())  # a pipe would be waited for
 
 
 def _header(path: Path) -> tuple[str, tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,18 +18,18 @@ class Target(Section):
 
     column: str | None = None
     """Name of the column that holds the answer, with `classes` or `range`."""
-    classes: list[str] | None = Field(None, min_length=2)
+    classes: list[str] | None = Field(None, min_length=2, max_length=10_000)
     """The values of the column, in order, that models tell apart. All sites agree on them, so that no site's table
     decides."""
     ignore: list[str] = Field([])
     """Values of the column whose slides are left out, like those without a value."""
-    range: list[float] | None = Field(None, min_length=2, max_length=2)
+    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(None, min_length=2, max_length=2)
     """Smallest and largest number of the column. With it models answer a number within this range."""
     time: str | None = None
     """Name of the column that holds the time until the event, or until the patient was last seen without it."""
     event: str | None = None
     """Name of the column that says whether the event was seen: 1 or 0, yes or no, dead or alive."""
-    intervals: list[float] | None = Field(None, min_length=1)
+    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = Field(None, min_length=1, max_length=1000)
     """Ends of the intervals in which the event may happen, rising, in the unit of `time`. Times after the last end are
     not told apart. Ten or fewer are usual."""
     per: Literal["slide", "patient"] = "slide"

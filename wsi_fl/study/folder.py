@@ -17,7 +17,7 @@ from wsi_fl.runs import SITE_FILE
 from wsi_fl.study.pipeline import REMOVED, Pipeline
 from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
 from wsi_fl.study.toml import toml_or_repr, toml_value, validated
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, natural, strange_character
 
 
 def shipped(kind: Literal["pipelines", "sites"]) -> Path:
@@ -111,7 +111,7 @@ class Study:
         raise UsageError(f"no run {name!r}; {'the last are ' + ', '.join(known) if known else 'none yet'}")
 
     def site_names(self) -> list[str]:
-        return sorted(p.stem for p in (self.root / "sites").glob("*.toml"))
+        return sorted((p.stem for p in (self.root / "sites").glob("*.toml")), key=natural)
 
     def site(self, name: str) -> SiteFile:
         """One site, with the promises of the run where the study is seen as of one."""
@@ -167,8 +167,6 @@ class Study:
             raise UsageError(
                 "sites/ is empty; write a site file, or make a study with `wsi-fl init DIR --from ARCHIVE`"
             )
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UsageError(f"sites: {twice[0]} is listed twice")
         return [self.site(name) for name in names]
 
     def pipeline_name(self, name: str | None) -> str:
@@ -245,8 +243,12 @@ def _read_pipeline(path: Path) -> dict[str, Any]:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: it is not UTF-8") from None
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: {error}") from None
+    except ValueError:
+        raise UsageError(f"{path.parent.name}/{path.name}: a number has thousands of digits") from None
     except RecursionError:
         raise UsageError(f"{path.parent.name}/{path.name}: nested too deeply; write it flatter") from None
 
@@ -264,10 +266,14 @@ def _override(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise UsageError(f"--set {override!r}: write it as section.key=value, for example train.rounds=5")
     text = text.lower() if text in ("True", "False") else text
+    if (found := strange_character(override)) is not None:
+        raise UsageError(f"--set {key.strip()!r}: holds the character {found}; give one key with one value")
     try:
         value: Any = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except ValueError:
+        raise UsageError(f"--set {key.strip()}: the number has thousands of digits") from None
     except RecursionError:
         raise UsageError(f"--set {key.strip()}: its value is nested too deeply") from None
     *sections, last = key.strip().split(".")

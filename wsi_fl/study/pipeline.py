@@ -14,24 +14,24 @@ from pydantic import Field, field_validator
 from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
 from wsi_fl.study.preparing import Features, Mosaic, Slides, Stain, Store, Tile
-from wsi_fl.study.toml import Section
+from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, refuse_twice
 
 
 class Train(Section):
     """How models are trained."""
 
     without_effect = ("seed", "eval_every", "fold", "left_out")
-    rounds: int = Field(30, ge=1)
+    rounds: int = Field(30, ge=1, le=1_000_000)
     """Number of rounds. In each the sites train alone, then exchange what travels."""
-    eval_every: int = Field(1, ge=1)
+    eval_every: int = Field(1, ge=1, le=1_000_000)
     """Number of rounds from one evaluation to the next."""
-    epochs_per_round: int = Field(1, ge=1)
+    epochs_per_round: int = Field(1, ge=1, le=10_000)
     """Number of passes over a site's training rows in each round."""
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(32, ge=1, le=1_000_000)
     """Number of rows in a training step, on average; of patients where `privacy.unit` is "patient"."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(1e-3, gt=0, le=100)
     """Learning rate of Adam."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, le=10_000)
     """Weight decay of Adam."""
     balance: bool = False
     """Whether rows are weighed in training so that all classes count alike. Models under differential privacy are left
@@ -52,26 +52,26 @@ class Train(Section):
     augment: str = "flips"
     """How training patches are varied: not at all (`none`), by the eight symmetries of the square (`flips`), or by
     these and random colour changes (`stain`)."""
-    input_px: int | None = Field(None, ge=8)
+    input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
     data: Literal["patches", "features", "mosaics"] = "patches"
     """What an example is: a patch, the features of a patch, or a slide as the bag of its mosaic's features."""
-    max_patches: int | None = Field(None, ge=1)
+    max_patches: int | None = Field(None, ge=1, le=10_000_000)
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
     default all are seen. A slide is predicted from all of its patches."""
-    folds: int | None = Field(None, ge=2)
+    folds: int | None = Field(None, ge=2, le=1000)
     """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
     `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""
     stratify: bool = False
     """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
     there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
     from the name alone."""
-    fold: int | None = Field(None, ge=1)
+    fold: int | None = Field(None, ge=1, le=1000)
     """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
-    left_out: str | None = None
+    left_out: SiteName | None = None
     """Name of a site that takes no part in training, and whose slides are the test set of all models.
     `wsi-fl train --leave-site-out` trains a run for each site."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of everything in training that is not secret. Noise and private batches never follow it."""
     optimizer_after_exchange: Literal["keep", "reset"] = "keep"
     """What becomes of Adam's moments when the parameters they belong to are exchanged."""
@@ -96,7 +96,7 @@ class Model(Section):
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 
-    directions: int = Field(128, ge=2)
+    directions: int = Field(128, ge=2, le=65_536)
     """Number of random directions that `oneshot` projects features on. Fewer suit few patients: there is less to add
     noise to, and less is left of the features."""
 
@@ -116,7 +116,7 @@ class Communication(Section):
     """How sites wait for each other."""
 
     without_effect = ("",)
-    timeout_s: float = Field(1800.0, gt=0)
+    timeout_s: float = Field(1800.0, gt=0, le=10_000_000)
     """Longest time, in seconds, that others wait for a site that gives no sign of life before it counts as lost."""
 
 
@@ -129,30 +129,37 @@ class Privacy(Section):
     mode: Literal["paper", "strict"] = "strict"
     """What the ε is worth. With `strict` the proxy learns from labels alone and its ε is guaranteed; with `paper` it
     also learns from the private model, as in ProxyFL's Algorithm 1, and its ε is nominal."""
-    sigma: float = Field(1.4, ge=0)
+    sigma: float = Field(1.4, ge=0, le=1_000_000)
     """Noise multiplier σ: the standard deviation of the noise is σ times `clip`."""
-    clip: float = Field(0.7, gt=0)
+    clip: float = Field(0.7, ge=1e-6, le=1e6)
     """Norm C to which the gradient of each row (or patient) is clipped."""
     delta: float = Field(1e-5, gt=0, lt=1)
     """The δ of simulated sites that do not set their own. A real site's δ is in its site file."""
-    target_epsilon: float | None = Field(None, gt=0)
+    target_epsilon: float | None = Field(None, gt=0, le=1_000_000)
     """The ε that all rounds together may cost a site, or its `max_epsilon` where that is less. It replaces `sigma` and
     `train.batch_size`: each site gets the values that suit its number of rows."""
     unit: Literal["row", "patient"] = "row"
     """What ε protects: one row of the store, or all rows of one patient. With "patient" whole patients are sampled,
     clipped and counted."""
-    max_rows: int = Field(32, ge=1)
+    max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
     patient."""
     noise: Literal["own", "shared"] = "own"
     """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
     `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
     its ε rests on the other sites. A real site must allow it by name (`allow = ["shared"]`)."""
-    colluding: int = Field(1, ge=1)
+    colluding: int = Field(1, ge=1, le=10_000)
     """With `noise = "shared"`: how many sites may put together what they know without learning more than ε says. It is
     at least 1, since every site knows its own share of the noise."""
-    insecure_seed: int | None = None
+    insecure_seed: int | None = Field(None, ge=0, le=MOST_SEED)
     """Seed of fixed noise, for tests alone. The ledger notes it, and no guarantee is given."""
+
+    @field_validator("sigma")
+    @classmethod
+    def _none_or_some(cls, sigma: float) -> float:
+        if 0 < sigma < LEAST_SIGMA:
+            raise ValueError(f"use 0 for no noise, or at least {LEAST_SIGMA:g}")
+        return sigma
 
     @property
     def noisy(self) -> bool:
@@ -163,7 +170,7 @@ class Privacy(Section):
 class Audit(Section):
     """What is planted in training so that `audit` can attack the run."""
 
-    canaries: int = Field(0, ge=0)
+    canaries: int = Field(0, ge=0, le=1_000_000)
     """Number of meaningless examples (canaries) planted among each site's training rows. A coin decides for each
     whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""
 
@@ -172,10 +179,12 @@ class Evaluate(Section):
     """How `evaluate` measures models."""
 
     without_effect = ("",)
-    bootstrap: int = Field(1000, ge=0)
+    bootstrap: int = Field(1000, ge=0, le=1_000_000)
     """Number of times patients are drawn anew for a confidence interval; 0 leaves the intervals out."""
-    external: list[str] = Field([])
+    external: list[SiteName] = Field([])
     """Names of sites that take no part in training; every model is also measured on all of their patches."""
+
+    _external_once = field_validator("external")(refuse_twice)
 
 
 class Predict(Section):
@@ -195,7 +204,7 @@ class Predict(Section):
 
     threshold: float = Field(0.5, gt=0, le=1)
     """Probability from which on a patch is outlined and counted as tumour."""
-    top_k: int = Field(20, ge=1)
+    top_k: int = Field(20, ge=1, le=1_000_000)
     """Number of highest patches whose mean is a slide's score."""
 
 
@@ -220,7 +229,7 @@ class Pipeline(Section):
 
     removed: ClassVar[Mapping[str, str]] = REMOVED
 
-    sites: list[str] | None = Field(None, min_length=1)
+    sites: list[SiteName] | None = Field(None, min_length=1, max_length=10_000)
     """Names of the sites that take part, in order. By default every site of the study."""
     slides: Slides = Slides()
     tile: Tile = Tile()
@@ -247,6 +256,8 @@ class Pipeline(Section):
     lpips: Lpips = Lpips()
     replay: Replay = Replay()
     report: Report = Report()
+
+    _sites_once = field_validator("sites")(refuse_twice)
 
     @property
     def encoding(self) -> Mosaic:

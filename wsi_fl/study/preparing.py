@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from wsi_fl.study.toml import Section
+from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section
 
 
 class Slides(Section):
@@ -22,11 +22,11 @@ class Tile(Section):
     """How `tile` cuts slides into labelled patches."""
 
     without_effect = ("",)
-    size_px: int = Field(512, ge=8)
+    size_px: int = Field(512, ge=8, le=16_384)
     """Width and height of a patch, in pixels."""
-    mpp: float = Field(0.5, gt=0)
+    mpp: float = Field(0.5, ge=0.01, le=1000)
     """Resolution of a patch, in µm per pixel."""
-    stride_px: int | None = Field(None, ge=1)
+    stride_px: int | None = Field(None, ge=1, le=1_000_000)
     """Distance from one patch to the next, in pixels of the patch. By default it equals `size_px`, so patches do not
     overlap."""
     min_tissue: float = Field(0.2, ge=0, le=1)
@@ -44,11 +44,11 @@ class Tile(Section):
     balance: bool = True
     """Whether a site keeps equally many patches of each label. The choice looks at all of the site's slides, so a
     guarantee that must also cover tiling needs `false`."""
-    max_per_slide: int | None = Field(None, ge=1)
+    max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
     """Largest number of patches that are kept of one slide, drawn at random. By default there is no limit."""
     test_fraction: float = Field(0.2, ge=0, lt=1)
     """Share of patients that are held out for testing where the site prescribes no split."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the random choices of `tile`: the test patients and the patches that are kept."""
 
 
@@ -66,13 +66,13 @@ class Mosaic(Section):
     """How `mosaic` turns a slide into a bag of features of a few representative patches (Yottixel, 2020)."""
 
     without_effect = ("",)
-    size_px: int = Field(1000, ge=8)
+    size_px: int = Field(1000, ge=8, le=16_384)
     """Width and height of a patch, in pixels."""
-    mpp: float = Field(0.5, gt=0)
+    mpp: float = Field(0.5, ge=0.01, le=1000)
     """Resolution of a patch, in µm per pixel."""
     min_tissue: float = Field(0.7, ge=0, le=1)
     """Smallest share of a patch that must be tissue."""
-    clusters: int = Field(9, ge=1)
+    clusters: int = Field(9, ge=1, le=10_000)
     """Number of groups into which the patches of a slide are sorted by colour."""
     fraction: float = Field(0.05, gt=0, le=1)
     """Share of each colour group that is kept, spread over the slide."""
@@ -81,14 +81,14 @@ class Mosaic(Section):
     weights: str | None = None
     """Path of a file with the encoder's weights: safetensors, or a .bin, .pt or .pth that holds tensors alone. By
     default the published weights, fetched by name."""
-    input_px: int | None = Field(None, ge=32)
+    input_px: int | None = Field(None, ge=32, le=4096)
     """Size to which patches are resized for the encoder, in pixels. By default they stay as read, unless the encoder
     takes one size alone."""
-    batch_size: int = Field(32, ge=1)
+    batch_size: int = Field(32, ge=1, le=100_000)
     """Number of patches that go through the encoder together."""
     test_fraction: float = Field(0.2, ge=0, lt=1)
     """Share of patients that are held out for testing where the site prescribes no split."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the grouping by colour and of the choice of test patients."""
 
 
@@ -100,10 +100,10 @@ class Features(Section):
     """Name of the encoder: a preset of `wsi-fl encoders`, or any timm model. By default `mosaic.encoder`."""
     weights: str | None = None
     """Path of a file with the encoder's weights. By default `mosaic.weights`, for the same encoder."""
-    input_px: int | None = Field(None, ge=32)
+    input_px: int | None = Field(None, ge=32, le=4096)
     """Size to which patches are resized for the encoder, in pixels. By default `mosaic.input_px`, if the encoder is
     the same."""
-    batch_size: int | None = Field(None, ge=1)
+    batch_size: int | None = Field(None, ge=1, le=100_000)
     """Number of patches that go through the encoder together. By default `mosaic.batch_size`."""
 
 
@@ -113,9 +113,9 @@ class Stain(Section):
     method: Literal["reinhard", "macenko"] = "reinhard"
     """What describes a stain: mean and spread of the tissue's colour in CIELAB (`reinhard`, Reinhard et al. 2001), or
     the absorption of its two dyes (`macenko`, Macenko et al. 2009)."""
-    sigma: float = Field(8.0, gt=0)
+    sigma: float = Field(8.0, ge=LEAST_SIGMA, le=1_000_000)
     """Noise multiplier of the release: more noise makes a coarser stain and a smaller ε."""
-    clip: float = Field(1.5, gt=0)
+    clip: float = Field(1.5, ge=1e-6, le=1e6)
     """Norm to which the numbers of one row (or patient) are clipped before they are averaged."""
     exchange: bool = False
     """Whether training shows each patch in its own stain or, equally likely, in another site's released stain."""

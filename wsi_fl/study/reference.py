@@ -41,7 +41,7 @@ def keys(prefix: str = "") -> list[dict[str, Any]]:
 
     Example:
         >>> keys("train.rounds")[0]["type"], len(keys("topology"))
-        ('integer ≥ 1', 2)
+        ('integer ≥ 1, ≤ 1000000', 2)
     """
     every = [row for _, _, rows in _sections() for row in rows]
     found = [row for row in every if not prefix or f"{row['key']}.".startswith(f"{prefix}.")]

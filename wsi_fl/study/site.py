@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from pydantic import Field
 
-from wsi_fl.study.toml import Section
+from wsi_fl.study.toml import Section, SiteName
 
 Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
@@ -19,7 +19,7 @@ read its store, "shared" lets go sums whose noise rests on the other sites, "sco
 class SiteFile(Section):
     """One hospital: where its slides are, and what it allows."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: SiteName
     """Name of the site, the same as that of its file."""
     real: bool = True
     """Whether the site is a real hospital. Nobody else opens the store of a real site, and nothing leaves it without
@@ -48,11 +48,11 @@ class SiteFile(Section):
     slide_types: list[Literal["DX", "TS", "BS", "MS"]] | None = Field(None, min_length=1)
     """Kinds of slides that are taken (layout tcga). By default diagnostic slides, ["DX"]; TS and BS are frozen
     sections."""
-    mpp_override: float | None = Field(None, gt=0)
+    mpp_override: float | None = Field(None, ge=0.01, le=1000)
     """Resolution of the slides at their finest level, in µm per pixel, in place of what they say or leave out."""
     private_model: str | None = None
     """Architecture of this site's private model. By default `model.private` of the pipeline."""
-    max_epsilon: float | None = Field(None, gt=0)
+    max_epsilon: float | None = Field(None, gt=0, le=1_000_000)
     """The site's privacy budget: the largest ε of everything it ever releases, over all runs and seeds. A real site
     must set it."""
     delta: float | None = Field(None, gt=0, lt=1)

@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, strange_character
 
 S = TypeVar("S", bound=BaseModel)
+
+
+MOST_SEED = 2**63 - 1
+"""The largest seed that every library takes."""
+
+LEAST_SIGMA = 1e-3
+"""The least noise multiplier that accountants can price."""
+
+SiteName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+"""What a site is called: its file, its folders and its store bear the name."""
+
+
+def refuse_twice(names: list[str] | None) -> list[str] | None:
+    """Return the names, or raise ValueError where one is listed twice."""
+    if twice := [name for name in names or () if (names or []).count(name) > 1]:
+        raise ValueError(f"listed twice: {twice[0]}")
+    return names
 
 
 class Section(BaseModel):
@@ -20,9 +37,29 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_strange_characters(cls, values: object) -> object:
+        _refuse_strange(values)
+        return values
+
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Beginnings of its keys that make no other method: they change nothing about what is learned from a given store or
     answered, repeat it, or are told of anyway; "" for all."""
+
+
+def _refuse_strange(value: object, key: str = "") -> None:
+    """Raise ValueError for a control character in a text, or in the texts of a list or table."""
+    if isinstance(value, str) and (found := strange_character(value)) is not None:
+        raise ValueError(f"{key or 'a name'} holds the character {found}; leave it out")
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            _refuse_strange(name)
+            _refuse_strange(each, f"{key}.{name}".removeprefix("."))
+    if isinstance(value, list | tuple):
+        for each in value:
+            _refuse_strange(each, key)
 
 
 def dump_toml(model: BaseModel, first_line: str = "") -> str:
@@ -82,7 +119,9 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
         return f"key {key!r} is missing"
     if error["type"] == "model_type":
         return f"{key} is a section, [{key}], with keys {', '.join(_fields_at(model, location))}"
-    message = str(error["msg"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "value_error" and not isinstance(error["input"], str | int | float | list):
+        return message
     if key == "store.pixels":
         message = "use 'raw', 'native', 'none' or 'jpeg:90' (a quality from 1 to 100)"
     elif error["type"] == "list_type":

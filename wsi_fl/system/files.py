@@ -69,6 +69,8 @@ def _sync_folder(folder: Path) -> None:
 
 def raise_if_full(error: BaseException, path: Path) -> None:
     """Turns 'no space left' from any library, whatever it wraps it in, into one line."""
+    if isinstance(error, DiskFull):
+        raise error
     cause: BaseException | None = error
     while cause is not None:
         full = isinstance(cause, OSError) and cause.errno in _NO_SPACE

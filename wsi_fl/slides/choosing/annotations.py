@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-from xml.etree import ElementTree
+from typing import Literal, TypeAlias
 
 import numpy as np
 import shapely
 from numpy.typing import NDArray
 
+from wsi_fl.slides.choosing.outlines import Geometry, outlines_of, polygons, shortened
 from wsi_fl.types import WsiFlError
 
 TUMOR_GROUPS = ("metastases", "metastasis", "tumor", "tumour", "_0", "_1")
@@ -24,17 +23,12 @@ UNSURE_GROUPS = ("none", "unsure", "ignore*")
 
 _MAX_VERTICES = 128
 _MAX_DEPTH = 40
-_NOT_DRAWN = {"detection", "cell", "tile", "tma_core"}
-"""QuPath's objects that an analysis made, not a person."""
-
 _NO_GROUP = ("", "none")
 _NAMED = 5
 """Unknown groups that a message names; it counts the others."""
 _NAME_CHARS = 40
-_REASON_CHARS = 200
-"""The longest name, and the longest reason, that a message repeats from a file."""
+"""The longest name that a message repeats from a file."""
 
-Geometry: TypeAlias = Any
 _Role: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
 _OUTCOMES: tuple[_Role, _Role] = ("tumor", "unsure")
 
@@ -82,7 +76,7 @@ def read_annotations(
     Raises:
         WsiFlError: when the file is missing or malformed, or holds a group that no argument names.
     """
-    outlines = list(_outlines(path))
+    outlines = list(outlines_of(path))
     groups = Counter(group for group, _ in outlines)
     roles: dict[str, _Role] = {_key(group): "ignored" for group in ignored_groups}
     named: tuple[tuple[_Role, Collection[str]], ...] = (
@@ -114,13 +108,7 @@ def read_annotations(
 def _counted(unknown: Sequence[str]) -> str:
     """Names as far as a line has room for them, then how many more there are."""
     more = [f"and {len(unknown) - _NAMED} more"] if len(unknown) > _NAMED else []
-    return ", ".join([_shortened(name, _NAME_CHARS) for name in unknown[:_NAMED]] + more)
-
-
-def _shortened(text: str, most: int) -> str:
-    """In one line of at most so many characters."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return ", ".join([shortened(name, _NAME_CHARS) for name in unknown[:_NAMED]] + more)
 
 
 def tumor_fraction(annotations: Annotations, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[np.float32]:
@@ -155,7 +143,7 @@ def _share(tree: Geometry, xy_l0: NDArray[np.int64], size_l0: float) -> NDArray[
 def _pieces(geometry: Geometry) -> list[Geometry]:
     """Polygons of at most _MAX_VERTICES vertices that make up the geometry: halved until they are small."""
     done: list[Geometry] = []
-    waiting = [(part, 0) for part in _polygons(geometry)]
+    waiting = [(part, 0) for part in polygons(geometry)]
     while waiting:
         part, depth = waiting.pop()
         if shapely.get_num_coordinates(part) <= _MAX_VERTICES or depth == _MAX_DEPTH:
@@ -169,7 +157,7 @@ def _pieces(geometry: Geometry) -> list[Geometry]:
             middle = (top + bottom) / 2
             halves = shapely.box(left, [top, middle], right, [middle, bottom])
         for half in shapely.intersection(part, halves):
-            waiting += [(piece, depth + 1) for piece in _polygons(half)]
+            waiting += [(piece, depth + 1) for piece in polygons(half)]
     return done
 
 
@@ -177,93 +165,6 @@ def _key(group: str) -> str:
     return group.strip().casefold()
 
 
-def _polygons(geometry: Geometry) -> list[Geometry]:
-    """The polygons with area in a geometry of any kind."""
-    flat = shapely.get_parts(shapely.get_parts(np.atleast_1d(geometry)))
-    return [part for part in flat if part.geom_type == "Polygon" and part.area > 0]
-
-
 def _polygonal(geometry: Geometry) -> Geometry:
     """The polygons of a geometry as one, without lines and points."""
-    return shapely.union_all(_polygons(geometry))
-
-
-def _repaired(shell: Any, holes: Any = ()) -> list[Geometry]:
-    """Valid polygons of a ring [n, ≥2] and its holes; none when it has fewer than three points."""
-    rings = [np.asarray([point[:2] for point in ring], np.float64) for ring in (shell, *holes)]
-    if any(not np.isfinite(ring).all() for ring in rings):
-        raise ValueError("a coordinate is not a finite number")
-    if len(rings[0]) < 3:
-        return []
-    polygon = shapely.Polygon(rings[0], [ring for ring in rings[1:] if len(ring) >= 3])
-    if not polygon.is_valid:
-        polygon = shapely.make_valid(polygon, method="structure", keep_collapsed=False)
-    return _polygons(polygon)
-
-
-def _outlines(path: Path) -> Iterator[tuple[str, Geometry]]:
-    """(group, polygon) of every outline with area."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise WsiFlError(f"{path}: cannot read the annotation: {error.strerror}") from None
-    read = _asap if text.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<") else _geojson
-    try:
-        yield from read(text)
-    except (ElementTree.ParseError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise WsiFlError(f"{path}: malformed annotation: {error}") from None
-    except RecursionError:
-        raise WsiFlError(f"{path}: malformed annotation: nested too deeply") from None
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise WsiFlError(f"{path}: not ASAP XML or QuPath GeoJSON: {_said(error)}") from None
-
-
-def _said(error: Exception) -> str:
-    text = _shortened(str(error), _REASON_CHARS)
-    return f"no {text}" if isinstance(error, KeyError) else text
-
-
-def _asap(text: bytes) -> Iterator[tuple[str, Geometry]]:
-    root = ElementTree.fromstring(text)
-    if root.tag != "ASAP_Annotations":
-        raise ValueError(f"its root element is {root.tag}, not ASAP_Annotations")
-    for annotation in root.iter("Annotation"):
-        points = annotation.findall("Coordinates/Coordinate")
-        points.sort(key=lambda point: float(point.attrib.get("Order", 0)))
-        ring = [(float(point.attrib["X"]), float(point.attrib["Y"])) for point in points]
-        for polygon in _repaired(ring):
-            yield annotation.get("PartOfGroup", ""), polygon
-
-
-def _geojson(text: bytes) -> Iterator[tuple[str, Geometry]]:
-    document = json.loads(text.decode("utf-8-sig"))
-    features = document if isinstance(document, list) else document.get("features", [document])
-    for feature in features:
-        is_feature = feature["type"] == "Feature"
-        properties = (feature.get("properties") or {}) if is_feature else {}
-        geometry = feature["geometry"] if is_feature else feature
-        if geometry is None or properties.get("objectType") in _NOT_DRAWN:
-            continue
-        for polygon in _geojson_polygons(geometry):
-            yield _geojson_group(properties), polygon
-
-
-def _geojson_group(properties: Mapping[str, Any]) -> str:
-    """QuPath's classification (a derived class counts as its base), else the object's name."""
-    classification = properties.get("classification") or ""
-    if isinstance(classification, Mapping):
-        classification = classification.get("name") or (classification.get("names") or [""])[0]
-    return str(classification or properties.get("name") or "")
-
-
-def _geojson_polygons(geometry: Mapping[str, Any]) -> Iterator[Geometry]:
-    kind = geometry["type"]
-    if kind == "GeometryCollection":
-        for member in geometry["geometries"]:
-            yield from _geojson_polygons(member)
-    elif kind in {"Polygon", "MultiPolygon"}:
-        for rings in [geometry["coordinates"]] if kind == "Polygon" else geometry["coordinates"]:
-            if rings:
-                yield from _repaired(rings[0], rings[1:])
-    elif kind not in {"Point", "MultiPoint", "LineString", "MultiLineString"}:
-        raise ValueError(f"unknown geometry {kind}")
+    return shapely.union_all(polygons(geometry))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from wsi_fl.slides.layouts.common import (
@@ -16,11 +17,11 @@ from wsi_fl.slides.layouts.common import (
     divided,
     first_existing,
     label_of,
-    rows_of,
     sites_of,
     slide_files,
     tiffs,
 )
+from wsi_fl.slides.layouts.rows import Row, rows_of
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
@@ -58,7 +59,8 @@ def describe_camelyon17(archive: Path) -> list[ArchiveSite]:
 def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     if sources.labels is None:
         raise UsageError(f"{sources.label}: labels is missing; point it at stages.csv")
-    stages = _stages(sources.labels)
+    rows = rows_of(sources.labels, ("patient", "stage"))
+    stages = _stages(rows)
     table = sources.labels.name
 
     def judged(path: Path) -> SlideRecord | SetAside:
@@ -69,7 +71,10 @@ def read_camelyon17(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]
             return SetAside(path.stem, f"no stage in {table}")
         return _outlined(sources, path, f"patient_{match[1]}", stages[path.stem])
 
-    return divided(map(judged, slide_files(sources)), sources)
+    files = slide_files(sources)
+    here = {path.stem for path in files}
+    sources.account(sources.labels, rows, sum(Path(row["patient"]).stem in here for row in rows))
+    return divided(map(judged, files), sources)
 
 
 def describe_camelyon16(archive: Path) -> list[ArchiveSite]:
@@ -120,10 +125,11 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
     )
 
 
-def _stages(path: Path) -> dict[str, str]:
+def _stages(rows: Iterable[Row]) -> dict[str, str]:
     """Rows `patient_000_node_0.tif,negative`; patient rows (`patient_000.zip,pN0`) are passed over."""
-    return {
-        Path(row["patient"]).stem: row["stage"]
-        for row in rows_of(path, ("patient", "stage"))
-        if C17_SLIDE.match(row["patient"])
-    }
+    stages: dict[str, str] = {}
+    for row in rows:
+        slide, stage = Path(row["patient"]).stem, row["stage"]
+        if C17_SLIDE.match(slide) and stages.setdefault(slide, stage) != stage:
+            raise UsageError(f"{row.where}: {slide} is {stage}, and {stages[slide]} in a line above")
+    return stages

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wsi_fl.slides.layouts.common import delimiter_of, rows_of
+from wsi_fl.slides.layouts.rows import rows_of
 from wsi_fl.types import UsageError
 
 _NAMES = {
@@ -36,22 +36,28 @@ class Clinical:
     """The patients of a clinical table.
 
     Args:
-        path: separated by tabs or commas; several rows of a patient must agree.
+        path: a table as `rows_of` reads it; several rows of a patient must agree.
         columns: how columns are called (patient, diagnosis, tumor_type, project) where not as usual.
     """
 
     def __init__(self, path: Path, columns: Mapping[str, str]) -> None:
         self.path = path
         self._cases: dict[str, Case] = {}
-        rows = rows_of(path, columns.values(), delimiter_of(path))
+        self.rows = rows = rows_of(path, columns.values())
         if not rows:
             raise UsageError(f"{path}: has no patient")
         named = {key: _named(path, key, list(rows[0]), columns) for key in _NAMES}
         for row in rows:
             value = {key: _value(row, name) for key, name in named.items()}
-            case = self._cases.setdefault(value["patient"].upper()[:_BARCODE_LENGTH], Case())
+            case = self._cases.setdefault(_barcode(value["patient"]), Case())
             _add(case.diagnoses, value["diagnosis"])
             _add(case.tumor_types, value["tumor_type"] or value["project"])
+
+        self._patients = [_barcode(_value(row, named["patient"])) for row in rows]
+
+    def n_rows(self, patients: Collection[str]) -> int:
+        """Return how many rows are of these patients."""
+        return sum(patient in patients for patient in self._patients)
 
     def reason(self, patient: str) -> str | None:
         """Why a patient's slides cannot be labelled, or None."""
@@ -71,6 +77,10 @@ class Clinical:
                     f"({found[0]!r} and {found[1]!r}); keep the right one"
                 )
         return case.diagnoses[0], case.tumor_types[0] if case.tumor_types else ""
+
+
+def _barcode(patient: str) -> str:
+    return patient.upper()[:_BARCODE_LENGTH]
 
 
 def _named(path: Path, key: str, there: list[str], columns: Mapping[str, str]) -> str | None:

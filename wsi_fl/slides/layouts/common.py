@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import glob
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from wsi_fl.types import SPLITS, SetAside, SlideRecord, UsageError, WsiFlError
+from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
+from wsi_fl.types import SPLITS, SetAside, SlideRecord, UsageError
 
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
 
@@ -48,6 +48,7 @@ class Sources:
         slide_types: kinds of slides that are taken, where an archive has several.
         columns: how columns of `labels` are called where not as usual.
         progress: told how many slides were verified, and of how many.
+        tell: told what became of the rows of each table.
     """
 
     site: str
@@ -63,6 +64,12 @@ class Sources:
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
     progress: Callable[[int, int], None] | None = None
+    tell: Callable[[str], None] | None = None
+
+    def account(self, table: Path, rows: Sequence[Row], own: int) -> None:
+        """Tell how many rows of a table are of this site, and how many of others."""
+        if self.tell is not None:
+            self.tell(accounted(table.name, rows, own, self.site))
 
 
 def label_of(text: str, where: str) -> tuple[bool, bool]:
@@ -85,30 +92,6 @@ def mpp_of(text: str, where: str) -> float:
     return value
 
 
-def delimiter_of(path: Path) -> str:
-    """Tab or comma: what separates the columns of a table."""
-    if not path.is_file():
-        raise UsageError(f"{path}: no such file")
-    with path.open(encoding="utf-8-sig", errors="replace") as handle:
-        return "\t" if "\t" in handle.readline() else ","
-
-
-def rows_of(path: Path, needed: Iterable[str], delimiter: str = ",") -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as handle:
-            reader = csv.DictReader(handle, delimiter=delimiter)
-            missing = [name for name in needed if name not in (reader.fieldnames or [])]
-            if missing:
-                raise UsageError(
-                    f"{path}: column {missing[0]!r} is missing; has {', '.join(reader.fieldnames or [])}"
-                )
-            return [{k: (v or "").strip() for k, v in row.items() if k} for row in reader]
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise WsiFlError(f"{path}: not a readable CSV ({error})") from None
-
-
 def slide_files(sources: Sources) -> list[Path]:
     files = sorted(
         {
@@ -129,20 +112,24 @@ def with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecor
         return records
     rows = rows_of(sources.split, ("split",))
     given: dict[str, str] = {}
-    for number, row in enumerate(rows, 2):
-        key = row.get("slide") or row.get("patient")
+    for row in rows:
+        key = _split_key(row)
         if not key or row["split"] not in SPLITS:
-            raise UsageError(
-                f"{sources.split.name} line {number}: needs patient or slide, and split ({', '.join(SPLITS)})"
-            )
+            raise UsageError(f"{row.where}: needs patient or slide, and split ({', '.join(SPLITS)})")
         if given.setdefault(key, row["split"]) != row["split"]:
             raise UsageError(
                 f"{sources.split.name}: {key} is in two splits ({given[key]} and {row['split']})"
             )
     found = [given.get(r.slide) or given.get(r.path.name) or given.get(r.patient) for r in records]
+    here = {name for r in records for name in (r.slide, r.path.name, r.patient)}
+    sources.account(sources.split, rows, sum(_split_key(row) in here for row in rows))
     if records and not any(found):
         raise UsageError(f"{sources.label}: split: {sources.split.name} names none of its slides or patients")
     return [replace(r, split=name or r.split) for r, name in zip(records, found, strict=True)]
+
+
+def _split_key(row: Row) -> str:
+    return row.get("slide") or row.get("patient") or ""
 
 
 def divided(

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from wsi_fl.slides.layouts.checksums import digests
-from wsi_fl.slides.layouts.common import Sources, rows_of
+from wsi_fl.slides.layouts.common import Sources
+from wsi_fl.slides.layouts.rows import rows_of
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
 
@@ -29,10 +30,12 @@ def manifest_of(sources: Sources) -> dict[str, Expected]:
         if not paths:
             raise UsageError(f"{sources.label}: manifest: no such file ({pattern})")
         for path in paths:
-            for row in rows_of(Path(path), ("id", "filename", "md5", "size"), "\t"):
+            for row in rows_of(Path(path), ("id", "filename", "md5", "size")):
                 name = Path(row["filename"]).name
                 if any(fnmatch.fnmatchcase(name, pattern) for pattern in names):
-                    expected[name] = Expected(row["md5"].lower(), row["size"])
+                    said = Expected(row["md5"].lower(), row["size"])
+                    if expected.setdefault(name, said) != said:
+                        raise UsageError(f"{row.where}: {name} has another size or MD5 than in a line above")
     return expected
 
 

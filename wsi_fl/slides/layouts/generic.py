@@ -12,10 +12,10 @@ from wsi_fl.slides.layouts.common import (
     divided,
     label_of,
     mpp_of,
-    rows_of,
     sites_of,
     slide_files,
 )
+from wsi_fl.slides.layouts.rows import Row, of_site, rows_of, site_named
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
 
 
@@ -23,7 +23,7 @@ def describe_generic(archive: Path) -> list[ArchiveSite]:
     table = archive / "slides.csv"
     pattern = f"{glob.escape(str(archive / 'slides'))}/*"
     rows = rows_of(table, ("slide", "patient", "site", "label"))
-    return sites_of(((row["site"], pattern) for row in rows), None, str(table))
+    return sites_of(((site_named(row), pattern) for row in rows), None, str(table))
 
 
 def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
@@ -31,20 +31,22 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
     files, table = slide_files(sources), sources.labels
 
-    def judged(row: dict[str, str], where: str) -> SlideRecord | SetAside:
-        if not row["patient"]:
-            raise UsageError(f"{where}: patient is empty")
+    def judged(row: Row) -> SlideRecord | SetAside:
+        for key in ("slide", "patient"):
+            if not row[key]:
+                raise UsageError(f"{row.where}: {key} is empty")
         named = files_named(Path(row["slide"]).name, files)
         if len(named) == 1:
-            return _generic_record(sources, row, named[0], where)
+            return _generic_record(sources, row, named[0])
         several = f"several files are called so ({', '.join(path.name for path in named)}); add the suffix"
-        return SetAside(row["slide"], f"{several if named else 'no such slide file'} ({where})")
+        return SetAside(row["slide"], f"{several if named else 'no such slide file'} ({row.where})")
 
-    rows = enumerate(rows_of(table, ("slide", "patient", "site", "label")), 2)
-    mine = [(row, f"{table.name} line {number}") for number, row in rows if row["site"] == sources.site]
+    rows = rows_of(table, ("slide", "patient", "site", "label"))
+    mine = of_site(rows, sources.site)
     if not mine:
         raise UsageError(f"{sources.label}: {table.name} has no row of site {sources.site}")
-    return divided([judged(row, where) for row, where in mine], sources)
+    sources.account(table, rows, len(mine))
+    return divided([judged(row) for row in mine], sources)
 
 
 def files_named(name: str, files: Iterable[Path]) -> list[Path]:
@@ -52,8 +54,9 @@ def files_named(name: str, files: Iterable[Path]) -> list[Path]:
     return [p for p in files if p.name == name] or [p for p in files if p.stem == name]
 
 
-def _generic_record(sources: Sources, row: dict[str, str], path: Path, where: str) -> SlideRecord:
+def _generic_record(sources: Sources, row: Row, path: Path) -> SlideRecord:
     assert sources.labels is not None
+    where = row.where
     negative, partial = label_of(row["label"], where)
     annotation = None
     if row.get("annotation"):

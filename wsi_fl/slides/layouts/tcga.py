@@ -147,6 +147,8 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
     clinical = Clinical(sources.labels, sources.columns)
     expected = manifest_of(sources)
     files = sorted(slide_files(sources), key=lambda path: path.name)
+    patients = {barcode.patient for path in files if (barcode := parse_barcode(path.name))}
+    sources.account(sources.labels, clinical.rows, clinical.n_rows(patients))
     found: list[SlideRecord | SetAside] = []
     for path in files:
         barcode = parse_barcode(path.name)

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from pathlib import Path
 
-from wsi_fl.slides.layouts.common import delimiter_of, rows_of
+from wsi_fl.slides.layouts.rows import rows_of
 
 _BUILT_IN = {
     "University of Pittsburgh": "34 50 61 AZ B0 B1 BD BG BH BI BJ BT CI CN EJ ER FZ IC IN K1 LK N6 P8",
@@ -58,7 +58,7 @@ def institutions(table: Path | None = None) -> dict[str, str]:
     known = {code: name for name, codes in _BUILT_IN.items() for code in codes.split()}
     if table is None:
         return known
-    rows = rows_of(table, ("TSS Code", "Source Site"), delimiter_of(table))
+    rows = rows_of(table, ("TSS Code", "Source Site"))
     return known | {row["TSS Code"]: row["Source Site"] for row in rows if row["Source Site"]}
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 from wsi_fl.learning.counts import Scores, results
 from wsi_fl.report.words import area_words, number
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.work.console import print_table
+from wsi_fl.stages.work.console import MOST_COLUMNS, print_table
 
 
 def between_of(party: Party) -> dict[str, Any] | None:
@@ -25,6 +25,7 @@ def between_of(party: Party) -> dict[str, Any] | None:
 def print_between(between: Mapping[str, Any]) -> None:
     """Print the accuracy of every model on each hospital's test part, and what all parts together come to."""
     hospitals = between["hospitals"]
+    hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
     headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
     rows: list[list[str] | None] = []
     for name, model in between["models"].items():

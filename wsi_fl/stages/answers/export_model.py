@@ -50,7 +50,9 @@ def export_model(
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     if run.summary() is None:
-        raise WsiFlError(f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume`")
+        raise WsiFlError(
+            f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
+        )
     with Party.of_run(study, run) as party:
         leaving = asked_for(party, called, site)
         require_allowed(leaving, private=private)

@@ -69,7 +69,7 @@ def _page(party: Party, *, pictures: bool) -> Page:
     manifest, summary = run.manifest, run.summary()
     if summary is None:
         raise WsiFlError(
-            f"{run.path}/summary.json: the run has not finished; continue it with `wsi-fl train --resume`"
+            f"{run.path}/summary.json: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
         )
     inputs = inputs_of(run)
     return Page(

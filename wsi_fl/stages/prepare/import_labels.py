@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from wsi_fl.slides.layouts.common import delimiter_of, label_of, mpp_of, rows_of
+from wsi_fl.slides.layouts.common import label_of, mpp_of
+from wsi_fl.slides.layouts.rows import accounted, of_site, rows_of
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, UsageError
 
@@ -20,10 +21,15 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Matched:
-    """The slides that have both a file and a row, and those that lack one."""
+    """The slides that have both a file and a row, and those that lack one.
+
+    Attributes:
+        said: what became of all rows of the table.
+    """
 
     records: tuple[SlideRecord, ...]
     aside: tuple[SetAside, ...]
+    said: str
 
 
 def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses: bool) -> Matched:
@@ -39,7 +45,8 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
     """
     records: dict[str, SlideRecord] = {}
     aside = []
-    for where, row in _rows(table, site.name):
+    rows, said = _rows(table, site.name)
+    for where, row in rows:
         record = _record(row, where, files, site, diagnoses=diagnoses)
         if record.slide in records:
             raise UsageError(f"{where}: slide {record.slide} has a row already")
@@ -47,26 +54,24 @@ def matched(table: Path, files: Mapping[str, Path], site: SiteFile, *, diagnoses
         if record.slide not in files:
             aside.append(SetAside(record.slide, f"has a label ({where}) and no features"))
     aside += [SetAside(name, f"has no label in {table.name}") for name in files if name not in records]
-    return Matched(tuple(one for name, one in records.items() if name in files), tuple(aside))
+    return Matched(tuple(one for name, one in records.items() if name in files), tuple(aside), said)
 
 
-def _rows(table: Path, site: str) -> list[tuple[str, dict[str, str]]]:
-    """(where, columns by our names) of each row of the site."""
-    delimiter = delimiter_of(table)
-    rows = rows_of(table, (), delimiter)
+def _rows(table: Path, site: str) -> tuple[list[tuple[str, dict[str, str]]], str]:
+    """(where, columns by our names) of each row of the site, and what became of all rows."""
+    rows = rows_of(table, ())
     if not rows:
         raise UsageError(f"{table}: has no rows")
     called = {ours: next((name for name in names if name in rows[0]), None) for ours, names in _NAMES.items()}
     if missing := next((ours for ours, name in called.items() if name is None), None):
         raise UsageError(f"{table}: no column {' or '.join(_NAMES[missing])}; it has {', '.join(rows[0])}")
     mine = [
-        (f"{table.name} line {number}", row | {ours: row[name] for ours, name in called.items() if name})
-        for number, row in enumerate(rows, 2)
-        if row.get("site", site) == site
+        (row.where, row | {ours: row[name] for ours, name in called.items() if name})
+        for row in of_site(rows, site)
     ]
     if not mine:
         raise UsageError(f"{table}: has no row of site {site}")
-    return mine
+    return mine, accounted(table.name, rows, len(mine), site)
 
 
 def _record(

@@ -90,6 +90,7 @@ def import_features(
     layout = LAYOUTS[form]
     files = layout.find(source)
     found = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
+    told.say(f"  {site}: {found.said}")
     known = labelled(found.records, pipeline.subtypes)
     settings = pipeline.mosaic
     records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)

@@ -21,7 +21,7 @@ from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
 from wsi_fl.stages.prepare.sources import Listed, list_slides
-from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
+from wsi_fl.stages.prepare.tables import first_reason, mosaic_row, say_tables
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
 from wsi_fl.stages.site.rates import speed_of
 from wsi_fl.stages.work.console import Watcher, say
@@ -55,6 +55,8 @@ def mosaic(
         listed = list_slides(study, site, pipeline_name, overrides, told)
         known = [(one, labelled(one.records, one.pipeline.subtypes)) for one in listed]
         settings = listed[0].pipeline.mosaic
+        for one in listed if job.first else ():
+            say_tables(one.site.name, one.said)
         if job.first and (unusual := warning_of(settings.encoder, settings.size_px, settings.mpp)):
             say(f"  {unusual}", "yellow")
         return known, encoder_of(study, settings, job.threads, tell=say if job.first else _quiet)

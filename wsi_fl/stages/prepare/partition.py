@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import print_table, say
+from wsi_fl.stages.work.console import print_by_site, say
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import DataSet, Images, read_data_set
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.stores.skew import parse_skew
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import dump_toml, validated
+from wsi_fl.study.toml import MOST_SEED, dump_toml, validated
 from wsi_fl.system.files import write_text
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH = 256
+_MOST_SITES = 10_000
 
 
 def partition(
@@ -42,8 +43,10 @@ def partition(
     """
     if n_sites < 1 or (per_site is not None and per_site < 1):
         raise UsageError("--sites and --per-site must be at least 1")
-    if seed < 0:
-        raise UsageError("--seed must be at least 0")
+    if n_sites > _MOST_SITES:
+        raise UsageError(f"--sites must be at most {_MOST_SITES}")
+    if not 0 <= seed <= MOST_SEED:
+        raise UsageError(f"--seed must be at least 0, and at most {MOST_SEED}")
     sites = [
         validated(SiteFile, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
         for k in range(n_sites)
@@ -53,6 +56,8 @@ def partition(
     rng = np.random.default_rng(seed)
     data_set = _with_test(read_data_set(data, size_px), test_fraction, rng)
     assert data_set.test is not None
+    if n_sites > len(data_set.train):
+        raise UsageError(f"--sites {n_sites}: {data} has too few training images ({len(data_set.train)})")
     train = divide(data_set.train.y, n_sites, per_site, rng)
     test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
     rows = []
@@ -137,8 +142,8 @@ def _row(study: Study, site: str, table: PatchTable, classes: tuple[str, ...]) -
 def print_partition(document: dict[str, Any]) -> None:
     """Print training images, classes × sites."""
     sites = document["sites"]
-    rows = [[name, *(str(row["classes"][name]) for row in sites)] for name in document["classes"]]
-    sums = [["sum", *(str(row["train"]) for row in sites)], ["test", *(str(row["test"]) for row in sites)]]
+    rows = [[name, *(row["classes"][name] for row in sites)] for name in document["classes"]]
+    sums = [["sum", *(row["train"] for row in sites)], ["test", *(row["test"] for row in sites)]]
     title = f"training images ({document['skew']})"
-    print_table(title, ["class", *(row["site"] for row in sites)], [*rows, None, *sums])
+    print_by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
     say("stores ready; next: wsi-fl train --method proxyfl --pipeline NAME")

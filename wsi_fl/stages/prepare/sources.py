@@ -54,6 +54,7 @@ class Listed:
     Attributes:
         records: the slides that its archive describes well.
         aside: the others.
+        said: what became of the rows of its tables.
     """
 
     study: Study
@@ -61,6 +62,7 @@ class Listed:
     pipeline: Pipeline
     records: tuple[SlideRecord, ...]
     aside: tuple[SetAside, ...]
+    said: tuple[str, ...]
 
 
 def asked_for(
@@ -87,6 +89,7 @@ def list_slides(
     listed = []
     for one, sources in [(one, sources_of(study, one)) for one in sites]:
         tell = partial(watcher.update, one.name, note="checking MD5")
-        records, aside = read_site(one.layout, replace(sources, progress=tell))
-        listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside)))
+        said: list[str] = []
+        records, aside = read_site(one.layout, replace(sources, progress=tell, tell=said.append))
+        listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside), tuple(said)))
     return listed

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.stages.site.rates import say_speed
-from wsi_fl.stages.work.console import print_table, say
+from wsi_fl.stages.work.console import print_by_site, say
 from wsi_fl.stores.columns import Counts
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, SPLITS, BagTable, SetAside, SlideRecord
+
+_NAMED = 20
+"""Slides of a site that are named to people; the others are counted."""
 
 
 def tile_row(
@@ -64,6 +67,12 @@ def mosaic_row(
         "store": study.relative(study.mosaic(site)),
         "seconds": seconds,
     }
+
+
+def say_tables(site: str, said: Iterable[str]) -> None:
+    """Say what became of the rows of a site's tables."""
+    for line in said:
+        say(f"  {site}: {line}")
 
 
 def weak_note(records: Sequence[SlideRecord]) -> str:
@@ -123,19 +132,26 @@ def print_mosaic(document: dict[str, Any]) -> None:
 
 def _print_by_site(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> None:
     """Print lines of a name and a number for each site as a table, with their sum."""
-    headings = ["", *(row["site"] for row in rows), "sum"]
-    cells = [line and [*map(str, line), str(sum(line[1:]))] for line in lines]
-    print_table(title, headings, cells)
+    summed = [line and [*line, sum(line[1:])] for line in lines]
+    print_by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
 
 
 def _say_aside(rows: Sequence[Any], unit: str) -> None:
     """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
     for row in rows:
-        for aside in row["failed"]:
+        for aside in row["failed"][:_NAMED]:
             whole = "" if " patches set aside" in aside["reason"] else " set aside"
             say(f"  {row['site']}: {aside['slide']}{whole}: {aside['reason']}", style="yellow")
-        for one in row.get("notes", ()):
+        if len(row["failed"]) > _NAMED:
+            say(
+                f"  {row['site']}: and {len(row['failed']) - _NAMED} more set aside; --json names all",
+                "yellow",
+            )
+        notes = row.get("notes", ())
+        for one in notes[:_NAMED]:
             say(f"  {row['site']}: {one['slide']}: {one['note']}", style="yellow")
+        if len(notes) > _NAMED:
+            say(f"  {row['site']}: and {len(notes) - _NAMED} more such notes; --json has all", "yellow")
         if not row["train"]:
             say(
                 f"  {row['site']}: has no training {unit}, so nothing can be trained on it",

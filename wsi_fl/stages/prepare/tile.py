@@ -22,7 +22,7 @@ from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.stages.prepare.sources import Listed, list_slides
-from wsi_fl.stages.prepare.tables import first_reason, storage_note, tile_row, weak_note
+from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
 from wsi_fl.stages.prepare.tile_shards import Wanted, Written, check_space, shard_path, write_each
 from wsi_fl.stages.work.console import Watcher, say
@@ -53,6 +53,7 @@ def tile(
     listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides, told))
     if job.first:
         for one in listed:
+            say_tables(one.site.name, one.said)
             if note := weak_note(one.records):
                 say(f"  {one.records[0].site}: {note}", style="yellow")
     rows = [_tile_site(one, job, told) for one in listed]
@@ -165,7 +166,9 @@ def _write_all(
         most, seed = settings.max_per_slide, settings.seed
         keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=seed)
         if job.first:
-            check_space(folder, sum(int(rows.sum()) for rows in keep), spec, wanted.content)
+            patches = sum(int(rows.sum()) for rows in keep)
+            needed = check_space(folder, patches, spec, wanted.content)
+            say(f"  {name}: {patches} patches of {spec.size_px} px, at most {needed / 1e9:.2f} GB")
         return list(zip(numbers, keep, strict=True))
 
     n = len(numbers)

@@ -212,8 +212,8 @@ def _source(plan: SlidePlan, reader: Reader) -> str:
     return f"{size} {plan.mpp!r}" + ("" if reader == "auto" else f" {reader}")
 
 
-def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
-    """Refuses to begin what the disk cannot hold; shards that are there already count as free."""
+def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> int:
+    """Refuse to begin what the disk cannot hold, shards that are there aside; return how many bytes it needs."""
     share = _SHARE_OF_RAW["jpeg" if quality_of(content) else content]
     needed = round(n * (spec.size_px**2 * 3 * share + _COLUMNS_BYTES))
     present = sum(path.stat().st_size for path in (folder / "slides").glob("*.h5"))
@@ -224,3 +224,4 @@ def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> None:
             f"{folder}: the disk is full: {needed / 1e9:.2f} GB of patches, {free / 1e9:.2f} GB free; "
             f"set {advice}tile.max_per_slide, or free some space"
         )
+    return needed

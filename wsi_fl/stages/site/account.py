@@ -102,6 +102,11 @@ def planned_round(
         return None
     try:
         if privacy.target_epsilon is None:
+            if site.real and not once and privacy.noisy and train.batch_size > n:
+                raise UsageError(
+                    f"train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, and would divide "
+                    f"what {n} add up to; set it to {n} or less"
+                )
             plan = _round_of(site, pipeline, n, n if once else train.batch_size, privacy.sigma)
             if site.real and spends(pipeline):
                 plan.refuse_large_delta()

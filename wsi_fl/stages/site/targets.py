@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.survival import require_extra
 from wsi_fl.learning.tasks import CLASSES, Number, Survival, Task
-from wsi_fl.slides.layouts.common import delimiter_of, rows_of
+from wsi_fl.slides.layouts.rows import of_site, rows_of
 from wsi_fl.study.asking import Target
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
@@ -158,7 +158,7 @@ def _table_path(study: Study, site: SiteFile) -> Path:
 def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str], Any]:
     """("slide" or "patient", its name) → the truth, of every line that has one."""
     columns = [target.column] if target.column else [target.time, target.event]
-    rows = rows_of(path, [str(name) for name in columns], delimiter_of(path))
+    rows = rows_of(path, [str(name) for name in columns])
     slide = _first(rows, _SLIDE)
     patient = _first(rows, (*filter(None, (site.columns.get("patient"),)), *_PATIENT))
     if rows and slide is None and patient is None:
@@ -166,14 +166,14 @@ def _values(path: Path, site: SiteFile, target: Target) -> dict[tuple[str, str],
             f"{path}: has no column of slides ({', '.join(_SLIDE)}) or patients ({', '.join(_PATIENT)})"
         )
     found: dict[tuple[str, str], Any] = {}
-    for number, row in enumerate(rows, 2):
-        if "site" in row and row["site"] != site.name:
-            continue
-        where = f"{path.name} line {number} of site {site.name}"
+    for row in of_site(rows, site.name):
+        where = f"{row.where} of site {site.name}"
         name = ("slide", row[slide]) if slide and row[slide] else ("patient", row[patient] if patient else "")
         value = _truth(row, target, where)
-        if value is None or not name[1]:
+        if value is None:
             continue
+        if not name[1]:
+            raise UsageError(f"{where}: names no slide or patient")
         if found.setdefault(name, value) != value:
             raise UsageError(f"{where}: {' '.join(name)} has another answer than in a line above")
     stems: dict[tuple[str, str], Any] = {}  # stores know slides by their files' names without suffix

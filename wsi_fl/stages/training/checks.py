@@ -90,8 +90,25 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             with open_data(party.study, site.name, pipeline) as data:
-                if data.without_answer:
-                    say(f"  {data.without_answer}", "yellow")
+                for said in filter(None, (data.without_answer, _doubtful(party, site, data.table))):
+                    say(f"  {said}", "yellow")
+
+
+def _doubtful(party: Party, site: SiteFile, table: Any) -> str:
+    """Say what of a plan makes little sense for as few rows as a site has; a real hospital is refused it."""
+    train, privacy = party.pipeline.train, party.pipeline.privacy
+    if not spends(party.pipeline):
+        return ""
+    patients = table.patient[table.split == "train"]
+    n = len(set(patients.tolist())) if privacy.unit == "patient" else len(patients)
+    if privacy.target_epsilon is None and train.batch_size > n > 0 and not party.method.once:
+        return (
+            f"site {site.name}: train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, and "
+            f"divides what {n} add up to"
+        )
+    if (delta := site.delta or privacy.delta) * n >= 1:
+        return f"site {site.name}: δ = {delta:g} is not below 1/{n}: it would let one of its {privacy.unit}s be public"
+    return ""
 
 
 def _check_division(party: Party) -> None:

@@ -61,13 +61,27 @@ def find_mpiexec() -> str:
 
 
 def rank_environment(n_ranks: int) -> dict[str, str]:
-    """The environment of the ranks: the machine's threads divided among them."""
+    """The environment of the ranks: the machine's threads divided among them, if they were to take more."""
     environment = dict(os.environ)
-    threads = max(1, len(os.sched_getaffinity(0)) // n_ranks)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    threads = _threads(n_ranks)
+    if not environment.get("OMP_NUM_THREADS") or threads_note(n_ranks):
+        environment["OMP_NUM_THREADS"] = str(threads)
     if hasattr(os, "geteuid") and os.geteuid() == 0:  # containers; Open MPI wants to be told twice
         environment["OMPI_ALLOW_RUN_AS_ROOT"] = environment["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
     return environment
+
+
+def threads_note(n_ranks: int) -> str:
+    """Say that OMP_NUM_THREADS asks for more than the machine has; "" where it does not."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if not wanted.isdecimal() or int(wanted) <= _threads(n_ranks):
+        return ""
+    cores = len(os.sched_getaffinity(0))
+    return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
+
+
+def _threads(n_ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // n_ranks)
 
 
 def run_ranks(
@@ -89,6 +103,8 @@ def run_ranks(
     command = [find_mpiexec(), "-n", str(len(sites)), "--oversubscribe", "--bind-to", "none"]
     command += [sys.executable, "-m", "wsi_fl", *arguments]
     log.parent.mkdir(parents=True, exist_ok=True)
+    if said := threads_note(len(sites)):
+        watcher.say(f"  {said}")
     with (
         log.open("ab") as log_file,
         _signals_interrupt(),

@@ -10,6 +10,7 @@ from wsi_fl.privacy.accounting import ACCOUNTANT, epsilon, plan, sigma_for
 from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
 from wsi_fl.privacy.planner import Proposal, planned, proposals
 from wsi_fl.stages.work.console import say
+from wsi_fl.study.toml import LEAST_SIGMA
 from wsi_fl.types import UsageError
 
 _BATCH_SIZE = 32
@@ -38,6 +39,10 @@ def privacy(
             if sigma
             else "give --sigma or --target-epsilon"
         )
+    if sigma is not None and not (sigma == 0 or sigma >= LEAST_SIGMA):
+        raise UsageError(f"--sigma {sigma:g}: use 0 for no noise, or at least {LEAST_SIGMA:g}")
+    if batch_size is not None and batch_size > n:
+        raise UsageError(f"--batch-size {batch_size} is more than the {n} rows of --n")
     ways: list[Proposal] = []
     if sigma is not None:
         mechanism = plan(n, batch_size or _BATCH_SIZE, epochs, sigma, 1.0)

@@ -30,6 +30,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.training.checks import check_budgets, sites_here
+from wsi_fl.stages.training.going_on import naming_resume
 from wsi_fl.stages.training.material import remember_canaries
 from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
@@ -38,7 +39,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
+from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
 
@@ -155,7 +156,8 @@ def rank_main(run_path: Path) -> None:
         if not study.site(me).real:
             traceback.print_exc()  # into mpi.log
 
-    _guarded(comm, study, me, lambda: run, lambda run: work_as_rank(study, run, comm, events), tell)
+    work = naming_resume(study, run)(work_as_rank)
+    _guarded(comm, study, me, lambda: run, lambda run: work(study, run, comm, events), tell)
 
 
 def _guarded(
@@ -204,12 +206,11 @@ def _note_warning(log: Path, message: Warning | str, category: type[Warning], *_
 
 
 def _in_a_line(error: BaseException, study: Study) -> str:
-    text = str(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {error}"
     try:
         raise_if_full(error, study.runs)
     except WsiFlError as full:
-        text = str(full)
-    return " ".join(text.split())
+        return one_line(full)
+    return one_line(error) if isinstance(error, WsiFlError) else f"{type(error).__name__}: {one_line(error)}"
 
 
 def join(

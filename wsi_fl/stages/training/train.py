@@ -31,6 +31,7 @@ from wsi_fl.stages.training.checks import (
     versions,
     warn_of_other_patches,
 )
+from wsi_fl.stages.training.going_on import naming_resume, resume_command
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
@@ -229,8 +230,9 @@ def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
         from wsi_fl.stages.training.ranks import work_as_rank
 
         comm = LocalComm(len(names), running=sites_here(party))
-        return work_as_rank(study, run, comm, watcher)
-    again = f"wsi-fl train --resume {study.relative(run.path)}"
+        with naming_resume(study, run):
+            return work_as_rank(study, run, comm, watcher)
+    again = resume_command(study, run)
     while True:
         running = [names[k] for k in sites_here(party)]
         try:

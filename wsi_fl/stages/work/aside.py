@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 from wsi_fl.types import WsiFlError
 
+_WORDS: dict[type[BaseException], str] = {
+    MemoryError: "it needs more memory than there is",
+    RecursionError: "it is nested too deeply",
+    OverflowError: "a number in it is too large",
+}
+
 
 def reason_of(error: BaseException) -> str:
     """Return in one line why something failed: the words of an error of our own, else its type too."""
     if isinstance(error, WsiFlError):
         return str(error)
+    for kind, words in _WORDS.items():
+        if isinstance(error, kind):
+            return words
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 

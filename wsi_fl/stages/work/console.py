@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,9 @@ from rich.table import Table
 
 from wsi_fl.types import WsiFlError
 
-_LINE_EVERY_S = 5.0
+LINE_EVERY_S = 5.0
+_MOST_PARTS = 12
+"""Sites that a line of progress tells of."""
 _EVENT_EVERY_S = 0.3
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -60,7 +63,7 @@ class Quiet(Silent):
 
 
 class Bars(Silent):
-    """One bar per part on a terminal; otherwise one line over all parts every five seconds."""
+    """One bar per part on a terminal; otherwise one line over all parts every five seconds, from the start."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -76,15 +79,29 @@ class Bars(Silent):
         self._tasks: dict[str, TaskID] = {}
         self._state: dict[str, tuple[float, float, str]] = {}
         self._began = self._said = time.monotonic()
+        self._over = threading.Event()
 
     def __enter__(self) -> Bars:
         if self._live:
             self._bars.start()
+        else:
+            threading.Thread(target=self._tell, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         if self._live:
             self._bars.stop()
+
+    def _tell(self) -> None:
+        """Say every few seconds how far it is, whether or not the work says anything."""
+        while not self._over.wait(LINE_EVERY_S):
+            if time.monotonic() - self._said >= LINE_EVERY_S / 2:
+                self._say()
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        stderr.print(self._line(), markup=False)
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         self._state[part] = (done, total, note)
@@ -92,18 +109,20 @@ class Bars(Silent):
             if part not in self._tasks:
                 self._tasks[part] = self._bars.add_task(part, total=total, note=note)
             self._bars.update(self._tasks[part], completed=done, total=total, note=note)
-        elif time.monotonic() - self._said >= _LINE_EVERY_S:
-            self._said = time.monotonic()
-            stderr.print(self._line())
+        elif time.monotonic() - self._said >= LINE_EVERY_S:
+            self._say()
 
     def _line(self) -> str:
-        done = sum(min(d, t) for d, t, _ in self._state.values())
-        total = sum(t for _, t, _ in self._state.values())
+        state, elapsed = self._state.copy(), time.monotonic() - self._began
+        if not state:
+            return f"{self.title}: preparing, {elapsed:.0f} s so far"
+        done = sum(min(d, t) for d, t, _ in state.values())
+        total = sum(t for _, t, _ in state.values())
         share = done / total if total else 0.0
-        elapsed = time.monotonic() - self._began
         left = f", about {elapsed / share - elapsed:.0f} s left" if share > 0.02 else ""
-        notes = ", ".join(f"{part} {note}" for part, (_, _, note) in self._state.items() if note)
-        return f"{self.title}: {share:.0%}{left}" + (f" ({notes})" if notes else "")
+        notes = ", ".join(f"{part} {note}" for part, (_, _, note) in [*state.items()][:_MOST_PARTS] if note)
+        more = f", and {len(state) - _MOST_PARTS} more" if len(state) > _MOST_PARTS else ""
+        return f"{self.title}: {share:.0%}{left}" + (f" ({notes}{more})" if notes else "")
 
 
 class Events:
@@ -173,6 +192,30 @@ def say(text: str, style: str = "") -> None:
 
 _WIDEST = 120
 """Characters of a table that is wider than the terminal."""
+
+
+MOST_COLUMNS = 12
+"""Sites that stand beside each other; more stand one below the other."""
+
+
+def print_by_site(
+    title: str, corner: str, sites: Sequence[str], lines: Sequence[Sequence[object] | None]
+) -> None:
+    """Print lines of a name and a number for each site: sites as columns, or as rows where they are many.
+
+    Args:
+        title, corner: what stands above the table, and above its first column.
+        sites: names, in the order of the numbers.
+        lines: a name and its numbers each; None draws a line between them.
+    """
+    if len(sites) <= MOST_COLUMNS:
+        print_table(
+            title, [corner, *sites], [[str(cell) for cell in line] if line else None for line in lines]
+        )
+        return
+    told = [line for line in lines if line]
+    rows = [[site, *(str(line[k]) for line in told)] for k, site in enumerate(sites, 1)]
+    print_table(title, ["site", *(str(line[0]) for line in told)], rows)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]) -> None:

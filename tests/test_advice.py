@@ -1,0 +1,230 @@
+"""Advice works: every command that a message names can be given, and the ones that matter do what they promise."""
+
+import ast
+import errno
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+from conftest import interrupted_after, make_study, refused
+from rich.console import Console
+
+from wsi_fl.cli.main import app
+from wsi_fl.federation import loop
+from wsi_fl.stages.training import launch
+from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work import console
+from wsi_fl.stages.work.aside import reason_of
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import read_lines
+from wsi_fl.types import DiskFull, WsiFlError
+
+PACKAGE = Path(__file__).parents[1] / "wsi_fl"
+ROOT = typer.main.get_command(app)
+WRONG = typer.BadParameter.__mro__[1]
+_COMMAND = re.compile(r"`(wsi-fl [^`]*)`|next: (wsi-fl [^;`]*)|\((wsi-fl [^)]*)\)")
+
+
+def _texts(tree: ast.AST):
+    """(line, text) of all strings of a module; what is put into one is 1."""
+    joined = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    inside = {id(one) for node in joined for one in node.values}
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            parts = [str(one.value) if isinstance(one, ast.Constant) else "1" for one in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def advised() -> list[tuple[str, str]]:
+    """(place, command) of every command that a text of the package names."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for line, text in _texts(ast.parse(path.read_text("utf-8"))):
+            for match in _COMMAND.finditer(" ".join(text.split())):
+                command = next(filter(None, match.groups()))
+                found[f"{path.relative_to(PACKAGE)} {command}"] = (f"{path.name}:{line}", command)
+    return list(found.values())
+
+
+def _parses(command: str) -> None:
+    """The command exists, and takes these options with these numbers of values; others may still be asked for."""
+    words = ["1" if word == "N" else word for word in shlex.split(command)[1:] if word not in ("&&", "…")]
+    here = ROOT
+    if words[0] in ("1", "ARGUMENTS"):  # a command that the text is told
+        return
+    while hasattr(here, "commands") and words:
+        assert words[0] in here.commands, f"no command {words[0]}"
+        here = here.commands[words.pop(0)]
+    if words and words != ["1"]:
+        try:
+            here.make_context("wsi-fl", words)
+        except WRONG as error:
+            assert "missing" in error.format_message().lower() and "option" in error.format_message().lower()
+
+
+@pytest.mark.parametrize(("place", "command"), advised())
+def test_every_command_that_a_message_names_can_be_given(place, command):
+    try:
+        _parses(command)
+    except (AssertionError, WRONG) as error:
+        pytest.fail(f"{place}: `{command}`: {error}")
+
+
+def test_commands_that_do_not_exist_are_noticed():
+    assert len(advised()) > 40
+    for command in ("wsi-fl tiles", "wsi-fl train --again", "wsi-fl federation start --stop X"):
+        with pytest.raises((AssertionError, WRONG)):
+            _parses(command)
+
+
+@pytest.fixture
+def small(tmp_path) -> Study:
+    return make_study(tmp_path / "study", 2)
+
+
+def started(study: Study, **given):
+    return train(study, method="proxyfl", overrides=["train.rounds=2"], backend="local", **given)
+
+
+def _resumes(study: Study, message: str) -> None:
+    """The command that the message names goes on with the run: no round stands twice, no second run begins."""
+    command = re.search(r"`wsi-fl train --resume (\S+)`", message)
+    assert command, message
+    summary = resume(study, command[1], backend="local")
+    assert [row["rounds"] for row in summary["sites"]] == [2, 2] and len(list(study.runs.glob("0*"))) == 1
+    lines = [line for line in read_lines(study.ledger("S0")) if line.get("released")]
+    assert {line["run"] for line in lines} == {lines[0]["run"]}
+
+
+def test_ctrl_c_in_a_local_run_names_the_command_that_goes_on(small):
+    with interrupted_after(3):
+        try:
+            started(small)
+        except KeyboardInterrupt as stopped:
+            message = str(stopped)
+            raise
+    assert message.startswith("interrupted; continue with")
+    _resumes(small, message)
+
+
+def test_a_full_disk_in_a_run_names_the_command_that_goes_on(small, monkeypatch):
+    real, calls = loop._log_round, []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **kwargs)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DiskFull, match="free some space and continue") as told,
+    ):
+        patch.setattr(loop, "_log_round", full)
+        started(small)
+    _resumes(small, str(told.value))
+
+
+def test_ctrl_c_in_the_command_itself(small):
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "wsi_fl", "train", "--backend", "local", "--set", "train.rounds=100000"]
+    with subprocess.Popen(
+        command, cwd=small.root, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stderr is not None
+        began = time.monotonic()
+        assert process.stderr.readline() == "wsi-fl train: starting …\n"
+        first = time.monotonic() - began
+        while not list(small.runs.glob("*/sites/S0/metrics.jsonl")) and time.monotonic() - began < 60:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        *_, last = process.stderr.read().splitlines()
+    assert last.startswith("wsi-fl: error: interrupted; continue with `wsi-fl train --resume runs/00001-"), (
+        last
+    )
+    assert process.returncode == 1 and first < 10
+
+
+def test_the_first_line_needs_no_torch(tmp_path):
+    code = (
+        "import sys; sys.argv = ['wsi-fl', 'train']; import wsi_fl.__main__ as m\n"
+        "try: m.main()\nfinally: print('torch' in sys.modules, 'rich' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.stderr.startswith("wsi-fl train: starting …\nwsi-fl: error:")
+        and "False" in done.stdout.split()[0]
+    )
+
+
+@pytest.mark.parametrize("rank", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
+def test_only_the_first_rank_says_that_it_starts(tmp_path, wsi_fl, rank):
+    assert "starting" not in wsi_fl("train", cwd=tmp_path, env={rank: "1"}).stderr
+    assert "starting" in wsi_fl("train", cwd=tmp_path, env={rank: "0"}).stderr
+    assert "starting" not in wsi_fl("train", "--help", cwd=tmp_path).stderr
+    assert "starting" not in wsi_fl("config", cwd=tmp_path).stderr
+
+
+def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.05)
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
+    with console.Bars("tile") as bars:
+        time.sleep(0.3)
+        bars.update("A", 1, 4, "finding tissue")
+        time.sleep(0.3)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("tile: preparing, ") and said[-1].startswith("tile: 25%") and len(said) > 3
+    time.sleep(0.2)
+    assert not capsys.readouterr().err
+
+
+def test_progress_of_many_sites_is_one_short_line(monkeypatch):
+    bars = console.Bars("train")
+    for k in range(64):
+        bars.update(f"S{k}", 1, 4, "round 2")
+    assert len(bars._line()) < 300 and "and 52 more" in bars._line()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "taken", "said"), [("8", "2", True), ("2", "2", False), ("1", "1", False)]
+)
+def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch, wanted, taken, said):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", wanted)
+    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == taken
+    note = launch.threads_note(4)
+    assert bool(note) == said and "\n" not in note
+    if said:
+        assert note == "OMP_NUM_THREADS = 8 in 4 ranks is more than 8 cores: each takes 2"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("Unable to allocate 1.5 PiB"), RecursionError("maximum"), OverflowError()]
+)
+def test_what_python_says_of_sizes_is_put_into_words(error):
+    said = reason_of(error)
+    assert type(error).__name__ not in said and "allocate" not in said and said
+
+
+def test_a_run_that_is_not_finished_names_itself(small):
+    from wsi_fl.stages.answers.report import report
+
+    with interrupted_after(3):
+        started(small)
+    (run,) = small.runs.glob("0*")
+    refused(lambda: report(small, run.name), f"`wsi-fl train --resume {run.name}`", error=WsiFlError)
+    shutil.rmtree(run)

@@ -1,0 +1,344 @@
+"""Nonsense is refused where it is read: in one line, in our words, before time or memory is taken."""
+
+import json
+import os
+import re
+import time
+import zipfile
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import make_study, refused
+from PIL import Image
+
+from wsi_fl.privacy.book import Book
+from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.stages.prepare.partition import partition
+from wsi_fl.stages.site.account import planned_round
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check
+from wsi_fl.stores.images import read_data_set
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
+from wsi_fl.types import WsiFlError
+
+PYTHON = re.compile(
+    r"unexpected|Error\b|Traceback|object has no|codec|subscriptable|indices must be|could not convert|NoneType|allocat"
+)
+"""Words of Python, which no message to people holds."""
+
+
+def told(action, *words: str, error=WsiFlError) -> None:
+    """The action is refused with the words, and none of Python's."""
+    with pytest.raises(error) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 600 and not PYTHON.search(message), message
+    for word in words:
+        assert word in message, message
+
+
+@pytest.fixture
+def study(tmp_path) -> Study:
+    return make_study(tmp_path / "study", 2)
+
+
+# ---- configuration -------------------------------------------------------------------------------------------------
+
+
+def _numbers(schema, definitions, key=""):
+    """(key, field) of every number in a schema."""
+    for name, field in schema.get("properties", {}).items():
+        yield from _numbers_of(field, definitions, f"{key}.{name}".removeprefix("."))
+
+
+def _numbers_of(field, definitions, key):
+    if "$ref" in field:
+        yield from _numbers(definitions[field["$ref"].rsplit("/", 1)[1]], definitions, key)
+    for each in field.get("anyOf", ()):
+        yield from _numbers_of(each, definitions, key)
+    if field.get("type") == "array":
+        yield from _numbers_of(field["items"], definitions, key)
+    if field.get("type") in ("integer", "number") and "enum" not in field:
+        yield key, field
+
+
+@pytest.mark.parametrize("model", [Pipeline, SiteFile])
+def test_every_number_has_bounds(model):
+    schema = model.model_json_schema()
+    found = list(_numbers(schema, schema.get("$defs", {})))
+    assert len(found) >= (80 if model is Pipeline else 3)
+    for key, field in found:
+        assert {"minimum", "exclusiveMinimum"} & set(field), key
+        assert {"maximum", "exclusiveMaximum"} & set(field), key
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.seed=-5", ("train.seed", "0")),
+        ("train.seed=18446744073709551616", ("train.seed", "9223372036854775807")),
+        ("tile.seed=-1", ("tile.seed",)),
+        (f"tile.seed={'9' * 5000}", ("tile.seed", "digits")),
+        ("train.input_px=1000000", ("train.input_px", "4096")),
+        ("privacy.sigma=1e-300", ("privacy.sigma", "at least 0.001")),
+        ("stain.sigma=1e-300", ("stain.sigma",)),
+        ("privacy.clip=1e-300", ("privacy.clip",)),
+        ("tile.mpp=1e300", ("tile.mpp", "1000")),
+        ("train.batch_size=1000000000000", ("train.batch_size",)),
+        ("tile.size_px=32\nfoo=3", ("tile.size_px", "U+000A")),
+        ('sites=["../x"]', ("sites", "letters")),
+        ('sites=["S0", "S0"]', ("listed twice: S0",)),
+        ("train.left_out=../x", ("train.left_out", "letters")),
+        ('evaluate.external=["a/b"]', ("evaluate.external", "letters")),
+        ('model.private="a\\u0000b"', ("model.private", "U+0000")),
+        ('target.classes=["a\\u001b[2J", "b"]', ("target.classes", "U+001B")),
+        ("model.private=a\udce4", ("U+DCE4",)),
+        (f"train.rounds={'[' * 5000}", ("train.rounds", "nested too deeply")),
+    ],
+)
+def test_an_override_out_of_bounds_is_refused_by_its_key(study, override, words):
+    told(lambda: study.pipeline("small", [override]), *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"[train]\nseed = {'9' * 5000}\n", ("small.toml", "digits")),
+        (f"x = {'[' * 5000}", ("small.toml", "nested too deeply")),
+        (b"[train]\nseed = \xff\n", ("small.toml", "UTF-8")),
+        ("[train]\nseed = 1\nseed = 2\n", ("small.toml", "not valid TOML")),
+        ('[subtypes]\n"a\\u0001" = ["b"]\n', ("small.toml", "U+0001")),
+    ],
+)
+def test_a_pipeline_that_is_nonsense_is_refused(study, text, words):
+    path = study.root / "pipelines" / "small.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    told(lambda: study.pipeline("small"), *words)
+
+
+def test_site_names_of_a_pipeline_are_looked_at_by_every_command(study, wsi_fl):
+    (study.root / "pipelines" / "small.toml").write_text('sites = ["../x"]\n')
+    done = wsi_fl("tile", "--site", "S0", cwd=study.root)
+    assert done.returncode == 2 and "sites.0" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "key", ["slides", "annotations", "labels", "clinical", "split", "manifest", "ledger"]
+)
+def test_paths_hold_no_control_characters(study, key):
+    path = study.root / "sites" / "S0.toml"
+    path.write_text(f'name = "S0"\n{key} = "a\\u0000b"\n')
+    told(lambda: study.site("S0"), "sites/S0.toml", key, "U+0000")
+
+
+def test_a_site_files_resolution_is_plausible(study):
+    (study.root / "sites" / "S0.toml").write_text('name = "S0"\nmpp_override = 1e-9\n')
+    told(lambda: study.site("S0"), "mpp_override", "0.01")
+
+
+def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one_in_n():
+    def plan(delta=1e-5, **train):
+        site = SiteFile(name="A", max_epsilon=9.0, delta=delta)
+        return lambda: planned_round(site, Pipeline(train=train), 50)
+
+    told(plan(batch_size=100), "train.batch_size = 100", "50 rows")
+    told(plan(delta=0.5), "set delta below")
+    assert plan()() is not None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")],
+)
+def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
+    with Party.of(study, study.pipeline("small", [override]), "proxyfl") as party:
+        check(party, "local")
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count(words) == 2 and "site S0" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("privacy", "--n", "10", "--batch-size", "100", "--sigma", "1"), ("--batch-size 100", "10 rows")),
+        (("train", "--seeds", "1000000000000000"), ("--seeds", "1000")),
+        (("train", "--folds", "1000000000"), ("train.folds", "1000")),
+        (("partition", ".", "--sites", "1000000000"), ("--sites", "10000")),
+        (("partition", ".", "--sites", "2", "--seed", "-1"), ("--seed",)),
+        (("partition", ".", "--sites", "2", "--seed", str(2**64)), ("--seed",)),
+        (("partition", ".", "--prefix", "T", "--sites", "2", "--size-px", "100000"), ("--size-px", "4096")),
+        (("synthesize", "sample", "--site", "S0", "--n-per-class", "1", "--seed", str(2**64)), ("--seed",)),
+        (("synthesize", "sample", "--site", "S0", "--n-per-class", str(10**12)), ("--n-per-class",)),
+        (("privacy", "--n", "100", "--sigma", "1e-300"), ("--sigma",)),
+        (("privacy", "--n", str(10**30), "--sigma", "1"), ("--n",)),
+        (("privacy", "--n", "100", "--sigma", "1", "--epochs", "1e300"), ("--epochs",)),
+        (("privacy", "--n", "100", "--sigma", "nan"), ("--sigma",)),
+        (("privacy", "--n", "100", "--sigma", "1", "--delta", "2"), ("--delta",)),
+        (("privacy", "--n", "100", "--target-epsilon", "0"), ("--target-epsilon",)),
+    ],
+)
+def test_numbers_of_the_command_line_have_bounds(study, wsi_fl, arguments, words):
+    began = time.monotonic()
+    done = wsi_fl(*arguments, cwd=study.root)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("wsi-fl: error: ") and not PYTHON.search(last[15:]), last
+    assert all(word in last for word in words), last
+    assert time.monotonic() - began < 20
+
+
+# ---- annotations ---------------------------------------------------------------------------------------------------
+
+SQUARE = [[0, 0], [400, 0], [400, 400], [0, 400]]
+XML = (
+    '<?xml version="1.0" encoding="{}"?>\n<ASAP_Annotations><Annotations><Annotation PartOfGroup="tumor"><Coordinates>'
+    + "".join(f'<Coordinate Order="{k}" X="{x}" Y="{y}"/>' for k, (x, y) in enumerate(SQUARE))
+    + "</Coordinates></Annotation></Annotations></ASAP_Annotations>"
+)
+
+
+def geojson(coordinates, kind="Polygon"):
+    return {"type": "Feature", "geometry": {"type": kind, "coordinates": coordinates}}
+
+
+def annotation(folder: Path, content) -> Path:
+    path = folder / "a.xml"
+    data = content if isinstance(content, bytes | str) else json.dumps(content)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        XML.format("UTF-16").encode("utf-16"),
+        b"\xfe\xff" + XML.format("UTF-16").encode("utf-16-be"),
+        XML.format("UTF-8").encode("utf-8-sig"),
+        json.dumps(geojson([SQUARE])).encode("utf-16"),
+        json.dumps(geojson([SQUARE])).encode("utf-8-sig"),
+        json.dumps(geojson([[[*point, 7.0] for point in SQUARE]])).encode(),
+    ],
+)
+def test_annotations_are_read_in_every_encoding_that_tools_write(tmp_path, data):
+    assert read_annotations(annotation(tmp_path, data)).tumor.area == 400 * 400
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (geojson([[["400", "0"], [1, 2], [3, 4]]]), ("a coordinate is a text, not a number",)),
+        (geojson([[[True, 0], [1, 2], [3, 4]]]), ("a coordinate is true or false",)),
+        (geojson([[[None, 0], [1, 2], [3, 4]]]), ("a coordinate is null",)),
+        (geojson([[[10**400, 0], [1, 2], [3, 4]]]), ("not a finite number",)),
+        (geojson([[[1], [1, 2], [3, 4]]]), ("a point is a list, not a list of two numbers",)),
+        (geojson([[5, 6]]), ("a point is a number",)),
+        (geojson([5]), ("a ring is a number",)),
+        (geojson(5), ("coordinates is a number",)),
+        (geojson({"a": 1}), ("coordinates is an object",)),
+        (geojson([SQUARE], 5), ("unknown geometry 5",)),
+        (geojson([SQUARE], ["Polygon"]), ("unknown geometry",)),
+        (5, ("it is a number, not an object",)),
+        ("null", ("it is null",)),
+        ([5], ("a feature is a number",)),
+        ({"features": 5}, ("features is a number",)),
+        ({"type": "Feature"}, ("a feature has no 'geometry'",)),
+        ({"type": "Feature", "geometry": 7}, ("a geometry is a number",)),
+        ({"type": "Feature", "geometry": {}, "properties": [1]}, ("properties is a list",)),
+        ({}, ("a feature has no 'type'",)),
+        ('{"a": ' * 100_000, ("nested too deeply",)),
+        (f'{{"type": {"9" * 5000}}}', ("thousands of digits",)),
+        (b"\xff\xff{}", ("UTF-8",)),
+        ("", ("malformed",)),
+        (XML.format("klingon"), ("encoding",)),
+        (XML.format("UTF-8").replace('X="400"', 'X="wide"'), ("X = 'wide', which is no number",)),
+        (XML.format("UTF-8").replace('X="400"', ""), ("a Coordinate has no X",)),
+        (XML.format("UTF-8").replace('X="400"', 'X="1e999"'), ("not a finite number",)),
+        ("<html/>", ("its root element is html",)),
+    ],
+)
+def test_a_malformed_annotation_is_refused_in_our_words(tmp_path, content, words):
+    told(lambda: read_annotations(annotation(tmp_path, content)), "a.xml", *words)
+
+
+def test_an_outline_that_crosses_itself_a_million_times_is_refused_soon(tmp_path):
+    rng = np.random.default_rng(0)
+    began = time.monotonic()
+    path = annotation(tmp_path, geojson([rng.uniform(0, 1e5, (3000, 2)).tolist()]))
+    told(lambda: read_annotations(path), "crosses itself about", "draw it anew")
+    assert time.monotonic() - began < 10
+
+
+def test_outlines_that_cross_themselves_here_and_there_are_mended(tmp_path):
+    angle = np.linspace(0, 2 * np.pi, 5000, endpoint=False)
+    radius = 1000 + 20 * np.sin(50 * angle)
+    ring = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1)
+    ring[::100] = ring[::100][:, ::1] * 1.05
+    ring[[100, 101]] = ring[[101, 100]]
+    found = read_annotations(annotation(tmp_path, geojson([ring.tolist()])))
+    assert found.tumor.area == pytest.approx(np.pi * 1000**2, rel=0.02)
+
+
+# ---- data sets -----------------------------------------------------------------------------------------------------
+
+
+def _npz_that_claims(path: Path, shape) -> Path:
+    np.savez(path, y=np.zeros(4, np.int64))
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    with zipfile.ZipFile(path, "a") as archive, archive.open("x.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(member, header)
+        member.write(b"\0" * 64)
+    return path
+
+
+def test_an_archive_that_claims_more_than_there_is_takes_no_memory(tmp_path):
+    path = _npz_that_claims(tmp_path / "x.npz", (10**12, 1000, 1000, 3))
+    told(lambda: read_data_set(path), "x.npz", "GB", "memory")
+    path = tmp_path / "x.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", (10**7, 100, 100, 100), "u1", chunks=(1, 100, 100, 100))
+        file["y"] = np.zeros(4, np.int64)
+    told(lambda: read_data_set(path), "x.h5", "GB", "memory")
+
+
+@pytest.mark.parametrize("change", ["encrypted", "method"])
+def test_a_zip_that_cannot_be_read_is_refused(tmp_path, change):
+    path = tmp_path / "x.npz"
+    np.savez(path, x=np.zeros((4, 8, 8), np.uint8), y=np.zeros(4, np.int64))
+    data = bytearray(path.read_bytes())
+    for mark, flags, method in ((b"PK\3\4", 6, 8), (b"PK\1\2", 8, 10)):
+        at = -1
+        while (at := data.find(mark, at + 1)) >= 0:
+            if change == "encrypted":
+                data[at + flags] |= 1
+            else:
+                data[at + method] = 99
+    path.write_bytes(data)
+    told(lambda: read_data_set(path), "x.npz", "not a readable npz file")
+
+
+def test_a_pipe_is_no_image(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        Image.new("L", (8, 8)).save(tmp_path / name / "1.png")
+    os.mkfifo(tmp_path / "a" / "z.png")
+    assert len(read_data_set(tmp_path).train) == 2
+
+
+def test_there_are_no_more_sites_than_images(study, tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros((20, 8, 8), np.uint8), y=np.arange(20) % 2)
+    refused(
+        lambda: partition(study, tmp_path / "x.npz", n_sites=50, prefix="T"), "--sites 50", "training images"
+    )
+    assert not list(study.root.glob("sites/T*"))
+
+
+@pytest.mark.parametrize(
+    "line", ["3", "{}", "[]", "null", '{"run": "a", "site": "S0", "round": 1, "mechanism": "x"}']
+)
+def test_a_ledger_line_that_is_none_is_named(tmp_path, line):
+    path = tmp_path / "S0.jsonl"
+    path.write_text(line + "\n")
+    told(lambda: Book(path), "S0.jsonl", "line 1", "no entry of a ledger")

@@ -1,0 +1,150 @@
+"""Tables lose nothing: every row is used, of another site, or refused with its line; and none is cut by a terminal."""
+
+from pathlib import Path
+
+import pytest
+from conftest import refused
+from rich.console import Console
+
+from wsi_fl.slides.layouts import Sources, describe, read_site
+from wsi_fl.slides.layouts.rows import accounted, rows_of
+from wsi_fl.stages.prepare.import_labels import matched
+from wsi_fl.stages.prepare.tables import print_tile
+from wsi_fl.stages.work import console
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+
+HEADER = "slide,patient,site,label"
+TABLE = f"{HEADER}\na.tif,p0,A,normal\nb.tif,p1,B,tumor\n\nc.tif,p2,A,tumor\n"
+
+
+def archive(root: Path, table: str | bytes) -> Path:
+    (root / "slides").mkdir()
+    for name in "abcd":
+        (root / "slides" / f"{name}.tif").touch()
+    (root / "slides.csv").write_bytes(table if isinstance(table, bytes) else table.encode())
+    return root
+
+
+def read(root: Path, site: str = "A", **more):
+    sources = Sources(site, "sites/A.toml", (f"{root}/slides/*",), labels=root / "slides.csv", **more)
+    return read_site("generic", sources)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("ends", ["\n", "\r\n"])
+def test_a_table_is_read_however_a_spreadsheet_writes_it(tmp_path, delimiter, encoding, ends):
+    text = TABLE.replace(",", delimiter).replace("\n", ends)
+    records, aside = read(archive(tmp_path, text.encode(encoding)))
+    assert [(one.slide, one.patient) for one in records] == [("a", "p0"), ("c", "p2")] and aside == []
+
+
+def test_every_row_is_accounted_for(tmp_path):
+    said: list[str] = []
+    read(archive(tmp_path, TABLE), tell=said.append)
+    assert said == ["slides.csv: 3 rows, 2 of this site, 1 of others (B)"]
+    rows = rows_of(tmp_path / "slides.csv", ())
+    assert [row.where for row in rows] == [f"slides.csv line {n}" for n in (2, 3, 5)]
+    assert accounted("t", rows[:1], 1, "A") == "t: 1 rows, all of this site"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ('b.tif,"p1,A,tumor', ("line 3", "a quote is opened and never closed")),
+        ('b.tif,"p1,A,tumor\nc.tif,p2",A,tumor', ("line 3", "over several lines")),
+        ('b.tif,"p1"x,A,tumor', ("line 3", "not a readable CSV")),
+        ("b.tif,p1", ("line 3", "has 2 fields, but the header has 4")),
+        ("b.tif,p1,A,tumor,more", ("line 3", "has 5 fields, but the header has 4")),
+        ("b.tif,p1,,tumor", ("line 3", "site is empty")),
+        (",p1,A,tumor", ("line 3", "slide is empty")),
+        ("b.tif,,A,tumor", ("line 3", "patient is empty")),
+        ("b.tif,p\0,A,tumor", ("line 3", "U+0000")),
+        ("b.tif,p\x1b[2J,A,tumor", ("line 3", "U+001B")),
+    ],
+)
+def test_a_row_that_is_not_understood_is_refused_with_its_line(tmp_path, row, words):
+    root = archive(tmp_path, f"{HEADER}\na.tif,p0,A,normal\n{row}\nd.tif,p3,A,tumor\n")
+    refused(lambda: read(root), *words)
+    refused(lambda: describe(root, "generic") and read(root), *words)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ("", ("the table is empty",)),
+        (" , ,\n", ("the table is empty",)),
+        ("slide,patient\n", ("column 'site' is missing; has slide, patient",)),
+        (f"{HEADER}\n".encode() + b"Gr\xfc\xdfe,p,A,tumor\n", ("not UTF-8",)),
+        (f"{HEADER},label\na.tif,p0,A,normal,tumor\n", ("column 'label' is there twice",)),
+    ],
+)
+def test_a_table_that_is_none_says_why(tmp_path, table, words):
+    refused(lambda: read(archive(tmp_path, table)), "slides.csv", *words)
+
+
+def test_empty_cells_at_the_end_of_a_row_are_no_fields(tmp_path):
+    records, _ = read(archive(tmp_path, f"{HEADER},,\na.tif,p0,A,normal,,\nc.tif,p2,A,tumor,,,,\n,,,,,\n"))
+    assert len(records) == 2
+
+
+def test_two_rows_that_contradict_each_other_are_refused_in_every_archive(tmp_path):
+    (tmp_path / "patient_000_node_0.tif").touch()
+    stages = tmp_path / "stages.csv"
+    stages.write_text(
+        "patient,stage\npatient_000.zip,pN0\npatient_000_node_0.tif,negative\npatient_000_node_0.tif,macro\n"
+    )
+    sources = Sources("C1", "sites/C1.toml", (f"{tmp_path}/*.tif",), labels=stages)
+    refused(lambda: read_site("camelyon17", sources), "stages.csv line 4", "in a line above")
+
+
+def test_import_reads_tables_as_tile_does(tmp_path):
+    table = archive(tmp_path, TABLE.replace(",", ";")) / "slides.csv"
+    found = matched(table, {"a": tmp_path, "c": tmp_path}, SiteFile(name="A"), diagnoses=False)
+    assert len(found.records) == 2 and found.said == "slides.csv: 3 rows, 2 of this site, 1 of others (B)"
+    table.write_text(f'{HEADER}\na.tif,"p0,A,normal\nc.tif,p2,A,tumor\n')
+    refused(lambda: matched(table, {}, SiteFile(name="A"), diagnoses=False), "line 2", "never closed")
+
+
+def tile_document(n_sites: int, n_failed: int = 0) -> dict:
+    counts = {"healthy": 3, "tumor": 4}
+    table = {"train": counts, "val": dict.fromkeys(counts, 0), "test": counts}
+    failed = [{"slide": f"x{k}.tif", "reason": "no such slide file"} for k in range(n_failed)]
+    rows = [
+        {
+            "site": f"S{k + 1}",
+            "failed": failed,
+            "healthy": 6,
+            "tumor": 8,
+            "train": 7,
+            "table": table,
+            "store": "s",
+        }
+        for k in range(n_sites)
+    ]
+    return {"sites": rows, "next": ["wsi-fl train"]}
+
+
+@pytest.mark.parametrize("n", [2, 12, 64])
+def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, width=80))
+    print_tile(tile_document(n))
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if "│" in line or "┃" in line]
+    assert max(map(len, lines)) <= 130
+    assert all(any(f"S{k + 1} " in line for line in lines) for k in range(n))
+    assert f" {14 * n} " not in said and f" {7 * n} " in said
+
+
+def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
+    print_tile(tile_document(1, n_failed=100_000))
+    said = capsys.readouterr().err
+    assert said.count("no such slide file") == 20 and "and 99980 more set aside" in said
+
+
+def test_sites_stand_in_the_order_people_count_in(tmp_path):
+    (tmp_path / "sites").mkdir()
+    for k in (10, 2, 1, 11):
+        (tmp_path / "sites" / f"S{k}.toml").touch()
+    assert Study(tmp_path).site_names() == ["S1", "S2", "S10", "S11"]
