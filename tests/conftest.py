@@ -15,11 +15,14 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
 from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.privacy.plan import plan_of_round
+from wsi_fl.stores.checksums import seal
+from wsi_fl.stores.contents import PIXELS
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
@@ -86,6 +89,14 @@ def write_store(study: Study, site: str, *, n_per_slide=12, n_patients=4, size_p
         write_shard(shard, meta, table, [patches_of(rng, label, size_px, rng.integers(-20, 20, 3))])
         shards.append(shard)
     write_columns(study.store(site), StoreMeta(site, CLASSES, spec), shards)
+
+
+@contextmanager
+def edited(path: Path):
+    """A patch store or a shard to be changed as if it had been written so."""
+    with h5py.File(path, "r+") as file:
+        yield file
+        seal(file, PIXELS)
 
 
 SMALL = """

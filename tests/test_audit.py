@@ -4,11 +4,10 @@ import json
 import re
 from math import comb, exp
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, refused, write_store
+from conftest import REAL, edited, make_study, refused, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
@@ -349,12 +348,12 @@ def test_the_command_prints_one_document(noisy, wsi_fl):
 
 def many_patients(study, site):
     """Labels that nothing explains, and every test patch a patient of its own."""
-    with h5py.File(study.store(site), "r+") as file:
+    with edited(study.store(site)) as file:
         slides, labels = file["slide"][:], np.random.default_rng(0).integers(2, size=len(file["label"]))
         file["label"][:] = labels
         file["patient"][:] = [f"p{k}".encode() for k in range(len(labels))]
     for slide in np.unique(slides):
-        with h5py.File(study.store(site).parent / "slides" / f"{slide.decode()}.h5", "r+") as file:
+        with edited(study.store(site).parent / "slides" / f"{slide.decode()}.h5") as file:
             file["label"][:] = labels[slides == slide]
 
 

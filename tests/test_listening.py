@@ -3,11 +3,10 @@
 import json
 from dataclasses import replace
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import make_study, refused
+from conftest import edited, make_study, refused
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
@@ -89,7 +88,7 @@ def test_rows_without_a_patient_are_their_own():
 
 def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    with h5py.File(study.store("S0"), "r+") as file:
+    with edited(study.store("S0")) as file:
         file["patient"][:5] = b""
     held, words = "train.val_fraction=0.34", ("site S0: 5 training rows have no patient", "name the patients")
     refused(lambda: run(study, held, "privacy.sigma=1.0"), *words, "train.val_fraction")
@@ -256,10 +255,8 @@ def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path, monkeypatch
 
 
 def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):
-    import h5py
-
     study = make_study(tmp_path / "study", n_sites=1)
-    with h5py.File(study.store("S0"), "r+") as file:
+    with edited(study.store("S0")) as file:
         split = file["split"][:]
         split[:12] = b"val"
         file["split"][:] = split

@@ -3,11 +3,10 @@
 import json
 from math import comb, exp, inf, log, log1p
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import interrupted_after, make_study, planned, refused, write_store
+from conftest import edited, interrupted_after, make_study, planned, refused, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
@@ -235,7 +234,7 @@ def test_a_dry_run_and_a_target_count_patients(trained):
 def test_patients_of_two_sites_with_one_name_are_two(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     for site in ("S0", "S1"):
-        with h5py.File(study.store(site), "r+") as file:
+        with edited(study.store(site)) as file:
             file["patient"][:] = [name[2:] for name in file["patient"][:]]
     rows = dry_run(study, method="joint", overrides=[PATIENT])["sites"]
     assert [row["n_units"] for row in rows] == [6, 6]

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, make_study, write_store
+from conftest import REAL, edited, make_study, write_store
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -194,7 +193,7 @@ def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
 def test_same_names_at_two_sites_are_two_patients(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     for k in range(2):
-        with h5py.File(study.store(f"S{k}"), "r+") as file:
+        with edited(study.store(f"S{k}")) as file:
             file["patient"][:] = [name.decode()[1:].encode()[1:] for name in file["patient"][:]]
     run = local(study, "regular", "train.rounds=1")["run"]
     row = evaluate(study, run)["sites"][0]
@@ -324,7 +323,7 @@ def test_a_missing_store_says_how_to_make_it(study):
 
 
 def test_a_site_of_other_classes_is_named(study):
-    with h5py.File(study.store("S3"), "r+") as file:
+    with edited(study.store("S3")) as file:
         file.attrs["classes"] = json.dumps(["benign", "malignant"])
     with pytest.raises(WsiFlError, match=r"S3 brings .*benign.* as the classes of its store, the others"):
         local(study)
