@@ -63,7 +63,7 @@ def test_the_command_line(study, wsi_fl):
     for arguments, words in (
         (("--seeds", 0), "--seeds must be at least 1"),
         (("--without", "S1"), "--without belongs to --resume"),
-        (("--resume", 1, "--seeds", 2), "leave out --set, --pipeline and --seeds"),
+        (("--resume", 1, "--seeds", 2), "leave out --set, --pipeline, --seeds"),
     ):
         done = wsi_fl("train", *arguments, cwd=study.root)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr

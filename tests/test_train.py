@@ -342,8 +342,8 @@ def test_a_resumed_run_keeps_its_configuration(study, wsi_fl):
     done = wsi_fl("train", "--resume", "1", "--set", "train.rounds=9", cwd=study.root)
     assert done.returncode == 2
     assert (
-        done.stderr
-        == "wsi-fl: error: a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and "
+        done.stderr == "wsi-fl train: starting …\n"
+        "wsi-fl: error: a resumed run keeps its configuration; leave out --set, --pipeline, --seeds, --folds and "
         "--leave-site-out\n"
     )
 

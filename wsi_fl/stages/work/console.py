@@ -19,6 +19,7 @@ from wsi_fl.types import WsiFlError
 LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
 """Sites that a line of progress tells of."""
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _EVENT_EVERY_S = 0.3
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -84,7 +85,7 @@ class Bars(Silent):
     def __enter__(self) -> Bars:
         if self._live:
             self._bars.start()
-        else:
+        elif not any(name in os.environ for name in _RANKS):  # ranks of mpiexec would all tell
             threading.Thread(target=self._tell, daemon=True).start()
         return self
 
