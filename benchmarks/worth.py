@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +187,9 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
         for name in dict.fromkeys(split.tolist()):
             shards.append(path.parent / f"{name}.h5")
             write_shard(shards[-1], "drawn", pool.x[rows[split == name]], {})
-        write_patch_features(path, pool.meta, table, shards)
+        write_patch_features(
+            path, replace(pool.meta, store=replace(pool.meta.store, site=site)), table, shards
+        )
     return study
 
 

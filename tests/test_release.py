@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import REAL, interrupted_after, model, refused, same, write_features
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from test_bags import make_bag_study
 from test_oneshot import make_hospitals, rows_of
 
@@ -31,6 +30,7 @@ from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
+from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import UsageError, Vectors, WsiFlError
 
 D, SIGMA = 24, 2.0
@@ -71,9 +71,8 @@ def make_real(study):
 
 def rewritten(path, tensors=None, **document):
     """Puts other tensors, or another document, into a file."""
-    with safe_open(path, "pt") as file:
-        known = json.loads(file.metadata()["document"])
-    save_file(load_file(path) | (tensors or {}), path, metadata={"document": json.dumps(known | document)})
+    known, said = load_tensors(path, "release")
+    save_tensors(path, known | (tensors or {}), said | document)
 
 
 # ---- one release
@@ -101,7 +100,7 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_home_the_e
         document = json.loads(file.metadata()["document"])
     facts = {"site": "S0", "encoder": "tiny sha256:0", "n_features": D, "directions": D, "data": "features"}
     assert facts.items() <= document.items() and document["classes"] == ["healthy", "tumor"]
-    assert document.keys() == row.keys() - {"spent", "file"}
+    assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
     home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))
     assert np.array_equal(home.vector, file.vector) and file.exact is None
     noise = home.vector[:-1] - home.exact

@@ -56,11 +56,11 @@ def test_a_stain_is_released_once_and_costs_what_its_ledger_says(study):
 
 
 def test_with_little_noise_it_is_the_mean_of_the_training_patches(study):
-    stain(study, site="S1", overrides=["stain.sigma=1e-6", "stain.clip=100.0"])
+    stain(study, site="S1", overrides=["stain.sigma=1e-3", "stain.clip=100.0"])
     with open_store(study, "S1") as store:
         moments = tissue_moments(store.read(np.flatnonzero(store.table.split == "train"))).mean(0)
     released = read_stain(read_json(study.stain("S1")), "")
-    np.testing.assert_allclose(released.moments, moments, atol=1e-4)
+    np.testing.assert_allclose(released.moments, moments, atol=0.02)
     document = read_json(study.stain("S1"))
     assert document["mean"] == list(released.stain.mean) and document["space"] == "CIELAB (D65)"
     assert released.stain == stain_of(released.moments.astype(np.float64))

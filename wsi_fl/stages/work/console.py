@@ -19,7 +19,7 @@ from wsi_fl.types import WsiFlError
 LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
 """Sites that a line of progress tells of."""
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_RANKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _EVENT_EVERY_S = 0.3
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -63,6 +63,11 @@ class Quiet(Silent):
         (super().say if public else self._log)(text.strip())
 
 
+def _is_rank() -> bool:
+    """Whether mpiexec or srun started this process; then all of them would tell."""
+    return any(name in os.environ for name in _RANKS)
+
+
 class Bars(Silent):
     """One bar per part on a terminal; otherwise one line over all parts every five seconds, from the start."""
 
@@ -85,7 +90,7 @@ class Bars(Silent):
     def __enter__(self) -> Bars:
         if self._live:
             self._bars.start()
-        elif not any(name in os.environ for name in _RANKS):  # ranks of mpiexec would all tell
+        elif not _is_rank():
             threading.Thread(target=self._tell, daemon=True).start()
         return self
 
@@ -102,7 +107,8 @@ class Bars(Silent):
 
     def _say(self) -> None:
         self._said = time.monotonic()
-        stderr.print(self._line(), markup=False)
+        if self._state or not _is_rank():
+            stderr.print(self._line(), markup=False)
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
         self._state[part] = (done, total, note)
