@@ -174,6 +174,7 @@ def test_one_bit_of_a_patch_is_found_by_training_and_mended_by_what_it_advises(t
     np.testing.assert_array_equal(read_all(study), pixels)
 
 
+@pytest.mark.slow
 def test_random_flips_are_never_learned_and_never_laundered(tiled):
     """Anywhere in a shard: training refuses what differs, and after `tile` nothing differs."""
     study = tiled("raw")

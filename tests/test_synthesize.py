@@ -128,6 +128,7 @@ def test_other_settings_want_again(trained, tmp_path):
     assert (study.generator("S1") / "after.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_privacy_loss_may_change_until_it_has_begun(tmp_path):
     """As if it had been so from the beginning; and not once a step depends on it."""
     changed, fresh = make_study(tmp_path / "changed"), make_study(tmp_path / "fresh")

@@ -465,6 +465,7 @@ def test_three_ranks_make_the_store_of_one_process_byte_for_byte(study, archive,
     assert files_of(study) == files_of(alone)
 
 
+@pytest.mark.slow
 def test_what_a_killed_rank_left_undone_the_next_start_finishes(study, archive, tmp_path):
     init(tmp_path / "alone", archive=archive)
     alone = Study(tmp_path / "alone")
