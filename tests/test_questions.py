@@ -142,6 +142,8 @@ def test_scores_of_survival_that_cannot_be_computed_are_none():
     assert scored(said, nobody, task) == {"n": 3, "concordance": None, "integrated_brier": None}
     assert scored(said[:0], nobody[:0], task)["concordance"] is None
     assert logrank(nobody, np.array([True, False, True])) is None
+    one_alone_at_the_event = np.array([[1.0, 0], [2, 1]])
+    assert logrank(one_alone_at_the_event, np.array([True, False])) is None
     assert quality(said, nobody, task) is None
 
 

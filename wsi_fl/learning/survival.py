@@ -83,12 +83,18 @@ def kaplan_meier(truth: NDArray[Any]) -> tuple[Floats, Floats]:
 
 
 def logrank(truth: NDArray[Any], group: NDArray[np.bool_]) -> float | None:
-    """Return the p-value of the log-rank test between two groups; None where a group or all events are missing."""
+    """Return the p-value of the log-rank test between two groups.
+
+    None where a group or all events are missing, and where no event came while both groups were still watched.
+    """
     from sksurv.compare import compare_survival
 
     if group.all() or not group.any() or not (truth[:, 1] > 0.5).any():
         return None
-    return float(compare_survival(_structured(truth), group)[1])
+    try:
+        return float(compare_survival(_structured(truth), group)[1])
+    except np.linalg.LinAlgError:  # the expected counts do not vary
+        return None
 
 
 def _structured(truth: NDArray[Any]) -> NDArray[Any]:
