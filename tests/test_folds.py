@@ -13,7 +13,7 @@ from test_bags import make_bag_study
 
 from wsi_fl.learning.folds import folds_of, rare_classes
 from wsi_fl.runs import RunFolder
-from wsi_fl.stages.answers.compare import compare
+from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.data import Data
@@ -22,6 +22,7 @@ from wsi_fl.stages.training import series
 from wsi_fl.stages.training.series import resume_series, train_series
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline
+from wsi_fl.types import WsiFlError
 
 OPEN = "privacy.enabled=false"
 
@@ -300,6 +301,19 @@ def test_each_site_is_left_out_once_and_tests_all_models(three):
     assert row["accuracy"]["n"] == 3
     (test,) = [test for test in compared["paired"] if test["metric"] == "accuracy"]
     assert (test["unit"], test["n"]) == ("site", 3)
+
+
+def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
+    settings = [OPEN, 'sites=["S0", "S1"]', "train.left_out=S1", 'evaluate.external=["S2"]']
+    run = train(three, method="regular", overrides=settings, backend="local")["run"]
+    both = evaluate(three, run)["external_set"]
+    assert both["sites"] == ["S2", "S1"] and (both["n"], both["left_out"]["site"]) == (24, "S1")
+    other = train(three, method="regular", overrides=[*settings[:3], "evaluate.external=[]"], backend="local")
+    alone = evaluate(three, other["run"])["external_set"]
+    assert alone["n"] == 12 and alone["rows"] == alone["left_out"]["rows"] == both["left_out"]["rows"]
+    damaged = {**alone, "left_out": {**alone["left_out"], "store": "another"}}
+    runs = [{"run": "runs/1", "external_set": both}, {"run": "runs/2", "external_set": damaged}]
+    refused(lambda: _require_one_store(runs), "runs/2", "other slides of S1", error=WsiFlError)
 
 
 def test_a_series_of_sites_left_out_is_completed_from_any_of_its_runs(study):

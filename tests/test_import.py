@@ -207,6 +207,7 @@ def test_tridents_folder(study, tmp_path, shape):
     brought(study, "trident", folder, labels=table, said=Said(mpp=0.46))  # measured, not nominal
     with store_of(study) as store:
         assert store.meta.spec.mpp == 0.46
+        assert np.allclose(store.mpp_l0, 0.23)  # 512 level-0 pixels are the side of a patch of 256
     for said, word in ((Said(mpp=1.0), "0.5"), (Said(encoder="x"), "uni_v1"), (Said(patch_px=224), "256")):
         refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
 

@@ -309,7 +309,9 @@ def test_survival_is_learned_measured_and_drawn(survived):
     assert set(rows[0]) >= {"patient", "time", "event", "without_event_6", "without_event_36"}
     said = np.array([[float(row[f"without_event_{end}"]) for end in (6, 12, 24, 36)] for row in rows])
     assert (np.diff(said) <= 0).all() and (said > 0).all() and (said < 1).all()
+    assert document["examples"] == "patients"
     page = report(study, runs["proxyfl"]).read_text()
+    assert "patients of one patient" not in page and "a patient is the bag of its slides" in page
     assert "Concordance" in page and "Log-rank p" in page and "accuracy" not in page.split("<pre")[0].lower()
 
 

@@ -310,6 +310,7 @@ def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(stud
         ("unit", "patient"),
         ("data", "mosaics"),
         ("classes", ["benign", "tumor"]),
+        ("asks", '{"column":"grade"}'),
     ):
         facts = other.facts.model_copy(update={key: value})
         stage.write_sums(study.release("S1"), stage.Sums(facts, other.vector))
@@ -318,6 +319,11 @@ def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(stud
     refused(lambda: joined(study), "releases/S1.safetensors", "directions = 12", error=UsageError)
     shutil.copy(study.release("S0"), study.release("S1"))
     refused(lambda: joined(study), "these are the sums of site S0", error=WsiFlError)
+
+
+def test_a_release_is_of_the_stores_own_split_whatever_folds_runs_have(study):
+    n = released(study)["n"]
+    assert released(study, "S1", "train.folds=3", "train.fold=1")["n"] == n
 
 
 def test_released_sums_are_not_passed_off_as_those_of_other_features(study):

@@ -134,11 +134,16 @@ def p_value(p: float | None) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
 
 
-def cautions(rows: Sequence[Json], tests: Sequence[Json]) -> list[str]:
-    """What a reader has to know before believing the sentences."""
+def cautions(rows: Sequence[Json], tests: Sequence[Json], *, classes: bool = True) -> list[str]:
+    """What a reader has to know before believing the sentences.
+
+    Args:
+        classes: whether classes were asked for.
+    """
+    balance = " and the weights of its classes" if classes else ""
     found = [
-        "A hospital alone chose its regularisation and the weights of its classes by cross-validation on its own "
-        "patients. Give the same care to every method before you believe in a loss, and to the pooled model."
+        f"A hospital alone chose its regularisation{balance} by cross-validation on its own patients. Give the same "
+        "care to every method before you believe in a loss, and to the pooled model."
     ]
     if any(test["unit"] == "fold" for test in tests):
         found.append(

@@ -105,8 +105,9 @@ def _metrics(metrics: Mapping[str, Any] | None) -> str:
     ]
     names = [SHORT.get(name, SCORES[name].lower()) for name in metrics["scores"]]
     heading = [f"| tested on | n | {' | '.join(names)} |", "|---" * (2 + len(names)) + "|"]
-    note = "In brackets 95 % intervals, patients drawn anew."
-    return "\n".join(["## Metrics", "", *heading, *lines, "", note])
+    known = any(part["intervals"] for part in metrics["parts"])
+    note = ["", "In brackets 95 % intervals, patients drawn anew."] if known else []
+    return "\n".join(["## Metrics", "", *heading, *lines, *note])
 
 
 def _cell(part: Mapping[str, Any], name: str) -> str:

@@ -50,7 +50,7 @@ def _context(page: Page) -> dict[str, Any]:
         "heats": sections.heats(evaluated, page.scores[0]),
         "between": between.section(page.between),
         "data": sets.data(page),
-        "slidewise": page.examples == "slides",
+        "slidewise": page.examples != "patches",
         "tests": sets.test_sets(page),
         "tumor_types": sets.tumor_types(evaluated),
         "traffic": sections.traffic(page),

@@ -36,6 +36,11 @@ class Target(Section):
     """What one example is: a slide, or all slides of a patient as one bag. Survival is always asked per patient."""
 
     @property
+    def of(self) -> str:
+        """Return what one example is: survival is asked of patients whatever `per` says."""
+        return "patient" if self.intervals else self.per
+
+    @property
     def asked(self) -> bool:
         """Return whether anything is asked beside what stores are labelled with."""
         return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))

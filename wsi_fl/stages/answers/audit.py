@@ -77,7 +77,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
     return {
         "run": party.study.relative(party.run.path),
         "method": party.name,
-        "examples": party.kind.word,
+        "examples": party.examples,
         "confidence": CONFIDENCE,
         "tests": tests,
         "level": level,

@@ -71,9 +71,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     if not any(len(part) for part, _ in parts.values()):
         command = party.kind.cut_by
-        raise WsiFlError(
-            f"no site has test {party.kind.word}; {command} with {command}.test_fraction above 0"
-        )
+        raise WsiFlError(f"no site has test {party.examples}; {command} with {command}.test_fraction above 0")
     rows, answers = [], []
     taking_part = [site for site in sites if site.name not in lost]
     for index, site in enumerate(taking_part):
@@ -93,7 +91,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
         "method": party.name,
         "task": task.kind,
         "scores": list(task.scores),
-        "examples": party.kind.word,
+        "examples": party.examples,
         "with": pipeline.predict.with_,
         "merged": _over_sites(rows, task) if merged else None,
         "internal": _over_sites([row["own"] for row in rows], task),

@@ -88,7 +88,7 @@ def _page(party: Party, *, pictures: bool) -> Page:
         audit=_optional(run.path / "audit" / "audit.json"),
         between=between_of(party),
         mpcpa=_optional(run.path / "mpcpa.json"),
-        examples=party.kind.word,
+        examples=party.examples,
         scores=party.task.scores,
         task=party.task.kind,
         outputs=next(iter(opened.values())).classes,

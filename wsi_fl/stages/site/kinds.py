@@ -25,6 +25,11 @@ def kind_of(pipeline: Pipeline) -> type[Data]:
     return Asked
 
 
+def examples_of(pipeline: Pipeline) -> str:
+    """Return what a pipeline's examples are, in the plural: patches, slides or patients."""
+    return f"{pipeline.target.of}s" if pipeline.target.asked else kind_of(pipeline).word
+
+
 def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:
     """Open the store that a pipeline trains on; says which command makes a missing one."""
     return kind_of(pipeline)(study, site, pipeline)

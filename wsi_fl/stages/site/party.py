@@ -12,7 +12,7 @@ from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs import RunFolder
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kinds import kind_of, open_data
+from wsi_fl.stages.site.kinds import examples_of, kind_of, open_data
 from wsi_fl.stages.site.stains import Released, stains_of
 from wsi_fl.stages.site.sums import RUN, Sums, releases_of
 from wsi_fl.stages.site.targets import task_of
@@ -119,6 +119,11 @@ class Party:
     def kind(self) -> type[Data]:
         """The kind of store that all of them train on."""
         return kind_of(self.pipeline)
+
+    @property
+    def examples(self) -> str:
+        """What an example is, in the plural: patches, slides or patients."""
+        return examples_of(self.pipeline)
 
     @cached_property
     def stains(self) -> dict[str, Released]:

@@ -77,9 +77,9 @@ def question(target: Target) -> str:
         return "what the stores are labelled with"
     whose = "of the hospital's own table"
     if target.intervals:
-        return f"time until '{target.event}', by column '{target.time}' {whose}, per patient"
+        return f"time until '{target.event}', by column '{target.time}' {whose}, per {target.of}"
     within = "" if target.range is None else f", a number from {target.range[0]:g} to {target.range[1]:g}"
-    return f"column '{target.column}' {whose}{within}, per {target.per}"
+    return f"column '{target.column}' {whose}{within}, per {target.of}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> A
     rows = np.array([row for row, _ in known])
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
-    if target.per == "slide" and not target.intervals:
+    if target.of == "slide":
         return Answers(kept, tuple(rows[:, None]), tuple(aside), path.name)
     return _by_patient(kept, rows, tuple(aside), path)
 

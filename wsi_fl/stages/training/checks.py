@@ -51,11 +51,12 @@ def versions() -> dict[str, str]:
     return {"wsi_fl": __version__} | {name: version(name) for name in names}
 
 
-def check(party: Party, backend: str, *, stores: bool = True) -> None:
+def check(party: Party, backend: str, *, stores: bool = True, told: bool = False) -> None:
     """Refuse everything that can be known to be wrong before anything is started.
 
     Args:
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
+        told: whether what is doubtful, and not wrong, will be said by another check.
     """
     row, pipeline, sites, method = party.method, party.pipeline, party.sites, party.name
     graph = graph_of(party) or row.exchange
@@ -90,7 +91,8 @@ def check(party: Party, backend: str, *, stores: bool = True) -> None:
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             with open_data(party.study, site.name, pipeline) as data:
-                for said in filter(None, (data.without_answer, _doubtful(party, site, data.table))):
+                doubts = filter(None, (data.without_answer, _doubtful(party, site, data.table)))
+                for said in () if told else doubts:
                     say(f"  {said}", "yellow")
 
 

@@ -64,7 +64,7 @@ def dry_run(
         "method": method,
         "pipeline": name,
         "rounds": rounds,
-        "examples": party.kind.word,
+        "examples": party.examples,
         "seconds": sum(seconds) if shared else max(seconds),
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "sites": rows,

@@ -75,7 +75,7 @@ def train_series(
         )
     series = _series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
     for member in _members(series):  # what is wrong with the last one is said before the first is trained
-        check(Party.of(study, _pipeline_of(pipeline, series, member), method), backend)
+        check(Party.of(study, _pipeline_of(pipeline, series, member), method), backend, told=True)
     with Party.of(study, pipeline, method) as party:
         _tell(party, series)
     return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
