@@ -55,6 +55,10 @@ def advised() -> list[tuple[str, str]]:
             for match in _COMMAND.finditer(" ".join(text.split())):
                 command = next(filter(None, match.groups()))
                 found[f"{path.relative_to(PACKAGE)} {command}"] = (f"{path.name}:{line}", command)
+    for path in sorted(PACKAGE.rglob("*.j2")):
+        text = re.sub(r"\{%.*?%\}", "", re.sub(r"\{\{.*?\}\}", "1", path.read_text("utf-8"), flags=re.DOTALL))
+        for match in re.finditer(r"(?:<code>|`)(wsi-fl [a-z][^`<]*)", text):
+            found[f"{path.relative_to(PACKAGE)} {match[1]}"] = (path.name, match[1])
     return list(found.values())
 
 

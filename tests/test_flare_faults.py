@@ -143,9 +143,12 @@ def test_a_full_disk(bed):
     bed.sign("proxyfl", *SETTINGS)
     process = bed.submitting("--plan", plan_file(bed))
     assert "S1" in told(process)
-    assert "disk is full" in "".join(
-        path.read_text() for path in (bed.root / "S1" / "runs").rglob("*.log")
-    ) + "".join(path.read_text() for path in (bed.root / "S1" / "runs").rglob("log.txt"))
+    logs = [
+        *(bed.root / "S1" / "runs").rglob("*.log"),
+        *(bed.root / "S1" / "runs").rglob("log.txt"),
+    ]
+    said = "".join(path.read_text() for path in logs)
+    assert "disk is full" in said and "`wsi-fl federation submit --resume last`" in said
     bed.stop("S1")
     bed.start("S1")
     all_connected(bed)

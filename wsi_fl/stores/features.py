@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, DAMAGE, ROWS, crc_of, seal, sums_of
 from wsi_fl.stores.columns import created
-from wsi_fl.stores.fields import encoded_text, first_line, read_spec, spec_attrs
+from wsi_fl.stores.fields import encoded_text, first_line, read_spec, require_sound, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
-from wsi_fl.types import SPLITS, BagTable, GridSpec, WsiFlError
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 FEATURE_FORMAT = "wsi-fl feature store"
 FEATURE_VERSION = 1
@@ -186,9 +186,8 @@ class FeatureStore(StoreFile):
         recipe = json.loads(attrs.get("recipe", "{}"))
         self.meta = FeatureMeta(str(attrs["site"]), classes, types, str(attrs["encoder"]), spec, recipe)
         text = {name: np.asarray(file[name].asstr()[:], np.str_) for name in _TEXTS}
-        if unknown := set(text["split"].tolist()) - set(SPLITS):
-            raise ValueError(f"unknown split {min(unknown)!r}, allowed: {', '.join(SPLITS)}")
         self.table = BagTable(file["label"][:], **text)
+        require_sound(self.table.label, self.table.patient, self.table.split, len(classes))
         self._grouped = "cluster" in file
         self._start: NDArray[np.int64] = file["start"][:]
         self._sums = sums_of(file, len(self.table))

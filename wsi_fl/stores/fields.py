@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -102,12 +103,36 @@ def read_meta(file: h5py.File) -> StoreMeta:
     return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec, generator, min_tissue)
 
 
-def read_table(file: h5py.File) -> PatchTable:
+def read_table(file: h5py.File, n_classes: int) -> PatchTable:
     text = {name: np.asarray(file[name].asstr()[:], dtype=np.str_) for name in ("slide", "patient", "split")}
-    unknown = set(text["split"].tolist()) - set(SPLITS)
-    if unknown:
+    table = PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
+    require_sound(table.label, table.patient, table.split, n_classes)
+    return table
+
+
+def require_sound(
+    label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int
+) -> None:
+    """Refuse columns, each [n], that no model may be trained on.
+
+    Raises:
+        ValueError: for a split that there is not, a label that is no class, and a patient in two splits.
+
+    Example:
+        >>> patients, splits = np.array(["p", "q", "p"]), np.array(["train", "train", "test"])
+        >>> require_sound(np.array([0, 1, 0]), patients, splits, 2)
+        Traceback (most recent call last):
+        ValueError: patient p is in two splits (train and test)
+    """
+    if unknown := set(split.tolist()) - set(SPLITS):
         raise ValueError(f"unknown split {min(unknown)!r}, allowed: {', '.join(SPLITS)}")
-    return PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
+    if len(label) and not 0 <= label.min() <= label.max() < n_classes:
+        wrong = label.min() if label.min() < 0 else label.max()
+        raise ValueError(f"label {wrong} of {n_classes} classes, which are numbered from 0")
+    of_split = {one: set(patient[split == one].tolist()) for one in SPLITS}
+    for one, other in combinations(SPLITS, 2):
+        if both := of_split[one] & of_split[other]:
+            raise ValueError(f"patient {min(both)} is in two splits ({one} and {other})")
 
 
 def too_large(error: MemoryError) -> str:

@@ -216,7 +216,8 @@ class PatchFeatures(StoreFile):
 
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
-        self.meta, self.table = read_meta(file), read_table(file)
+        self.meta = read_meta(file)
+        self.table = read_table(file, len(self.meta.classes))
         self.encoder = str(attrs["encoder"])
         self.encoder_head = encoder_head(self.encoder)
         self.stains = {str(site): str(digest) for site, digest in json.loads(attrs["stains"]).items()}

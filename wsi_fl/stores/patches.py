@@ -66,7 +66,8 @@ class PatchStore(StoreFile):
 
     def _load(self, file: h5py.File) -> None:
         self.version = int(file.attrs["version"])
-        self.meta, self.table = read_meta(file), read_table(file)
+        self.meta = read_meta(file)
+        self.table = read_table(file, len(self.meta.classes))
         names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]

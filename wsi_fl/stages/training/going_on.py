@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 from wsi_fl.runs import RunFolder
 from wsi_fl.study.folder import Study
@@ -23,22 +24,29 @@ def resume_command(study: Study, run: RunFolder) -> str:
     return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
 
 
+def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
+    """Name the command that continues a run where Ctrl-C or a full disk ends it."""
+    return naming(run.path, f"continue with `{resume_command(study, run)}`")
+
+
 @contextmanager
-def naming_resume(study: Study, run: RunFolder) -> Iterator[None]:
-    """Name the command that continues a run where Ctrl-C or a full disk ends it.
+def naming(place: Path, way_on: str) -> Iterator[None]:
+    """Say how work goes on that Ctrl-C or a full disk ends.
+
+    Args:
+        place: where it writes.
+        way_on: what to do, in words.
 
     Raises:
-        DiskFull, KeyboardInterrupt: with the command, in place of what ended it.
+        DiskFull, KeyboardInterrupt: with the way on, in place of what ended it.
     """
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; continue with `{resume_command(study, run)}`") from None
+        raise KeyboardInterrupt(f"interrupted; {way_on}") from None
     except Exception as error:
         try:
-            raise_if_full(error, run.path)
+            raise_if_full(error, place)
         except DiskFull:
-            raise DiskFull(
-                f"{run.path}: the disk is full; free some space and continue with `{resume_command(study, run)}`"
-            ) from error
+            raise DiskFull(f"{place}: the disk is full; free some space and {way_on}") from error
         raise

@@ -156,8 +156,11 @@ def rank_main(run_path: Path) -> None:
         if not study.site(me).real:
             traceback.print_exc()  # into mpi.log
 
-    work = naming_resume(study, run)(work_as_rank)
-    _guarded(comm, study, me, lambda: run, lambda run: work(study, run, comm, events), tell)
+    def work(run: RunFolder) -> dict[str, Any]:
+        with naming_resume(study, run):
+            return work_as_rank(study, run, comm, events)
+
+    _guarded(comm, study, me, lambda: run, work, tell)
 
 
 def _guarded(

@@ -34,6 +34,7 @@ from wsi_fl.federation.relayed import Answer
 from wsi_fl.stages.hospitals.flare.files import SAID
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.taking_part import greet, known_to_all, take_part
+from wsi_fl.stages.training.going_on import naming
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
 from wsi_fl.types import KnownToAll, one_line
@@ -237,7 +238,10 @@ class Hospital(Executor):  # type: ignore[misc]
         asked = str(job["plan"])
         if job["what"] == "check":
             return greet(study, identity, line, plan=asked)
-        summary = take_part(study, identity, line, resume=job["resume"], without=job["without"], plan=asked)
+        with naming(study.runs, "have the coordinator go on with `wsi-fl federation submit --resume last`"):
+            summary = take_part(
+                study, identity, line, resume=job["resume"], without=job["without"], plan=asked
+            )
         return known_to_all(study, identity.name, summary)
 
 
