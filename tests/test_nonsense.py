@@ -10,7 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from conftest import make_study, refused
+from conftest import make_study, refused, write_features
 from PIL import Image
 
 from wsi_fl.privacy.book import Book
@@ -19,7 +19,10 @@ from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.site.account import planned_round
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
+from wsi_fl.stores.checksums import seal
 from wsi_fl.stores.images import read_data_set
+from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -342,3 +345,26 @@ def test_a_ledger_line_that_is_none_is_named(tmp_path, line):
     path = tmp_path / "S0.jsonl"
     path.write_text(line + "\n")
     told(lambda: Book(path), "S0.jsonl", "line 1", "no entry of a ledger")
+
+
+@pytest.mark.parametrize("kind", ["patches", "features"])
+@pytest.mark.parametrize(
+    ("column", "change", "words"),
+    [
+        ("label", lambda old: old + 2, "of 2 classes"),
+        ("label", lambda old: old - 1, "label -1"),
+        ("patient", lambda old: np.full_like(old, b"p"), "patient p is in two splits (train and test)"),
+    ],
+)
+def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
+    """Whole, and sealed by whoever wrote it: another tool, for example."""
+    if kind == "features":
+        write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])
+    path, opened = {
+        "patches": (study.store("S0"), PatchStore),
+        "features": (study.features("S0"), PatchFeatures),
+    }[kind]
+    with h5py.File(path, "r+") as file:
+        file[column][...] = change(file[column][:])
+        seal(file, opened.rows)
+    told(lambda: opened(path), words)
