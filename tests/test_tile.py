@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,13 @@ import tifffile
 from conftest import SHARED, refused
 
 from wsi_fl.demo import phantom
+from wsi_fl.slides.choosing.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.prepare import tile as stage
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tables import print_tile
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.prepare.tile_plans import made_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.job import share_of_cores
@@ -28,7 +32,7 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import locked
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import GridSpec, SlideRecord, UsageError, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 ODD = SHARED / "data" / "slides_odd"
@@ -107,6 +111,62 @@ def test_a_second_run_reads_nothing_and_changed_parameters_are_noticed(study):
     assert all(path.stat().st_mtime_ns == before[path][0] for path in shards)
     tile(study, site="C1", overrides=[*SETTINGS, "tile.min_tissue=0.9"])
     assert any(path.read_bytes() != before[path][1] for path in shards)
+
+
+def test_a_slide_is_opened_again_only_where_something_changed(study, monkeypatch):
+    """What is looked at for tissue and outlines again, and that the store is the same whether it is or not."""
+    looked, real = [], stage.plan_slide
+
+    def noted(record, *arguments, **given):
+        looked.append(record.slide)
+        return real(record, *arguments, **given)
+
+    def again(*overrides):
+        looked.clear()
+        tile(study, site="C1", overrides=[*SETTINGS, *overrides])
+        return sorted(looked)
+
+    monkeypatch.setattr(stage, "plan_slide", noted)
+    everything = again()
+    before = study.store("C1").read_bytes()
+    assert len(everything) == 4 and again() == [] and study.store("C1").read_bytes() == before
+    slide = next(study.resolve(study.site("C1").slides).parent.glob("*.tif"))
+    os.utime(slide, ns=(slide.stat().st_atime_ns, slide.stat().st_mtime_ns + 1))
+    assert again() == [slide.stem] and again() == []
+    plan = next((study.store("C1").parent / ".plans").glob("*.npz"))
+    damaged = bytearray(plan.read_bytes())
+    damaged[len(damaged) // 2] ^= 0x40
+    plan.write_bytes(damaged)
+    assert again() == [plan.stem]
+    assert again("tile.min_tissue=0.3") == again("tile.min_tissue=0.2") == everything
+    assert again("tile.seed=3", "tile.max_per_slide=5") == []  # what is drawn rests on plans alone
+    assert study.store("C1").read_bytes() != before and again() == []
+    assert study.store("C1").read_bytes() == before
+
+
+def test_a_plan_rests_on_the_slide_its_label_and_outlines_and_the_settings(tmp_path):
+    slide, outlines = tmp_path / "a.tif", tmp_path / "a.xml"
+    slide.write_bytes(b"slide")
+    outlines.write_text("<a/>")
+    record = SlideRecord(slide, "a", "p", "C1", "annotated", True, outlines)
+    given = {"spec": GridSpec(64, 1.0, 64), "params": PlanParams(), "reader": "auto"}
+    others = [
+        made_of(record, **given),
+        made_of(replace(record, positive=False), **given),
+        made_of(replace(record, mpp_override=0.5), **given),
+        made_of(record, **given | {"spec": GridSpec(64, 1.0, 32)}),
+        made_of(record, **given | {"params": PlanParams(hole_groups={"hole"})}),
+        made_of(record, **given | {"reader": "openslide"}),
+    ]
+    assert made_of(replace(record, split="test", patient="q"), **given) == others[0]
+    outlines.write_text("<b/>")
+    others.append(made_of(record, **given))
+    slide.write_bytes(b"slides")
+    others.append(made_of(record, **given))
+    assert len(set(others)) == len(others) and None not in others
+    assert (
+        made_of(replace(record, path=tmp_path / "a.mrxs"), **given) is None
+    )  # its folder would have to be looked at
 
 
 @pytest.mark.parametrize("after", [0.05, pytest.param(0.4, marks=pytest.mark.slow), 1.0])
@@ -532,7 +592,7 @@ def plan(record):
         rng.integers(0, 2, rows), np.zeros(rows, np.float32), bytes(200_000), np.zeros(1 << 17, np.uint8),
         (1024, 1024), 97.0, [np.zeros((50, 2))])
 
-assert not any(plan_each(range(n), records, plan, plans, 2))
+assert not any(plan_each(range(n), records, plan, lambda _: None, plans, 2))
 chosen = choose(plans, range(n), balance=True, max_per_slide=None, seed=0)
 shards = []
 for k, keep in enumerate(chosen):

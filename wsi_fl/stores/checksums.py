@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 ROWS, HEAD = "crc32", "head_crc32"
 """The dataset of the rows' checksums, and the attribute of the checksum of everything else."""
@@ -17,7 +19,32 @@ DAMAGE = (KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading a damaged HDF5 file raises."""
 _AT_ONCE = 1 << 16
 
-Sums = NDArray[np.uint32]
+
+@dataclass(frozen=True)
+class Sums:
+    """The checksums of a file's n rows.
+
+    A row is compared the first time it is read, and then believed until the store is opened anew: later epochs cost
+    nothing. What changes on the disk meanwhile is noticed by the next command.
+
+    Attributes:
+        values: uint32[n].
+        seen: bool[n], whether a row was compared.
+    """
+
+    values: NDArray[np.uint32]
+    seen: NDArray[np.bool_]
+
+    def check(self, row: int, data: Buffer) -> None:
+        """Compare one row.
+
+        Raises:
+            ValueError: when it differs.
+        """
+        if not self.seen[row]:
+            if crc32(data) != self.values[row]:
+                raise ValueError(CHANGED)
+            self.seen[row] = True
 
 
 def crc_of(*arrays: NDArray[Any]) -> int:
@@ -33,20 +60,20 @@ def crc_of(*arrays: NDArray[Any]) -> int:
     return value
 
 
-def crc_of_rows(rows: Iterable[Any]) -> Sums:
+def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
     """Return uint32[n], the CRC-32 of each row: of bytes, or of a contiguous array."""
     return np.fromiter((crc32(row) for row in rows), np.uint32)
 
 
 def check_rows(
-    sums: Sums | None, rows: NDArray[np.int64], values: Iterable[Any], name: Callable[[int], str]
+    sums: Sums | None, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]
 ) -> None:
     """Compare values that were read with what is remembered of them.
 
     Args:
-        sums: of all rows, uint32[n]; None where nothing is remembered, as in files of early versions.
+        sums: of all rows; None where nothing is remembered, as in files of early versions.
         rows: int64[b], which rows the values are.
-        values: b contiguous arrays or bytes.
+        values: [b, ...], contiguous.
         name: what a row is called.
 
     Raises:
@@ -54,9 +81,12 @@ def check_rows(
     """
     if sums is None:
         return
-    same = np.fromiter(map(crc32, values), np.uint32, len(rows)) == sums[rows]
-    if not same.all():
-        raise ValueError(f"{name(int(rows[same.argmin()]))}: {CHANGED}")
+    for k in np.flatnonzero(~sums.seen[rows]):
+        row = int(rows[k])
+        try:
+            sums.check(row, values[k])
+        except ValueError as error:
+            raise ValueError(f"{name(row)}: {error}") from None
 
 
 def sums_of(node: Any, n: int, name: str = ROWS) -> Sums | None:
@@ -67,10 +97,10 @@ def sums_of(node: Any, n: int, name: str = ROWS) -> Sums | None:
     """
     if HEAD not in node.attrs and name not in node:
         return None
-    sums: Sums = node[name][:]
-    if sums.shape != (n,):
+    values = node[name][:]
+    if values.shape != (n,):
         raise ValueError("not a checksum for every row")
-    return sums
+    return Sums(values, np.zeros(n, np.bool_))
 
 
 def seal(node: Any, rows: Collection[str] = ()) -> None:

@@ -7,13 +7,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
-from zlib import crc32
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import CHANGED, Sums, sums_of
+from wsi_fl.stores.checksums import Sums, sums_of
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
@@ -70,7 +69,7 @@ class Rows(Protocol):
         n: how many there are.
         shape: (height, width, channels) of each.
         threaded: whether several threads gain anything.
-        sums: uint32[n], their checksums; None where there are none.
+        sums: their checksums; None where there are none.
         known: whether damage of every bit is found: there are checksums, or nothing to be damaged.
     """
 
@@ -145,7 +144,9 @@ class _RawRows:
 
     def _chunk(self, row: int) -> bytes:
         chunk: bytes = self._pixels.id.read_direct_chunk((row, 0, 0, 0))[1]
-        return _checked(chunk, self.sums, row)
+        if self.sums is not None:
+            self.sums.check(row, chunk)
+        return chunk
 
 
 class _StreamRows:
@@ -176,9 +177,12 @@ class _StreamRows:
         """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
         first, last = int(self._start[row]), int(self._start[row + 1])
         if self._offset is None:
-            return _checked(bytes(self._data[first:last]), self.sums, row)
-        stream = os.pread(self._descriptor, last - first, self._offset + first)
-        return _checked(stream, self.sums, row)
+            stream = bytes(self._data[first:last])
+        else:
+            stream = os.pread(self._descriptor, last - first, self._offset + first)
+        if self.sums is not None:
+            self.sums.check(row, stream)
+        return stream
 
 
 class _SlideRows:
@@ -202,13 +206,6 @@ class _SlideRows:
 
     def verify(self, row: int) -> None:
         pass  # the shard holds no pixels
-
-
-def _checked(data: bytes, sums: Sums | None, row: int) -> bytes:
-    """The bytes of a patch, if they are those that were written."""
-    if sums is not None and crc32(data) != sums[row]:
-        raise ValueError(CHANGED)
-    return data
 
 
 def shard_bytes(shard: Any) -> int:

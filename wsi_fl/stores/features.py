@@ -218,7 +218,7 @@ class FeatureStore(StoreFile):
         try:
             cluster, weight = (file[name][rows] if name in file else None for name in ("cluster", "weight"))
             bag = Bag(file["features"][rows], file["xy_l0"][rows], cluster, weight)
-            if self._sums is not None and bag.crc32 != self._sums[k]:
+            if self._sums is not None and bag.crc32 != self._sums.values[k]:
                 raise ValueError(CHANGED)
         except DAMAGE as error:
             raise WsiFlError(

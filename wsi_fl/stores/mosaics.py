@@ -107,7 +107,7 @@ class _Shard(StoreFile):
         attrs = file.attrs
         bag = Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:])
         sums = sums_of(file, 1)
-        if sums is not None and bag.crc32 != sums[0]:
+        if sums is not None and bag.crc32 != sums.values[0]:
             raise ValueError(f"features: {CHANGED}")
         self.content = MosaicShard(
             spec=read_spec(attrs),

@@ -87,10 +87,10 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
-    """Delete shards and pictures (`.h5`, `.png`) whose slide is not among those kept: they would only mislead."""
+    """Delete shards, pictures and plans (`.h5`, `.png`, `.npz`) whose slide is not among those kept: they mislead."""
     for folder in folders:
         for path in folder.glob("*"):
-            if path.suffix in {".h5", ".png"} and path.stem not in kept:
+            if path.suffix in {".h5", ".png", ".npz"} and path.stem not in kept:
                 path.unlink()
 
 

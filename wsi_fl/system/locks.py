@@ -54,6 +54,9 @@ def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
     with alone(folder / ".lock", None if wait else busy):
-        for place in (folder, *(folder / name for name in ("slides", "overview", "mosaics", "features"))):
+        for place in (
+            folder,
+            *(folder / name for name in ("slides", "overview", "mosaics", "features", ".plans")),
+        ):
             remove_leftovers(place)
         yield

@@ -23,7 +23,7 @@ from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
-from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
+from wsi_fl.stages.prepare.tile_plans import Plans, choose, made_of, plan_each
 from wsi_fl.stages.prepare.tile_shards import Wanted, Written, check_space, shard_path, write_each
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
@@ -82,7 +82,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     records = assign_splits(listed.records, test_fraction=tiling.test_fraction, seed=tiling.seed)
     plans = Plans(folder / ".plans", records, spec)
     failed = list(listed.aside)
-    with job.first_holds(_locked(folder, name, plans)):
+    with job.first_holds(_locked(folder, name)):
         numbers = _plan_all(listed, records, plans, job, watcher, failed)
         written = _write_all(listed, plans, numbers, job, watcher)
         failed += [SetAside(records[one.number].slide, one.reason) for one in written if one.reason]
@@ -93,7 +93,8 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
                 raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
             meta = StoreMeta(name, CLASSES, spec, min_tissue=tiling.min_tissue)
             counts = link_shards(study.store(name), meta, shards)
-            remove_strays((folder / "slides", folder / "overview"), {shard.stem for shard in shards})
+            kept = {shard.stem for shard in shards}
+            remove_strays((folder / "slides", folder / "overview", plans.folder), kept)
             return counts
 
         counts = job.first_does(write_columns)
@@ -106,15 +107,11 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
 
 
 @contextmanager
-def _locked(folder: Path, site: str, plans: Plans) -> Iterator[None]:
-    """Hold the site's folder and keep plans in it no longer than that."""
+def _locked(folder: Path, site: str) -> Iterator[None]:
+    """Hold the site's folder."""
     with locked(folder, site):
         (folder / "slides").mkdir(exist_ok=True)
-        plans.clear()
-        try:
-            yield
-        finally:
-            plans.clear()
+        yield
 
 
 def spec_of(pipeline: Pipeline) -> GridSpec:
@@ -140,12 +137,12 @@ def _plan_all(
         ignored_groups=settings.ignored_groups,
     )
     n, name = len(records), listed.site.name
-    plan = partial(
-        plan_slide, spec=spec_of(listed.pipeline), params=params, reader=listed.pipeline.slides.reader
-    )
+    spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
+    plan = partial(plan_slide, spec=spec, params=params, reader=reader)
+    made = partial(made_of, spec=spec, params=params, reader=reader)
     reasons = job.share(
         range(n),
-        lambda mine: plan_each(mine, records, plan, plans, job.threads),
+        lambda mine: plan_each(mine, records, plan, made, plans, job.threads),
         lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
     )
     failed += [

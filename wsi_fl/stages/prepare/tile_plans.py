@@ -1,40 +1,77 @@
-"""The part of `tile` that decides: a plan per slide, kept on disk so that a site needs no more memory than a slide."""
+"""The part of `tile` that decides: a plan per slide, kept on disk so that a site needs no more memory than a slide.
+
+A plan is kept for the next `tile`, which does not open a slide again whose file, annotation and settings are the same.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
 from wsi_fl.slides.choosing.splits import sample_rows
+from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.work.aside import reason_of
+from wsi_fl.system.files import atomic
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord
 
+_MADE = 1
+"""How plans are made; with another number none is believed that was kept."""
+_ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
+"""Slides whose size and time are those of their one file; others are looked at each time."""
 _PLANNERS = 4
 """Slides planned at once: each needs some hundred megabytes for its tissue mask."""
 
 
+def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Reader) -> str | None:
+    """Return a digest of all that decides a slide's plan; None where nothing short of looking tells.
+
+    A slide is taken for the same while its file has the same size and time of change.
+
+    Raises:
+        OSError: when the slide or its annotation is gone.
+    """
+    if record.path.suffix.lower() not in _ONE_FILE:
+        return None
+    file, outlines = record.path.stat(), record.annotation
+    said = [
+        _MADE,
+        [str(record.path.absolute()), file.st_size, file.st_mtime_ns],
+        [record.supervision, record.positive, record.mpp_override],
+        [outlines.suffix, hashlib.sha256(outlines.read_bytes()).hexdigest()] if outlines else [],
+        [asdict(spec), asdict(params), reader],
+    ]
+    return hashlib.sha256(json.dumps(said, default=sorted).encode()).hexdigest()
+
+
 class Plans:
-    """The plans of a site's slides in a folder that lives as long as the job; every rank reads all of them."""
+    """The plans of a site's slides in a folder; every rank reads all of them."""
 
     def __init__(self, folder: Path, records: Sequence[SlideRecord], spec: GridSpec) -> None:
         self.folder, self._records, self._spec = folder, records, spec
 
-    def clear(self) -> None:
-        """Forgets all plans, those of a killed job too."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def holds(self, number: int, made: str) -> bool:
+        """Return whether there is a whole plan of the slide with this number that was made of the same."""
+        try:
+            with zipfile.ZipFile(path := self._path(number)) as archive:
+                whole = archive.testzip() is None
+            with np.load(path) as file:
+                return whole and str(file["made"]) == made
+        except (OSError, KeyError, ValueError, zipfile.BadZipFile):
+            return False
 
-    def save(self, number: int, plan: SlidePlan) -> None:
-        """Keeps the plan of the slide with this number."""
-        arrays: dict[str, NDArray[Any]] = {}
+    def save(self, number: int, plan: SlidePlan, made: str | None) -> None:
+        """Keep the plan of the slide with this number, and what it was made of."""
+        arrays: dict[str, NDArray[Any]] = {"made": np.array(made or "")}
         plain: dict[str, Any] = {}
         for field in fields(SlidePlan):
             value = getattr(plan, field.name)
@@ -51,7 +88,7 @@ class Plans:
                 plain[field.name] = list(value) if isinstance(value, tuple) else value
         self.folder.mkdir(parents=True, exist_ok=True)
         arrays["plain"] = np.array(json.dumps(plain))
-        with self._path(number).open("wb") as file:
+        with atomic(self._path(number)) as temporary, temporary.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's stub takes them for allow_pickle
 
     def load(self, number: int) -> SlidePlan:
@@ -64,7 +101,7 @@ class Plans:
                     values[name] = file[key].tobytes()
                 elif kind == "list":
                     values[name] = np.split(file[key], file[f"cuts {name}"])[:-1]
-                elif not kind and key != "plain":
+                elif not kind and key not in {"plain", "made"}:
                     values[name] = file[key]
             for name, value in json.loads(str(file["plain"])).items():
                 values[name] = tuple(value) if isinstance(value, list) else value
@@ -79,24 +116,32 @@ class Plans:
             return np.asarray(file["label"], np.int8)
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number}.npz"
+        return self.folder / f"{self.slide(number)}.npz"
 
 
 def plan_each(
     numbers: Sequence[int],
     records: Sequence[SlideRecord],
     plan: Callable[[SlideRecord], SlidePlan],
+    made: Callable[[SlideRecord], str | None],
     plans: Plans,
     threads: int,
 ) -> Iterator[str | None]:
-    """Plan and save the slides with these numbers, a few at a time; yield in order why one cannot be used, or None."""
+    """Plan and save the slides with these numbers, a few at a time; yield in order why one cannot be used, or None.
+
+    Args:
+        made: says what a plan is made of; one that was kept and was made of the same stays.
+    """
 
     def one(number: int) -> str | None:
         try:
+            of = made(records[number])
+            if of is not None and plans.holds(number, of):
+                return None
             found = plan(records[number])
         except Exception as error:  # one slide that a library chokes on must not end the others
             return reason_of(error)
-        plans.save(number, found)
+        plans.save(number, found, of)
         return None
 
     n_threads = min(threads, _PLANNERS)
