@@ -1,0 +1,1 @@
+"""An attack on our own reliability: kills, flipped bits and malformed input."""
