@@ -17,6 +17,8 @@ const viewer = OpenSeadragon({
   gestureSettingsMouse: { clickToZoom: false, dblClickToZoom: true }, timeout: 120000,
 });
 
+const over = viewer.canvas.appendChild(element("canvas", { id: "over" }));  // above the slide, below the navigator
+
 async function ask(path) {
   const answer = await fetch(path);
   const document = answer.headers.get("Content-Type").startsWith("application/json") ? await answer.json() : {};
@@ -89,9 +91,8 @@ async function show(number) {
     width: slide.size[0], height: slide.size[1], tileSize: slide.tile, tileOverlap: 0, minLevel: slide.first,
     maxLevel: slide.last, getTileUrl: (level, column, row) => `slides/${number}/tiles/${level}/${column}_${row}.jpg`,
   });
-  state.layers = slide.layers.map(({ name, kind }) => ({
-    layer: null, why: "", how: state.hows[name] ??= { name, kind, on: true, opacity: OPACITY[kind], threshold: kind === "values" ? 0.5 : 0, column: null },
-  }));
+  const squares = slide.layers.find(one => one.kind !== "outlines");  // squares over squares would mix their colours
+  state.layers = slide.layers.map(one => ({ layer: null, why: "", how: state.hows[one.name] ??= usual(one, one === squares) }));
   fillLayers();
   await Promise.all(state.layers.map((_, which) => load(number, which)));
   if (state.number === number) document.body.dataset.ready = String(number);
@@ -99,9 +100,14 @@ async function show(number) {
 
 // Layers
 
+function usual({ name, kind }, first) {
+  return { name, kind, on: first || kind === "outlines", opacity: OPACITY[kind], threshold: 0.5, column: null };
+}
+
 async function load(number, which) {
   const one = state.layers[which];
-  if (!one.how.on || one.layer || one.asked) return;
+  const wanted = one.how.on || one.how.kind === "values";  // what models say is read under the cursor, drawn or not
+  if (!wanted || one.asked) return;
   one.asked = true;
   try {
     one.layer = await ask(`slides/${number}/layers/${which}.json`);
@@ -148,7 +154,7 @@ function legend(layer, how) {
   if (how.kind === "values") return [...columns(layer, how), ramp()];
   const groups = how.kind === "patches" ? layer.groups : [];
   const counts = groups.map((_, k) => layer.group.filter(one => one === k).length);
-  const keys = how.kind === "outlines" ? [swatch(lineColour(how.name), `${layer.rings.length} outlines`)]
+  const keys = how.kind === "outlines" ? [swatch(lineColour(how.name), `${layer.rings.length} outline${layer.rings.length === 1 ? "" : "s"}`)]
     : groups.flatMap((name, k) => counts[k] ? [swatch(GROUPS[k % GROUPS.length], `${counts[k]} ${name}`)] : []);
   return [element("div", { className: "key" }, ...keys)];
 }
@@ -183,7 +189,6 @@ function view() {
   if (!item || !state.slide) return null;
   const at = x => item.imageToViewerElementCoordinates(new OpenSeadragon.Point(x, 0), true);
   const [corner, far] = [at(0), at(state.slide.size[0])];
-  const over = by("over");
   return {
     left: corner.x * density, top: corner.y * density, zoom: (far.x - corner.x) / state.slide.size[0] * density,
     width: over.width, height: over.height, density,
@@ -191,7 +196,7 @@ function view() {
 }
 
 function redraw() {
-  const over = by("over"), density = devicePixelRatio || 1;
+  const density = devicePixelRatio || 1;
   const [width, height] = [over.clientWidth, over.clientHeight].map(extent => Math.round(extent * density));
   if (over.width !== width || over.height !== height) Object.assign(over, { width, height });
   const context = over.getContext("2d"), where = view();
