@@ -21,7 +21,7 @@ _FLAGS = (
 
 
 class Page:
-    """One page of a browser; `said` collects what it told its console, its errors among it."""
+    """One page of a browser; `said` collects the errors of its console, `asked` the addresses it requested."""
 
     def __init__(self, send: int, receive: int) -> None:
         self._send, self._receive, self._buffer = send, receive, b""
@@ -56,7 +56,10 @@ class Page:
         text, _, self._buffer = self._buffer.partition(b"\0")
         found = json.loads(text)
         params = found.get("params", {})
-        if found.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
+        if (
+            params.get("entry", {}).get("level") == "error"
+            or found.get("method") == "Runtime.exceptionThrown"
+        ):
             self.said.append(json.dumps(params)[:600])
         if found.get("method") == "Network.requestWillBeSent":
             self.asked.append(params["request"]["url"])
@@ -115,15 +118,21 @@ class Page:
 def browser(profile: Path):
     """A page of a new Chromium, which ends with it."""
     (theirs_in, send), (receive, theirs_out) = os.pipe(), os.pipe()
-
-    def third_and_fourth() -> None:
-        low_in, low_out = (os.dup(one) for one in (theirs_in, theirs_out))
-        os.dup2(low_in, 3)
-        os.dup2(low_out, 4)
-
-    command = [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}", "about:blank"]
+    third_and_fourth = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'  # where Chromium reads and writes
     process = subprocess.Popen(
-        command, preexec_fn=third_and_fourth, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [
+            "bash",
+            "-c",
+            third_and_fourth,
+            "bash",
+            CHROMIUM,
+            *_FLAGS,
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ],
+        pass_fds=(theirs_in, theirs_out),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     os.close(theirs_in)
     os.close(theirs_out)

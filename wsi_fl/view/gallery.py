@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
-from wsi_fl.slides.reading.reader import Reader, Slide
+from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 from wsi_fl.view.layers import Layer
 from wsi_fl.view.pyramid import TILE_PX, Pyramid
@@ -65,18 +65,10 @@ class Gallery:
     Args:
         title: of the page.
         patients_of: real sites whose patients' slides are shown.
-        reader: see `Slide`.
     """
 
-    def __init__(
-        self,
-        title: str,
-        exhibits: Sequence[Exhibit],
-        patients_of: Sequence[str] = (),
-        reader: Reader = "auto",
-    ) -> None:
+    def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
         self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
-        self._reader = reader
         self._open: OrderedDict[int, _Open] = OrderedDict()
         self._lock = Lock()
 
@@ -150,7 +142,8 @@ class Gallery:
     def _opened(self, number: int) -> _Open:
         exhibit = self.exhibits[number]
         assert exhibit.path is not None
-        self._open[number] = _Open(Slide(exhibit.path, exhibit.mpp_override, self._reader))
+        # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
+        self._open[number] = _Open(Slide(exhibit.path, exhibit.mpp_override, "openslide"))
         return self._open[number]
 
     def _close_idle(self, most: int) -> None:

@@ -27,7 +27,7 @@ def outlines(rings: Iterable[NDArray[np.float64]]) -> Layer:
 
 
 def tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.float64]]:
-    """Return the edges [m, 2] of a mask bool[h, w] in level-0 pixels, thinned to half a pixel of the mask.
+    """Return the edges [m, 2] of a mask bool[h, w] in level-0 pixels, thinned to a quarter of a pixel of the mask.
 
     Args:
         downsample: level-0 pixels per pixel of the mask.
@@ -36,7 +36,7 @@ def tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.
 
     edges = find_contours(np.pad(mask.astype(np.float32), 1), 0.5)
     # Row and column count from the middle of a pixel, and from before the frame of one pixel.
-    return [(approximate_polygon(edge, 0.5)[:, ::-1] - 0.5) * downsample for edge in edges]
+    return [(approximate_polygon(edge, 0.25)[:, ::-1] - 0.5) * downsample for edge in edges]
 
 
 def patches(

@@ -51,7 +51,7 @@ def gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -
         for record in records
     ]
     exhibits += [Exhibit(one.slide, None, one.reason) for one in aside]
-    return Gallery(f"slides of {name}", _ordered(exhibits), _real([site]), pipeline.slides.reader)
+    return Gallery(f"slides of {name}", _ordered(exhibits), _real([site]))
 
 
 def gallery_of_predictions(
@@ -85,7 +85,7 @@ def gallery_of_predictions(
             slides[key].append(one)
     exhibits = [_exhibit(rooms[some[0].site], some, owners, set(rooms)) for some in slides.values()]
     title = f"{run.name} · {', '.join(rooms)}"
-    return Gallery(title, _ordered(exhibits), _real(sites), pipeline.slides.reader)
+    return Gallery(title, _ordered(exhibits), _real(sites))
 
 
 class _Room:

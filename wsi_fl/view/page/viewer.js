@@ -106,7 +106,7 @@ function usual({ name, kind }, first) {
 
 async function load(number, which) {
   const one = state.layers[which];
-  const wanted = one.how.on || one.how.kind === "values";  // what models say is read under the cursor, drawn or not
+  const wanted = one.how.on || one.how.kind !== "outlines";  // what is said of a patch is read under the cursor, drawn or not
   if (!wanted || one.asked) return;
   one.asked = true;
   try {
