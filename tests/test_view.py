@@ -424,7 +424,7 @@ def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archiv
         ILL: False,
         slides_of(archive, 1)[0].stem: True,
     }
-    assert shown[ILL].note == "a slide of C1: start with --site C1"
+    assert shown[ILL].note == "a slide of C1, which is not shown here"
     numbers = {one.name: k for k, one in enumerate(gallery(study, run=run, site="C2").exhibits)}
     with served(gallery(study, run=run, site="C2")) as running:
         for path in ("{}.json", "{}/layers/0.json", "{}/tiles/9/0_0.jpg"):
@@ -451,6 +451,9 @@ def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
 def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, capsys):
     study, run = own
     assert {one.name for one in gallery(study, run=run).exhibits if one.path} > {ILL}
+    shutil.move(study.root / "runs" / run / "predictions/C1", study.root / "elsewhere")
+    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], "C1 lets its patches be read"
+    shutil.move(study.root / "elsewhere", study.root / "runs" / run / "predictions/C1")
     make_real(study, "C1")
     assert {one.path for one in gallery(study, run=run).exhibits if one.name == ILL} == {None}
     assert "C1 are left out" in capsys.readouterr().err
@@ -510,24 +513,24 @@ def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
     study, _ = predicted
     command = [sys.executable, "-m", "wsi_fl", "view", "--site", "C1", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BROWSER": "false"}
-    with subprocess.Popen(
+    process = subprocess.Popen(
         command, cwd=study.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        text = ""
-        while not text.endswith("\n}\n"):
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            text += line
+    )
+    try:
+        text = "".join(iter(process.stdout.readline, "}\n")) + "}"
         document = json.loads(text)
         address = urlsplit(document["url"])
         assert (address.hostname, address.port, document["slides"]) == ("127.0.0.1", document["port"], 4)
         assert document["tunnel"].startswith(f"ssh -N -L {document['port']}:127.0.0.1:{document['port']} ")
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
-        connection.request("GET", address.path + "slides.json")
-        assert len(json.loads(connection.getresponse().read())["slides"]) == 4
-        connection.close()
-        process.send_signal(signal.SIGINT)
+        browsers = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
+        browsers.request("GET", address.path + "slides.json")
+        assert len(json.loads(browsers.getresponse().read())["slides"]) == 4
+        process.send_signal(signal.SIGINT)  # while the connection is still open, as a browser keeps it
         rest, said = process.communicate(timeout=20)
+        browsers.close()
+    finally:
+        process.kill()
+        process.wait()
     assert (process.returncode, rest, said) == (0, "", "wsi-fl view: starting …\n")
 
 

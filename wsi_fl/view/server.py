@@ -13,10 +13,12 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from socket import SHUT_RDWR, socket
 from socketserver import TCPServer
 from typing import Any
 
@@ -79,10 +81,11 @@ class ViewServer(ThreadingHTTPServer):
         UsageError: when the port that was asked for is taken or not allowed.
     """
 
-    daemon_threads = True
+    daemon_threads = False  # Python may hang where it ends under a thread that is at work
 
     def __init__(self, gallery: Gallery, port: int | None = None, token: str | None = None) -> None:
         self.gallery = gallery
+        self._connections: set[socket] = set()
         self.token = token or secrets.token_urlsafe(_TOKEN_BYTES)
         try:
             super().__init__((ADDRESS, USUAL_PORT if port is None else port), _Handler)
@@ -104,8 +107,22 @@ class ViewServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a browser that goes away in the middle of a tile is no error."""
 
+    def get_request(self) -> tuple[socket, Any]:
+        """Accept a connection, and remember it: browsers keep theirs open."""
+        connection, address = super().get_request()
+        self._connections.add(connection)
+        return connection, address
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection that has ended."""
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
     def server_close(self) -> None:
-        """Stop listening and close the slides."""
+        """Stop listening, hang up, wait for what is at work, and close the slides."""
+        for connection in tuple(self._connections):
+            with suppress(OSError):  # it may have ended by itself
+                connection.shutdown(SHUT_RDWR)
         super().server_close()
         self.gallery.close()
 

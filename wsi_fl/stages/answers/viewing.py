@@ -1,8 +1,9 @@
 """What `view` shows: the slides of a site, or those that were predicted, with what lies over each.
 
 Whoever names a site sees that site's slides and nobody else's. Without a site, a run shows its predictions as its
-report shows patches: of the only site that has some here, else of the sites that allow `patches`. What another site's
-model says of a slide is shown where that model left its hospital, or may.
+report shows patches: of the only site that has some here, else of the sites that allow `patches`; their slides may then be
+those of any site that allows it. What another site's model says of a slide is shown where that model left its hospital,
+or may.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def gallery_of_predictions(
         key = str(_stated(study, one)), one.slide
         if one.site not in rooms and key in slides and _model_may_be_seen(study, one):
             slides[key].append(one)
-    exhibits = [_exhibit(rooms[some[0].site], some, owners, set(rooms)) for some in slides.values()]
+    open_sites = [] if site is not None else [n for n in study.site_names() if study.site(n).allows("patches")]
+    whose = {*rooms, *open_sites}
+    exhibits = [_exhibit(rooms[some[0].site], some, owners, whose) for some in slides.values()]
     title = f"{run.name} · {', '.join(rooms)}"
     return Gallery(title, _ordered(exhibits), _real(sites))
 
@@ -113,16 +116,16 @@ class _Room:
 
 
 def _exhibit(
-    room: _Room, predictions: Sequence[Prediction], owners: dict[Path, str], shown: set[str]
+    room: _Room, predictions: Sequence[Prediction], owners: dict[Path, str], whose: set[str]
 ) -> Exhibit:
-    """One slide with all that is said of it."""
+    """One slide with all that is said of it; not shown where it is the slide of a site that is not among `whose`."""
     first = predictions[0]
     path = room.file(first)
     owner = None if path is None else owners.get(path)
     if path is None:
         return Exhibit(first.slide, None, "the slide is not here", first.value)
-    if owner is not None and owner not in shown:
-        return Exhibit(first.slide, None, f"a slide of {owner}: start with --site {owner}", first.value)
+    if owner is not None and owner not in whose:
+        return Exhibit(first.slide, None, f"a slide of {owner}, which is not shown here", first.value)
     record = room.record(path, first.slide)
     said = [layer for one in predictions for layer in one.overlays()]
     note = " · ".join(part for part in (first.words, room.layers.note(record.slide)) if part)
