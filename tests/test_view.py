@@ -452,7 +452,9 @@ def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, caps
     study, run = own
     assert {one.name for one in gallery(study, run=run).exhibits if one.path} > {ILL}
     shutil.move(study.root / "runs" / run / "predictions/C1", study.root / "elsewhere")
-    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], "C1 lets its patches be read"
+    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], (
+        "C1 lets its patches be read"
+    )
     shutil.move(study.root / "elsewhere", study.root / "runs" / run / "predictions/C1")
     make_real(study, "C1")
     assert {one.path for one in gallery(study, run=run).exhibits if one.name == ILL} == {None}

@@ -81,6 +81,7 @@ class ViewServer(ThreadingHTTPServer):
         UsageError: when the port that was asked for is taken or not allowed.
     """
 
+    timeout = 0.2  # seconds after which `handle_request` returns without one
     daemon_threads = False  # Python may hang where it ends under a thread that is at work
 
     def __init__(self, gallery: Gallery, port: int | None = None, token: str | None = None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import getpass
 import platform
+import signal
 import webbrowser
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,16 @@ def print_address(document: dict[str, Any]) -> None:
 
 
 def serve(server: ViewServer, *, open_browser: bool = False) -> None:
-    """Serve until Ctrl-C."""
-    if open_browser:
-        webbrowser.open(server.url)
-    with suppress(KeyboardInterrupt):
-        server.serve_forever()
+    """Serve until Ctrl-C.
+
+    It is noted rather than raised: raised while a thread starts, it would leave Python hanging.
+    """
+    asked_to_end: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked_to_end.append(number))
+    try:
+        if open_browser:
+            webbrowser.open(server.url)
+        while not asked_to_end:
+            server.handle_request()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,9 +1,9 @@
 """What `view` shows: the slides of a site, or those that were predicted, with what lies over each.
 
 Whoever names a site sees that site's slides and nobody else's. Without a site, a run shows its predictions as its
-report shows patches: of the only site that has some here, else of the sites that allow `patches`; their slides may then be
-those of any site that allows it. What another site's model says of a slide is shown where that model left its hospital,
-or may.
+report shows patches: of the only site that has some here, else of the sites that allow `patches`; their slides may then
+be those of any site that allows it. What another site's model says of a slide is shown where that model left its
+hospital, or may.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def gallery_of_predictions(
         key = str(_stated(study, one)), one.slide
         if one.site not in rooms and key in slides and _model_may_be_seen(study, one):
             slides[key].append(one)
-    open_sites = [] if site is not None else [n for n in study.site_names() if study.site(n).allows("patches")]
+    open_sites = (
+        [] if site is not None else [n for n in study.site_names() if study.site(n).allows("patches")]
+    )
     whose = {*rooms, *open_sites}
     exhibits = [_exhibit(rooms[some[0].site], some, owners, whose) for some in slides.values()]
     title = f"{run.name} · {', '.join(rooms)}"
