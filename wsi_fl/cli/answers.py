@@ -113,6 +113,7 @@ def report(
 
 
 def view(
+    of_run: Annotated[str | None, typer.Argument(metavar="RUN", help="The same as --run.")] = None,
     site: Annotated[
         str | None, typer.Option(help="Show this site's slides, or of a run this site's predictions.")
     ] = None,
@@ -130,11 +131,13 @@ def view(
     as_json: Json = False,
 ) -> None:
     """Look at slides in a page on this machine: what was kept of them, and what models say. Read-only."""
+    if of_run is not None and run is not None:
+        raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
     from wsi_fl.stages.answers.view import describe, gallery, print_address, serve
     from wsi_fl.view.server import ViewServer
 
-    shown = gallery(study, site=site, run=run, predictions=predictions, pipeline=pipeline)
+    shown = gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
     with ViewServer(shown, port) as server:
         show(describe(server), as_json, print_address)
         serve(server, open_browser=open_browser)
