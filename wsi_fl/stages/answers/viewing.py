@@ -84,13 +84,12 @@ def gallery_of_predictions(
         key = str(_stated(study, one)), one.slide
         if one.site not in rooms and key in slides and _model_may_be_seen(study, one):
             slides[key].append(one)
-    open_sites = (
-        [] if site is not None else [n for n in study.site_names() if study.site(n).allows("patches")]
-    )
-    whose = {*rooms, *open_sites}
+    names = study.site_names() if site is None else []
+    whose = {*rooms, *(name for name in names if study.site(name).allows("patches"))}
     exhibits = [_exhibit(rooms[some[0].site], some, owners, whose) for some in slides.values()]
-    title = f"{run.name} · {', '.join(rooms)}"
-    return Gallery(title, _ordered(exhibits), _real(sites))
+    patients = {*rooms, *(owners[one.path] for one in exhibits if one.path in owners)}
+    real = _real(study.site(name) for name in sorted(patients, key=natural))
+    return Gallery(f"{run.name} · {', '.join(rooms)}", _ordered(exhibits), real)
 
 
 class _Room:
