@@ -76,7 +76,7 @@ def config(
 _LONG = {
     *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.stain, prepare.partition, prepare.pack),
     *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
-    *(answers.audit, answers.report),
+    *(answers.audit, answers.report, answers.view),
 }
 """Commands that read, train or import for longer than a second."""
 
@@ -101,7 +101,7 @@ for command in (
         answers.evaluate,
         answers.predict,
     ),
-    *(answers.compare, answers.audit, answers.report, training.privacy, config),
+    *(answers.compare, answers.audit, answers.report, answers.view, training.privacy, config),
 ):
     app.command()(announced(command) if command in _LONG else command)  # in the order of --help
 app.command("import")(announced(prepare.import_features, "import"))

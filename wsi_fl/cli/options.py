@@ -47,7 +47,7 @@ def find_study() -> Study:
 def show(document: dict[str, Any], as_json: bool, for_people: Callable[[dict[str, Any]], None]) -> None:
     """Print a command's answer, as one JSON document or for people; an empty one is of a rank that is not the first."""
     if document and as_json:
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
     elif document:
         for_people(document)
 

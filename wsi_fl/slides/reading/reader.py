@@ -131,7 +131,7 @@ class Slide:
 
         def paint(area: tuple[slice, slice]) -> None:
             corner = (area[1].start * downsample, area[0].start * downsample)
-            self._area(corner, downsample, out[area], overlapping=False)
+            self.area(corner, downsample, out[area], overlapping=False)
 
         for top in range(0, rows, step):
             failures.paint(paint, (slice(top, min(top + step, rows)), slice(0, columns)))
@@ -159,7 +159,7 @@ class Slide:
             WsiFlError: when the region cannot be decoded; reads of good regions work before and after all the same.
         """
         out = np.empty((size_px, size_px, 3), np.uint8) if out is None else out
-        self._area((float(xy_l0[0]), float(xy_l0[1])), mpp / self.mpp, out, overlapping=overlapping)
+        self.area((float(xy_l0[0]), float(xy_l0[1])), mpp / self.mpp, out, overlapping=overlapping)
         return out
 
     def native_positions(
@@ -211,10 +211,13 @@ class Slide:
             None if native is None or not self._levels.unchanged(number, scale, size_px) else (number, native)
         )
 
-    def _area(
+    def area(
         self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool
     ) -> None:
-        """Fill out [height, width, 3] with the area at xy_l0, with `scale` level-0 pixels per output pixel."""
+        """Fill out [height, width, 3] with the area at xy_l0, with `scale` level-0 pixels per output pixel.
+
+        Averaged by area, for which no µm need be known; `overlapping` as in `read`, whose errors it raises.
+        """
         size = (out.shape[1], out.shape[0])
         level = self._levels.coarsest_for(scale)
         downsample = self.level_downsamples[level]

@@ -151,6 +151,7 @@ def predict_bag(
     origin = {
         "run": study.relative(predictor.run.path),
         "site": record.site,
+        "path": None if path is None else study.relative(path.resolve()),
         "with": predictor.models.answer,
         "encoder": meta.encoder,
     }

@@ -148,6 +148,7 @@ def predict_patches(
         {
             "run": study.relative(predictor.run.path),
             "site": record.site,
+            "path": study.relative(record.path.resolve()),
             "with": predictor.models.answer,
         }
         | row

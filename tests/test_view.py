@@ -1,0 +1,660 @@
+"""`view`: nobody without the token sees a slide, nobody another hospital's, and what is drawn is what was stored."""
+
+import csv
+import http.client
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import shapely
+from browser import CHROMIUM, browser
+from conftest import REAL, SHARED, make_study, refused
+from PIL import Image
+
+from wsi_fl.demo import phantom
+from wsi_fl.learning.tasks import CLASSES
+from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers import view_layers
+from wsi_fl.stages.answers.bag_answers import Answer
+from wsi_fl.stages.answers.predict import predict
+from wsi_fl.stages.answers.predict_bags import _write_patches
+from wsi_fl.stages.answers.view import gallery
+from wsi_fl.stages.answers.view_layers import Prediction
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.training.train import train
+from wsi_fl.stores.features import Bag
+from wsi_fl.study.folder import Study
+from wsi_fl.types import WsiFlError
+from wsi_fl.view import gallery as galleries
+from wsi_fl.view.gallery import Exhibit, Gallery, Overlay
+from wsi_fl.view.layers import patches, tissue_rings, values
+from wsi_fl.view.pyramid import TILE_PX, Pyramid, read_tile
+from wsi_fl.view.server import ADDRESS, ViewServer
+
+SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
+TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
+ILL = "patient_000_node_1"
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("view") / "archive"
+    return phantom.paint_archive(folder, n_sites=2, patients_per_site=2, size_px=1024)
+
+
+@pytest.fixture(scope="module")
+def predicted(archive, tmp_path_factory):
+    """A study and a run; C1's slides predicted with its own models, one of them with C2's too."""
+    study = Study(tmp_path_factory.mktemp("view") / "study")
+    init(study.root, archive=archive)
+    tile(study, site=None, overrides=SETTINGS)
+    run = train(study, method="regular", overrides=[*SETTINGS, *TRAINING], backend="local")["run"]
+    predict(study, run, site="C1", slides=slides_of(archive, 0)[:2])
+    predict(study, run, site="C2", slides=[slides_of(archive, 0)[1], slides_of(archive, 1)[0]])
+    return study, Path(run).name
+
+
+@pytest.fixture
+def own(predicted, tmp_path):
+    """The same, to be changed."""
+    study, run = predicted
+    shutil.copytree(study.root, tmp_path / "own")
+    return Study(tmp_path / "own"), run
+
+
+def slides_of(archive, centre):
+    return sorted((archive / "training" / f"center_{centre}").glob("*.tif"))
+
+
+def make_real(study, *sites, allow=()):
+    for site in sites:
+        path = study.root / "sites" / f"{site}.toml"
+        kept = [line for line in path.read_text().splitlines() if not line.startswith("real")]
+        path.write_text("\n".join([*kept, REAL, f"allow = {json.dumps(list(allow))}"]))
+
+
+def layers_of(shown, name):
+    """The layers of a slide by their name, drawn."""
+    number = [one.name for one in shown.exhibits].index(name)
+    found = shown.exhibits[number].overlays
+    return {one.name: shown.layer(number, k) for k, one in enumerate(found)}
+
+
+@contextmanager
+def served(shown, **how):
+    with ViewServer(shown, how.pop("port", 0), **how) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def asked(server, path, *, method="GET", host=None, token=True):
+    """(status, headers, body) of a request whose path is sent as it is."""
+    connection = http.client.HTTPConnection(ADDRESS, server.port, timeout=20)
+    connection.putrequest(method, f"/{server.token}/{path}" if token else path, skip_host=True)
+    connection.putheader("Host", f"{ADDRESS}:{server.port}" if host is None else host)
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, answer.headers, body
+
+
+def status_of(server, path):
+    """The status of a request for a path that no client would send."""
+    connection = socket.create_connection((ADDRESS, server.port), timeout=20)
+    with connection, connection.makefile("rb") as answer:
+        head = f"GET {path} HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        return int(answer.readline().split()[1])
+
+
+# pixels
+
+
+def stitched(slide, level):
+    """A level [h, w, 3] put together from its tiles."""
+    width, height = Pyramid(slide.size_l0).size(level)
+    rows, columns = -(-height // TILE_PX), -(-width // TILE_PX)
+    return np.vstack(
+        [np.hstack([read_tile(slide, level, x, y) for x in range(columns)]) for y in range(rows)]
+    )
+
+
+def test_tiles_put_together_are_the_slide_on_every_level(archive):
+    small = SHARED / "data" / "slides" / "CMU-1-Small-Region.svs"
+    path = small if small.exists() else slides_of(archive, 0)[1]
+    with Slide(path, reader="openslide") as slide:
+        pyramid = Pyramid(slide.size_l0)
+        for level in range(pyramid.first, pyramid.last + 1):
+            width, height = pyramid.size(level)
+            whole = np.empty((height, width, 3), np.uint8)
+            slide.area((0.0, 0.0), float(pyramid.scale(level)), whole, overlapping=False)
+            assert np.array_equal(stitched(slide, level), whole)
+        assert np.array_equal(whole[:200, :300], slide._composed((0, 0), 0, (300, 200)))
+
+
+def test_a_tile_averaged_from_many_pixels_is_read_in_strips_and_is_the_same(archive, monkeypatch):
+    from wsi_fl.view import pyramid
+
+    with Slide(slides_of(archive, 0)[0], reader="openslide") as slide:
+        whole = read_tile(slide, 9, 0, 0)
+        monkeypatch.setattr(pyramid, "_STRIP_PX", 1 << 14)
+        assert np.array_equal(read_tile(slide, 9, 0, 0), whole)
+
+
+def test_there_are_no_tiles_beyond_the_edge(archive):
+    with Slide(slides_of(archive, 0)[0]) as slide:
+        for place in [(10, 2, 0), (10, 0, 2), (11, 0, 0), (9, 1, 0), (-1, 0, 0)]:
+            assert read_tile(slide, *place) is None, place
+        assert read_tile(slide, 10, 1, 1).shape == (512, 512, 3)
+
+
+# the server
+
+
+@pytest.fixture(scope="module")
+def server(predicted):
+    study, _ = predicted
+    with served(gallery(study, site="C1")) as running:
+        yield running
+
+
+def test_the_page_the_list_a_slide_a_layer_and_a_tile_are_served(server, archive):
+    assert asked(server, "")[2].startswith(b"<!doctype html>")
+    catalogue = json.loads(asked(server, "slides.json")[2])
+    assert [one["name"] for one in catalogue["slides"]] == [path.stem for path in slides_of(archive, 0)]
+    slide = json.loads(asked(server, "slides/1.json")[2])
+    assert (slide["size"], slide["mpp"], slide["last"]) == ([1024, 1024], 0.5, 10)
+    layer = json.loads(asked(server, "slides/1/layers/0.json")[2])
+    assert len(layer["group"]) * 2 == len(layer["xy"]) > 0
+    status, headers, body = asked(server, "slides/1/tiles/10/1_0.jpg")
+    assert (status, headers["Content-Type"]) == (200, "image/jpeg")
+    with Slide(slides_of(archive, 0)[1]) as one:
+        apart = np.asarray(Image.open(io.BytesIO(body))).astype(int) - read_tile(one, 10, 1, 0)
+    assert np.abs(apart).mean() < 4
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "//", "/slides.json", "/wrong/slides.json", "/../slides.json", "*", "x", "/ü/"]
+)
+def test_without_the_token_nothing_is_said(server, path):
+    assert status_of(server, path) == 403
+
+
+def test_a_token_that_is_almost_right_is_wrong(server):
+    for token in (server.token[:-1], server.token + "x", server.token.swapcase(), ""):
+        assert asked(server, f"/{token}/slides.json", token=False)[0] == 403
+    assert asked(server, f"/{server.token}", token=False)[0] == 404
+    assert len(server.token) >= 43, "256 bits in base64"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("slides", "slides/", "page/", "index.html", "viewer.py", "openseadragon.LICENSE", "slides.json/"),
+        *("slides.json?a=1", "slides/1e0.json", "slides/4.json", "slides/0/tiles/9/0_0.jpg/.."),
+        *("..", "../", "../slides.json", "slides/../slides.json", "..%2f..%2fetc%2fpasswd", "%2e%2e/slides.json"),
+        *("slides%2f0.json", "slides/0%2ejson", "/etc/passwd", "//etc/passwd", "..\\slides.json", "slides/0.json\x00"),
+        *("slides/-1.json", "slides/00.json", "slides/٣.json"),
+        *("slides/99999999999.json", "slides/0/layers/9.json", "slides/4/layers/0.json", "slides/4/tiles/9/0_0.jpg"),
+        *("slides/0/tiles/9/1_0.jpg", "slides/0/tiles/99/0_0.jpg", "slides/0/tiles/9/0_0.png"),
+    ],
+)  # fmt: skip
+def test_paths_of_no_known_form_and_slides_that_are_not_there_are_not_found(server, path):
+    assert status_of(server, f"/{server.token}/{path}") == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
+def test_the_server_is_read_only(server, method):
+    status, headers, _ = asked(server, "slides.json", method=method)
+    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+
+
+def test_head_has_the_headers_of_get_and_no_body(server):
+    (status, headers, body), (_, got, whole) = (
+        asked(server, "slides.json", method=m) for m in ("HEAD", "GET")
+    )
+    assert (status, body, headers["Content-Length"]) == (200, b"", got["Content-Length"])
+    assert len(whole) == int(got["Content-Length"])
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "[::1]:{port}", ""]
+)
+def test_a_name_that_was_rebound_to_this_machine_gets_nothing(server, host):
+    assert asked(server, "slides.json", host=host.format(port=server.port))[0] == 403
+
+
+def test_a_tunnel_may_call_the_machine_localhost(server):
+    assert asked(server, "slides.json", host=f"localhost:{server.port}")[0] == 200
+
+
+@pytest.mark.parametrize("path", ["", "slides.json", "slides/0/tiles/9/0_0.jpg", "nothing"])
+def test_every_answer_forbids_other_origins_storing_and_inline_scripts(server, path):
+    headers = asked(server, path)[1]
+    policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+    assert (policy["default-src"], policy["script-src"]) == ("'none'", "'self'")
+    assert "unsafe" not in headers["Content-Security-Policy"]
+    assert (headers["Cache-Control"], headers["Referrer-Policy"]) == ("no-store", "no-referrer")
+    assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+    assert "Python" not in headers["Server"]
+
+
+def test_the_server_listens_on_this_machine_alone(server):
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
+    empty = Gallery("nothing", [])
+    refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
+    monkeypatch.setattr("wsi_fl.view.server.USUAL_PORT", server.port)
+    with ViewServer(empty) as other:
+        assert other.port != server.port
+
+
+def test_slides_that_are_being_read_stay_open_and_others_are_closed(archive, monkeypatch):
+    monkeypatch.setattr(galleries, "_OPEN_SLIDES", 1)
+    paths = [path for centre in (0, 1) for path in slides_of(archive, centre)]
+    shown = Gallery("all", [Exhibit(path.stem, path) for path in paths])
+    with ThreadPoolExecutor(8) as pool, served(shown) as running:
+        wanted = [f"slides/{k % len(paths)}/tiles/10/{k % 2}_{k // 2 % 2}.jpg" for k in range(64)]
+        found = list(pool.map(lambda path: asked(running, path), wanted))
+        assert {status for status, *_ in found} == {200}
+        assert len({body for _, _, body in found}) == len(set(wanted))
+        assert len(shown._open) == 1
+        with shown.lent(0) as first, shown.lent(1):
+            assert {0, 1} <= set(shown._open)
+            assert read_tile(first, 10, 0, 0) is not None
+        assert len(shown._open) == 1
+    assert not shown._open
+
+
+def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, archive):
+    (tmp_path / "broken.tif").write_bytes(b"not a slide")
+    shown = Gallery(
+        "two", [Exhibit("broken", tmp_path / "broken.tif"), Exhibit("good", slides_of(archive, 0)[0])]
+    )
+    with served(shown) as running:
+        status, _, body = asked(running, "slides/0.json")
+        assert (status, json.loads(body)["error"]) == (
+            500,
+            "broken.tif: not a slide format that OpenSlide knows",
+        )
+        assert asked(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
+        assert asked(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
+
+
+# what is shown
+
+
+def test_a_site_shows_its_own_slides_and_what_its_store_kept(predicted, archive):
+    study, _ = predicted
+    shown = gallery(study, site="C1")
+    assert [one.path for one in shown.exhibits] == slides_of(archive, 0)
+    assert shown.patients_of == ()
+    drawn = layers_of(shown, ILL)
+    assert list(drawn) == ["kept patches", "tissue", "annotation"]
+    with open_store(study, "C1") as store:
+        table = store.table.take(store.table.slide == ILL)
+    assert drawn["kept patches"]["xy"] == table.xy_l0.ravel().tolist()
+    assert drawn["kept patches"]["group"] == table.label.tolist()
+    assert (drawn["kept patches"]["side"], drawn["kept patches"]["groups"]) == (
+        128.0,
+        ["healthy", "tumor"],
+    )
+
+
+def test_outlines_are_those_of_tile(predicted, archive):
+    study, _ = predicted
+    drawn = layers_of(gallery(study, site="C1"), ILL)
+    rings = [shapely.Polygon(np.reshape(ring, (-1, 2))) for ring in drawn["annotation"]["rings"]]
+    tumor = read_annotations(archive / "annotations" / f"{ILL}.xml").tumor
+    drawn_area = (
+        shapely.area(rings[0]) if len(rings) == 1 else shapely.area(shapely.symmetric_difference_all(rings))
+    )
+    assert drawn_area == pytest.approx(tumor.area, rel=0.01)
+    tissue = shapely.union_all(
+        [shapely.Polygon(np.reshape(r, (-1, 2))) for r in drawn["tissue"]["rings"] if len(r) > 6]
+    )
+    corners = np.reshape(drawn["kept patches"]["xy"], (-1, 2))
+    squares = shapely.box(*corners.T, *(corners + 128).T)
+    covered = shapely.area(shapely.intersection(squares, tissue)) / 128**2
+    assert (covered > 0.2).all() and covered.mean() > 0.7
+
+
+def test_the_edge_of_a_mask_is_where_the_mask_is():
+    mask = np.zeros((20, 30), bool)
+    mask[5:10, 12:30] = True
+    (ring,) = tissue_rings(mask, 10.0)
+    assert shapely.Polygon(ring).bounds == pytest.approx((120.0, 50.0, 300.0, 100.0), abs=5.0)
+    assert shapely.Polygon(ring).area == pytest.approx(180.0 * 50.0, rel=0.03)
+
+
+def test_a_site_without_a_store_shows_its_slides_and_says_so(archive, tmp_path, capsys):
+    init(tmp_path / "new", archive=archive)
+    shown = gallery(Study(tmp_path / "new"), site="C2")
+    assert [one.path for one in shown.exhibits] == slides_of(archive, 1)
+    assert "C2 has no store yet" in capsys.readouterr().err
+    assert [one.name for one in shown.exhibits[1].overlays] == ["tissue", "annotation"]
+
+
+def test_patches_that_were_set_aside_are_a_layer_of_their_reasons(predicted, monkeypatch):
+    aside = [(0, 0, "blurred"), (128, 0, "pen"), (256, 0, "blurred")]
+    monkeypatch.setattr(view_layers, "set_aside", lambda store, slide: aside if slide == ILL else [])
+    shown = gallery(predicted[0], site="C1")
+    layer = layers_of(shown, ILL)["set aside"]
+    assert (layer["groups"], layer["group"]) == (["blurred", "pen"], [0, 1, 0])
+    assert "set aside" not in layers_of(shown, "patient_000_node_0")
+
+
+def test_what_is_drawn_of_a_prediction_is_what_predict_wrote(predicted):
+    study, run = predicted
+    layer = layers_of(gallery(study, run=run, site="C1"), ILL)["model of C1"]
+    with (study.root / "runs" / run / "predictions/C1" / ILL / "patches.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert layer["columns"] == ["healthy", "tumor"] and layer["columns"][layer["shown"]] == "tumor"
+    assert layer["xy"] == [int(row[key]) for row in rows for key in ("x_l0", "y_l0")]
+    assert layer["values"][1] == pytest.approx([float(row["p_tumor"]) for row in rows], abs=1e-4)
+    assert layer["side"] == 128.0
+
+
+def test_slides_are_ranked_by_what_was_said_of_them(predicted):
+    study, run = predicted
+    shown = gallery(study, run=run, site="C1")
+    scores = {
+        path.parent.name: json.loads(path.read_text())["score"]["top_k_mean"]
+        for path in (study.root / "runs" / run / "predictions/C1").glob("*/score.json")
+    }
+    assert {one.name: one.score for one in shown.exhibits} == scores
+
+
+def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
+    bag = Bag(np.zeros((3, 2), np.float32), np.array([[0, 0], [512, 0], [0, 512]]), None, None)
+    alone = np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
+    answer = Answer(CLASSES, ("luad", "lusc"), np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3]))
+    _write_patches(tmp_path / "patches.csv", bag, answer, 512.0)
+    said = Prediction(tmp_path, {"site": "C1", "slide": "x", **answer.facts})
+    assert (said.words, said.value) == ("lusc 0.70", 0.7)
+    with Slide(slides_of(archive, 0)[0]) as slide:
+        model, attention = (one.draw(slide) for one in said.overlays())
+    assert attention["values"] == [pytest.approx([1 / 6, 1.0, 0.5], abs=1e-4)]
+    assert (model["columns"], model["shown"], model["values"][1]) == (["luad", "lusc"], 1, [0.1, 0.8, 0.5])
+    _write_patches(tmp_path / "patches.csv", bag, answer, None)
+    assert said.overlays() == [], "nobody knows where the patches lie"
+
+
+def test_a_folder_of_predictions_is_shown_like_a_run(predicted):
+    study, run = predicted
+    folder = study.root / "runs" / run / "predictions" / "C1"
+    several = gallery(study, predictions=folder)
+    assert [one.name for one in several.exhibits] == [
+        one.name for one in gallery(study, run=run, site="C1").exhibits
+    ]
+    assert [one.name for one in gallery(study, predictions=folder / ILL).exhibits] == [ILL]
+
+
+# whose slides
+
+
+def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archive):
+    study, run = predicted
+    shown = {one.name: one for one in gallery(study, run=run, site="C2").exhibits}
+    assert {name: one.path is not None for name, one in shown.items()} == {
+        ILL: False,
+        slides_of(archive, 1)[0].stem: True,
+    }
+    assert shown[ILL].note == "a slide of C1, which is not shown here"
+    numbers = {one.name: k for k, one in enumerate(gallery(study, run=run, site="C2").exhibits)}
+    with served(gallery(study, run=run, site="C2")) as running:
+        for path in ("{}.json", "{}/layers/0.json", "{}/tiles/9/0_0.jpg"):
+            assert asked(running, "slides/" + path.format(numbers[ILL]))[0] == 404
+        assert asked(running, f"slides/{1 - numbers[ILL]}/tiles/9/0_0.jpg")[0] == 200
+
+
+def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
+    study, run = own
+    score = study.root / "runs" / run / "predictions/C2" / ILL / "score.json"
+
+    def models():
+        return [
+            name for name in layers_of(gallery(study, run=run, site="C1"), ILL) if name.startswith("model")
+        ]
+
+    assert models() == ["model of C1", "model of C2"]
+    make_real(study, "C2")
+    assert models() == ["model of C1"]
+    score.write_text(json.dumps(json.loads(score.read_text()) | {"with": "proxy"}))
+    assert models() == ["model of C1", "model of C2"], "a proxy has travelled"
+
+
+def test_a_run_without_a_site_shows_sites_together_as_its_report_would(own, capsys):
+    study, run = own
+    assert {one.name for one in gallery(study, run=run).exhibits if one.path} > {ILL}
+    shutil.move(study.root / "runs" / run / "predictions/C1", study.root / "elsewhere")
+    assert ILL in [one.name for one in gallery(study, run=run).exhibits if one.path], (
+        "C1 lets its patches be read"
+    )
+    shutil.move(study.root / "elsewhere", study.root / "runs" / run / "predictions/C1")
+    make_real(study, "C1")
+    assert {one.path for one in gallery(study, run=run).exhibits if one.name == ILL} == {None}
+    assert "C1 are left out" in capsys.readouterr().err
+    make_real(study, "C2")
+    refused(lambda: gallery(study, run=run), "several real sites", "--site")
+    assert gallery(study, run=run, site="C1").patients_of == ("C1",)
+
+
+def test_another_slide_under_the_same_name_is_not_coloured(own, archive, tmp_path):
+    study, run = own
+    score = study.root / "runs" / run / "predictions/C1" / ILL / "score.json"
+    elsewhere = shutil.copy(slides_of(archive, 0)[0], tmp_path / f"{ILL}.tif")
+    score.write_text(json.dumps(json.loads(score.read_text()) | {"path": str(elsewhere)}))
+    refused(
+        lambda: layers_of(gallery(study, run=run, site="C1"), ILL),
+        "not the slide that was predicted",
+        error=WsiFlError,
+    )
+
+
+def test_a_predicted_slide_that_is_gone_stays_in_the_list(own):
+    study, run = own
+    for path in (study.root / "runs" / run / "predictions/C1").glob("*/score.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"path": "gone.tif", "slide": "gone"}))
+    assert {(one.path, one.note) for one in gallery(study, run=run, site="C1").exhibits} == {
+        (None, "the slide is not here")
+    }
+
+
+def test_errors_say_what_to_do(own, tmp_path):
+    study, run = own
+    folder = study.root / "runs" / run / "predictions"
+    refused(lambda: gallery(study), "--site NAME", "--run RUN")
+    refused(lambda: gallery(study, site="C9"), "unknown site 'C9'")
+    refused(lambda: gallery(study, run=run, pipeline="camelyon17"), "--pipeline")
+    refused(lambda: gallery(study, predictions=tmp_path / "none"), "no such folder")
+    (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
+    refused(lambda: layers_of(gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
+    (folder / "C1" / ILL / "score.json").write_text("[]")
+    refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
+    shutil.rmtree(folder / "C1")
+    refused(lambda: gallery(study, run=run, site="C1"), "no prediction of site C1", "wsi-fl predict")
+    shutil.rmtree(folder)
+    refused(lambda: gallery(study, run=run), "no prediction yet", f"wsi-fl predict {run}")
+
+
+def test_a_site_of_images_has_no_slides_to_show(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    (study.root / "sites" / "S0.toml").write_text('name = "S0"\nreal = false\n')
+    refused(lambda: gallery(study, site="S0"), "sites/S0.toml: slides is missing")
+
+
+# the command
+
+
+def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
+    study, _ = predicted
+    command = [sys.executable, "-m", "wsi_fl", "view", "--site", "C1", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "BROWSER": "false"}
+    process = subprocess.Popen(
+        command, cwd=study.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        text = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        document = json.loads(text)
+        address = urlsplit(document["url"])
+        assert (address.hostname, address.port, document["slides"]) == ("127.0.0.1", document["port"], 4)
+        assert document["tunnel"].startswith(f"ssh -N -L {document['port']}:127.0.0.1:{document['port']} ")
+        browsers = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
+        browsers.request("GET", address.path + "slides.json")
+        assert len(json.loads(browsers.getresponse().read())["slides"]) == 4
+        process.send_signal(signal.SIGINT)  # while the connection is still open, as a browser keeps it
+        rest, said = process.communicate(timeout=20)
+        browsers.close()
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, rest, said) == (0, "", "wsi-fl view: starting …\n")
+
+
+def test_the_page_ships_openseadragon_with_its_licence():
+    page = Path(galleries.__file__).parent / "page"
+    assert (page / "openseadragon.min.js").read_text().startswith("//! openseadragon 6.")
+    assert "Redistribution and use in source and binary forms" in (page / "openseadragon.LICENSE").read_text()
+
+
+# a browser
+
+looked_at = pytest.mark.skipif(
+    not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at"
+)
+THRESHOLD = "document.querySelector('#boxes li .dial:last-child input')"
+READY = "document.body?.dataset.ready"
+INK = """(() => { const over = document.querySelector('#over');
+  const d = over.getContext('2d').getImageData(0, 0, over.width, over.height).data;
+  let n = 0; for (let k = 3; k < d.length; k += 4) n += d[k] > 0; return n })()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+def opened(page, server, *, width=1280, dark=False, touch=False):
+    page.size(width, 800, dark=dark, touch=touch)
+    page.said.clear()
+    page.asked.clear()
+    page.goto("about:blank")
+    page.goto(server.url)
+    page.until(READY)
+    page.until(f"{INK} > 500")
+
+
+def shot(page, tmp_path):
+    return np.asarray(Image.open(page.picture(tmp_path / "shot.png")).convert("RGB")).astype(int)
+
+
+@looked_at
+def test_a_click_on_a_layer_changes_the_picture_and_the_page_asks_nobody_else(page, predicted, tmp_path):
+    study, run = predicted
+    with served(gallery(study, run=run, site="C1")) as server:
+        opened(page, server)
+        assert {urlsplit(url).netloc for url in page.asked} <= {f"127.0.0.1:{server.port}", ""}
+        none = page.run(INK)
+        page.run(f"(e => {{ e.value = 0; e.oninput() }})({THRESHOLD})")
+        ink, before = page.run(INK), shot(page, tmp_path)
+        assert ink > 2 * none, "every patch reaches the threshold"
+        page.click("#boxes [data-layer='model of C1']")
+        assert page.run(INK) < ink / 2, "the heatmap is gone"
+        assert np.abs(shot(page, tmp_path) - before)[100:700, 300:1000].max(axis=-1).mean() > 5
+        page.key("1")
+        assert page.run(INK) == ink
+        page.run(f"(e => {{ e.value = 1; e.oninput() }})({THRESHOLD})")
+        assert page.run(INK) < ink / 2, "no patch reaches the threshold"
+        assert page.said == []
+
+
+@looked_at
+def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_read(page, predicted, tmp_path):
+    study, run = predicted
+    with served(gallery(study, run=run, site="C1")) as server:
+        opened(page, server)
+        names = page.run("[...document.querySelectorAll('#slides .name')].map(e => e.textContent)")
+        ranked = sorted(gallery(study, run=run, site="C1").exhibits, key=lambda one: -one.score)
+        assert names == [one.name for one in ranked]
+        page.key("j")
+        page.until(f"document.querySelector('#name').textContent === {json.dumps(names[1])} && {READY}")
+        page.key("ArrowUp")
+        page.until(f"document.querySelector('#name').textContent === {json.dumps(names[0])} && {READY}")
+        page.point(640, 420)
+        told = page.until("document.querySelector('#cursor').textContent")
+        assert "px of level 0" in told and "model of C1: healthy 0." in told
+        near = shot(page, tmp_path)
+        for _ in range(4):
+            page.key("+")
+        page.run("new Promise(done => setTimeout(done, 900))")
+        assert np.abs(shot(page, tmp_path) - near)[100:700, 300:800].mean() > 10, "closer by now"
+        page.key("?")
+        assert page.run("document.querySelector('#help').open")
+        page.key("?")
+        page.run("(e => { e.value = 'node_1'; e.oninput() })(document.querySelector('#filter'))")
+        assert page.run("document.querySelectorAll('#slides li').length") == 1
+        assert page.said == []
+
+
+@looked_at
+def test_the_page_is_light_or_dark_as_people_like_it_and_fits_a_phone(page, server, tmp_path):
+    means = []
+    for dark in (False, True):
+        opened(page, server, dark=dark)
+        means.append(shot(page, tmp_path)[200:780, 5:260].mean())
+    assert means[0] > 200 and means[1] < 80
+    opened(page, server, width=390, touch=True)
+    assert page.run("document.documentElement.scrollWidth") == 390
+    assert not page.run("document.querySelector('#layers').checkVisibility({ visibilityProperty: true })")
+    page.click("#to-layers")
+    assert page.run("document.querySelector('#layers').checkVisibility({ visibilityProperty: true })")
+    assert page.said == []
+
+
+@looked_at
+def test_a_layer_that_cannot_be_drawn_and_a_real_site_are_said_on_the_page(page, archive):
+    def broken(slide):
+        raise WsiFlError("nobody knows")
+
+    path = slides_of(archive, 0)[0]
+    drawn = Overlay("good", "values", lambda slide: values(np.array([[0, 0]]), 900.0, {"p": np.ones(1)}, "p"))
+    more = Overlay(
+        "more", "patches", lambda slide: patches(np.array([[0, 0]]), 900.0, np.zeros(1, np.int64), ["<b>x"])
+    )
+    exhibits = [
+        Exhibit("<img src=x>", path, "<i>", overlays=[drawn, more, Overlay("bad", "outlines", broken)])
+    ]
+    with served(Gallery("<script>", exhibits, patients_of=["H1"])) as server:
+        opened(page, server)
+        assert page.run("document.querySelector('#boxes .why').textContent") == "nobody knows"
+        assert "Patients of H1" in page.run("document.querySelector('#patients').textContent")
+        page.key("2")
+        page.until("document.querySelector('#boxes').textContent.includes('1 <b>x')")
+        assert page.run("document.querySelector('#name').textContent") == "<img src=x>"
+        assert [one for one in page.said if "500" not in one] == []

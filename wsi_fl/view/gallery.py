@@ -1,0 +1,159 @@
+"""The slides that a viewer shows, each by its number, and the few of them that are open."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.types import WsiFlError
+from wsi_fl.view.layers import Layer
+from wsi_fl.view.pyramid import TILE_PX, Pyramid
+
+_OPEN_SLIDES = 8
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A layer that can be drawn over a slide.
+
+    Attributes:
+        name: what the page calls it; the same on every slide.
+        kind: how the page draws it: lines, squares by group, or squares by value.
+        draw: makes its document from the open slide, when it is first asked for.
+    """
+
+    name: str
+    kind: Literal["outlines", "patches", "values"]
+    draw: Callable[[Slide], Layer]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One slide of the list.
+
+    Attributes:
+        name: what people call it.
+        path: its file; None where it is not shown.
+        note: what is said beside its name, or why it is not shown.
+        score: by which the list can be sorted.
+        overlays: its layers, in the order in which they are drawn.
+    """
+
+    name: str
+    path: Path | None
+    note: str = ""
+    score: float | None = None
+    mpp_override: float | None = None
+    overlays: Sequence[Overlay] = ()
+
+
+@dataclass
+class _Open:
+    slide: Slide
+    readers: int = 0
+
+
+class Gallery:
+    """What a viewer shows, and nothing else; all methods may be called from several threads.
+
+    Args:
+        title: of the page.
+        patients_of: real sites whose patients' slides are shown.
+    """
+
+    def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
+        self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._lock = Lock()
+
+    def catalogue(self) -> dict[str, Any]:
+        """Return the list of slides as the page gets it."""
+        slides = [
+            {"name": one.name, "note": one.note, "score": one.score, "shown": one.path is not None}
+            for one in self.exhibits
+        ]
+        return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
+
+    def describe(self, number: int) -> dict[str, Any] | None:
+        """Return size, resolution and layers of a slide; None where there is no such slide.
+
+        Raises:
+            WsiFlError: when it cannot be opened.
+        """
+        if (exhibit := self._exhibit(number)) is None:
+            return None
+        with self.lent(number) as slide:
+            pyramid = Pyramid(slide.size_l0)
+            return {
+                "name": exhibit.name,
+                "size": slide.size_l0,
+                "mpp": _mpp(slide),
+                "tile": TILE_PX,
+                "first": pyramid.first,
+                "last": pyramid.last,
+                "layers": [{"name": one.name, "kind": one.kind} for one in exhibit.overlays],
+            }
+
+    def layer(self, number: int, which: int) -> Layer | None:
+        """Return a layer of a slide; None where there is no such slide or layer.
+
+        Raises:
+            WsiFlError: when it cannot be drawn.
+        """
+        exhibit = self._exhibit(number)
+        if exhibit is None or not 0 <= which < len(exhibit.overlays):
+            return None
+        with self.lent(number) as slide:
+            return exhibit.overlays[which].draw(slide)
+
+    def shows(self, number: int) -> bool:
+        """Return whether there is a slide of this number to be looked at."""
+        return self._exhibit(number) is not None
+
+    def _exhibit(self, number: int) -> Exhibit | None:
+        found = self.exhibits[number] if 0 <= number < len(self.exhibits) else None
+        return None if found is None or found.path is None else found
+
+    @contextmanager
+    def lent(self, number: int) -> Iterator[Slide]:
+        """Lend an open slide that `shows` knows; the least recently used that nobody reads are closed."""
+        with self._lock:
+            one = self._open.get(number) or self._opened(number)
+            self._open.move_to_end(number)
+            one.readers += 1
+        try:
+            yield one.slide
+        finally:
+            with self._lock:
+                one.readers -= 1
+                self._close_idle(_OPEN_SLIDES)
+
+    def close(self) -> None:
+        """Close the slides that nobody reads."""
+        with self._lock:
+            self._close_idle(0)
+
+    def _opened(self, number: int) -> _Open:
+        exhibit = self.exhibits[number]
+        assert exhibit.path is not None
+        # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
+        self._open[number] = _Open(Slide(exhibit.path, exhibit.mpp_override, "openslide"))
+        return self._open[number]
+
+    def _close_idle(self, most: int) -> None:
+        idle = [number for number, one in self._open.items() if not one.readers]
+        for number in idle[: max(0, len(self._open) - most)]:
+            self._open.pop(number).slide.close()
+
+
+def _mpp(slide: Slide) -> float | None:
+    try:
+        return slide.mpp
+    except WsiFlError:
+        return None

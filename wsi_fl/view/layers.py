@@ -1,0 +1,78 @@
+"""What lies over a slide, as documents that the page draws: outlines, patches in groups, values of patches.
+
+All coordinates are whole level-0 pixels, [x, y, x, y, …] in one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Layer = Mapping[str, Any]
+"""What the page gets of a layer, beside its name and kind."""
+
+_DECIMALS = 4
+
+
+def outlines(rings: Iterable[NDArray[np.float64]]) -> Layer:
+    """Return a layer of closed lines.
+
+    Args:
+        rings: [m, 2] points (x, y) in level-0 pixels each.
+    """
+    return {"rings": [_flat(ring) for ring in rings if len(ring) > 2]}
+
+
+def tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.float64]]:
+    """Return the edges [m, 2] of a mask bool[h, w] in level-0 pixels, thinned to a quarter of a pixel of the mask.
+
+    Args:
+        downsample: level-0 pixels per pixel of the mask.
+    """
+    from skimage.measure import approximate_polygon, find_contours
+
+    edges = find_contours(np.pad(mask.astype(np.float32), 1), 0.5)
+    # Row and column count from the middle of a pixel, and from before the frame of one pixel.
+    return [(approximate_polygon(edge, 0.25)[:, ::-1] - 0.5) * downsample for edge in edges]
+
+
+def patches(
+    xy_l0: NDArray[np.int64], side_l0: float, group: NDArray[np.int64], groups: Sequence[str]
+) -> Layer:
+    """Return a layer of squares, coloured by their group.
+
+    Args:
+        xy_l0: [n, 2] their top-left corners.
+        side_l0: of each, in level-0 pixels.
+        group: [n] positions in `groups`.
+        groups: what the page calls them: a label, or the reason for which patches were set aside.
+    """
+    return {"xy": _flat(xy_l0), "side": float(side_l0), "group": group.tolist(), "groups": list(groups)}
+
+
+def values(
+    xy_l0: NDArray[np.int64], side_l0: float, columns: Mapping[str, NDArray[np.float64]], shown: str
+) -> Layer:
+    """Return a layer of squares, coloured by a value between 0 and 1.
+
+    Args:
+        columns: name → [n] values; the page lets people choose which is drawn.
+        shown: the column that is drawn first.
+    """
+    rounded = [np.round(column, _DECIMALS).tolist() for column in columns.values()]
+    names = list(columns)
+    return {
+        "xy": _flat(xy_l0),
+        "side": float(side_l0),
+        "columns": names,
+        "values": rounded,
+        "shown": names.index(shown),
+    }
+
+
+def _flat(points: NDArray[Any]) -> list[int]:
+    found: list[int] = np.round(points).astype(np.int64).ravel().tolist()
+    return found
