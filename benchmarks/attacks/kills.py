@@ -34,7 +34,7 @@ def attack(seed: int, folder: Path) -> Result:
         kills += 1
         command = _again(stage, study)
     else:
-        ended = run(command, study, seconds=_SECONDS)
+        ended = run(command, study, limit_s=_SECONDS)
     what = f"{stage}, killed {kills} times"
     if ended.code or ended.wrong():
         told = ended.wrong() or f"does not go on: {explained(ended)}"
@@ -50,7 +50,7 @@ def reference(folder: Path, stage: str) -> tuple[dict[str, str], float]:
     known = _KNOWN.get((folder, stage))
     if known is None:
         study = copied(prepared(folder, ORDER[stage]), folder / f"calm {stage}")
-        ended = run(STAGES[stage], study, seconds=_SECONDS)
+        ended = run(STAGES[stage], study, limit_s=_SECONDS)
         if ended.code:
             raise RuntimeError(f"{stage} failed undisturbed: {ended.told}")
         known = _KNOWN[folder, stage] = outcome(study), ended.seconds
@@ -79,7 +79,7 @@ def different(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 def _killed(command: tuple[str, ...], study: Path, after: float) -> Ended:
-    return run(command, study, kill_after=lambda passed: passed > after, seconds=_SECONDS)
+    return run(command, study, kill_after=lambda passed: passed > after, limit_s=_SECONDS)
 
 
 def _again(stage: str, study: Path) -> tuple[str, ...]:

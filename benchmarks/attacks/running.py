@@ -32,6 +32,7 @@ class Ended:
         seconds: from start to end.
         n_bytes: the most memory of its own that one of its processes was seen to hold, without what is shared.
         killed: whether it was killed, because it was to be or because it took too long.
+        finds: whether an exit status of 1 says what was found, as that of `check` does, and no error.
     """
 
     code: int
@@ -40,6 +41,7 @@ class Ended:
     seconds: float
     n_bytes: int
     killed: bool
+    finds: bool = False
 
     @property
     def error(self) -> str:
@@ -49,20 +51,17 @@ class Ended:
 
     def wrong(self) -> str:
         """Return what no command may do, whatever it is given; "" where it behaved."""
-        if self.killed:
-            return f"hang: more than {SECONDS:.0f} s"
-        if self.n_bytes > BYTES:
-            return f"memory: {self.n_bytes / 1e9:.1f} GB"
-        if self.code not in (0, 1, 2):
-            return f"crash: ended with {self.code}"
-        if "Traceback (most recent call last)" in self.told + self.said:
-            return "traceback"
-        if "unexpected" in self.error:
-            return f"unexpected: {self.error}"
         lines = sum(line.startswith("wsi-fl: error:") for line in self.told.splitlines())
-        if lines != (self.code != 0):
-            return f"lines: {lines} lines of error with exit status {self.code}"
-        return ""
+        faults = {
+            f"hang: more than {SECONDS:.0f} s": self.killed,
+            f"memory: {self.n_bytes / 1e9:.1f} GB": self.n_bytes > BYTES,
+            f"crash: ended with {self.code}": self.code not in (0, 1, 2) and not self.killed,
+            "traceback": "Traceback (most recent call last)" in self.told + self.said,
+            f"unexpected: {self.error}": "unexpected" in self.error,
+            f"lines: {lines} lines of error with exit status {self.code}": lines != (self.code != 0)
+            and not self.finds,
+        }
+        return next((said for said, found in faults.items() if found), "")
 
 
 def import_all() -> None:
@@ -83,13 +82,13 @@ def run(
     folder: Path,
     *,
     kill_after: Callable[[float], bool] | None = None,
-    seconds: float = SECONDS,
+    limit_s: float = SECONDS,
 ) -> Ended:
     """Run a command in a study's folder.
 
     Args:
         kill_after: told the seconds since the start, says when the whole tree is killed; None to let it end.
-        seconds: after which it counts as hung.
+        limit_s: after which it counts as hung.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         began = time.monotonic()
@@ -104,7 +103,7 @@ def run(
             passed = time.monotonic() - began
             family = tree(pid)
             most = max([most, *map(own_bytes, family)])
-            if passed > seconds or most > 2 * BYTES or (kill_after is not None and kill_after(passed)):
+            if passed > limit_s or most > 2 * BYTES or (kill_after is not None and kill_after(passed)):
                 killed = True
                 kill(family)
                 _, status = os.waitpid(pid, 0)
@@ -114,7 +113,15 @@ def run(
         out.seek(0)
         err.seek(0)
         said, told = (file.read().decode(errors="replace") for file in (out, err))
-    return Ended(os.waitstatus_to_exitcode(status), said, told, time.monotonic() - began, most, killed)
+    return Ended(
+        os.waitstatus_to_exitcode(status),
+        said,
+        told,
+        time.monotonic() - began,
+        most,
+        killed,
+        arguments[0] == "check",
+    )
 
 
 def tree(pid: int) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
+from safetensors import SafetensorError
 
 from attacks.running import Ended, run
 
@@ -151,7 +154,7 @@ def prepared(folder: Path, stages: tuple[str, ...]) -> Path:
     if not root.exists():
         before = prepared(folder, stages[:-1])
         made = copied(before, root.with_name(root.name + ".partial"))
-        ended = run(STAGES[stages[-1]], made, seconds=600)
+        ended = run(STAGES[stages[-1]], made, limit_s=600)
         if ended.code:
             raise RuntimeError(f"{stages[-1]} failed undisturbed: {ended.told}")
         made.rename(root)
@@ -170,33 +173,21 @@ def outcome(study: Path) -> dict[str, str]:
 
     Times, durations and what is drawn from the system's randomness are left out.
     """
-    import hashlib
-
     found = {}
     for path in sorted(study.rglob("*")):
         name = path.relative_to(study).as_posix()
         if not path.is_file() or name.startswith(("archive/", "stores/C1/.plans", "stores/C2/.plans")):
             continue
-        if path.suffix in {".partial", ".tmp"}:
-            found[name] = "left behind"
-        elif path.suffix == ".h5":
-            found[name] = _digest_h5(path)
-        elif path.suffix == ".safetensors" and "/state/" not in name:
-            found[name] = _digest_tensors(path)
-        elif name.startswith("ledgers/"):
-            found[name] = _ledger(path)
-        elif path.name == "metrics.jsonl":
-            found[name] = _steps(path)
-        elif path.name == "evaluation.json":
-            document = json.loads(path.read_text())
-            kept = {key: document.get(key) for key in ("merged", "internal", "external", "sites")}
-            found[name] = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+        reader = next((read for fits, read in _READERS if fits(name)), None)
+        if reader is not None:
+            try:
+                found[name] = reader(path)
+            except (OSError, KeyError, RuntimeError, ValueError, SafetensorError):
+                found[name] = "damaged"
     return found
 
 
 def _digest_h5(path: Path) -> str:
-    import hashlib
-
     digest = hashlib.sha256()
 
     def take(name: str, node: h5py.Dataset | h5py.Group) -> None:
@@ -213,8 +204,6 @@ def _digest_h5(path: Path) -> str:
 
 
 def _digest_tensors(path: Path) -> str:
-    import hashlib
-
     from safetensors.numpy import load_file
 
     digest = hashlib.sha256()
@@ -235,6 +224,24 @@ def _ledger(path: Path) -> str:
     lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     spent = {json.dumps([line.get("round"), line.get("mechanism")], sort_keys=True) for line in lines}
     return json.dumps(sorted(spent))
+
+
+def _scores(path: Path) -> str:
+    document = json.loads(path.read_text())
+    return json.dumps(
+        [document.get(key) for key in ("merged", "internal", "external", "sites")], sort_keys=True
+    )
+
+
+_READERS: tuple[tuple[Callable[[str], bool], Callable[[Path], str]], ...] = (
+    (lambda name: name.endswith((".partial", ".tmp")), lambda _: "left behind"),
+    (lambda name: name.endswith(".h5"), _digest_h5),
+    (lambda name: name.endswith(".safetensors") and "/state/" not in name, _digest_tensors),
+    (lambda name: name.startswith("ledgers/"), _ledger),
+    (lambda name: name.endswith("metrics.jsonl"), _steps),
+    (lambda name: name.endswith("evaluation.json"), _scores),
+)
+"""Which file is read how."""
 
 
 def explained(ended: Ended) -> str:
