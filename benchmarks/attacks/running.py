@@ -113,15 +113,8 @@ def run(
         out.seek(0)
         err.seek(0)
         said, told = (file.read().decode(errors="replace") for file in (out, err))
-    return Ended(
-        os.waitstatus_to_exitcode(status),
-        said,
-        told,
-        time.monotonic() - began,
-        most,
-        killed,
-        arguments[0] == "check",
-    )
+    seconds, code = time.monotonic() - began, os.waitstatus_to_exitcode(status)
+    return Ended(code, said, told, seconds, most, killed, finds="check" in arguments[:2])
 
 
 def tree(pid: int) -> list[int]:

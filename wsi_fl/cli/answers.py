@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from wsi_fl.cli.options import Answering, Json, Pipeline, Run, find_study, show
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 
 def evaluate(run: Run, overrides: Answering = None, as_json: Json = False) -> None:
@@ -56,7 +56,7 @@ def predict(
         return
     show(document, as_json, print_predictions)
     if not document["slides"]:
-        raise typer.Exit(1)
+        raise WsiFlError("no slide could be predicted; see above")
 
 
 def compare(

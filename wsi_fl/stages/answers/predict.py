@@ -18,7 +18,7 @@ from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predi
 from wsi_fl.stages.answers.trained import answers_with, trained_site
 from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.aside import reason_of
-from wsi_fl.stages.work.console import Watcher, print_table, say
+from wsi_fl.stages.work.console import Watcher, print_table
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -120,8 +120,6 @@ def print_predictions(document: dict[str, Any]) -> None:
         cells = _of_slide if of_bags else _of_patches
         rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
         print_table(f"{whose} of {document['site']}", ["slide", *headings], rows)
-    else:
-        say("no slide could be predicted", style="bold yellow")
     for row in document["slides"]:
         print(row["heatmap"] or row["csv"])
 

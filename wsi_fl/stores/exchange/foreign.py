@@ -89,7 +89,7 @@ def opened(path: Path) -> Iterator[h5py.File]:
         raise
     except KeyError as error:
         raise WsiFlError(f"{path.name}: damaged, or not of this format ({first_line(error)})") from None
-    except (OSError, TypeError, ValueError, OverflowError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise WsiFlError(f"{path.name}: not a readable HDF5 file ({first_line(error)})") from None
     except MemoryError as error:
         raise WsiFlError(f"{path.name}: {too_large(error)}") from None
