@@ -29,7 +29,7 @@ from attacks.studies import make
 
 Attack = Callable[[int, Path], Result]
 ATTACKS: dict[str, Attack] = {"kill": kill, "flip": flip, "malformed": malform}
-SHARES = {"kill": 1, "flip": 3, "malformed": 12}
+SHARES = {"kill": 1, "flip": 4, "malformed": 14}
 """Attempts of each kind in a turn."""
 
 
