@@ -139,7 +139,7 @@ def _predictions(study: Study, run_name: str | None, folder: Path | None) -> lis
     if folder is not None:
         if not folder.is_dir():
             raise UsageError(
-                f"{folder}: no such folder; --predictions takes what `wsi-fl predict --out FOLDER` wrote"
+                f"{folder}: no such folder; --predictions takes the folder that `wsi-fl predict` wrote"
             )
         paths, where = [*folder.glob("score.json"), *folder.glob("*/score.json")], str(folder)
     else:
