@@ -92,6 +92,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--turns", type=int, default=None, help="end after so many turns")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(2)))
     parser.add_argument("--out", type=Path, default=None, help="default: a folder that is removed")
     parser.add_argument("--only", metavar="KIND:SEED", help="one attempt once more")
@@ -108,7 +109,7 @@ def main() -> None:
             print(json.dumps(asdict(ATTACKS[kind](int(seed), folder)), indent=2))
             return
         print(f"seed {args.seed}", file=sys.stderr)
-        document = torture(folder, seed=args.seed, seconds=60 * args.minutes)
+        document = torture(folder, seed=args.seed, seconds=60 * args.minutes, turns=args.turns)
         print(json.dumps(document, indent=2))
         sys.exit(bool(document["failures"]))
 

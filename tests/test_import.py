@@ -16,6 +16,7 @@ from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.importing import Said, import_features
 from wsi_fl.stages.training.train import train
+from wsi_fl.stores.exchange import foreign
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
@@ -286,6 +287,15 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     for name, word in words.items():
         assert word in reasons[name] and name in reasons[name] and "\n" not in reasons[name], reasons[name]
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("error", [OSError, RuntimeError, TypeError, ValueError, OverflowError])
+def test_whatever_h5py_raises_on_damage_is_one_line(tmp_path, error):
+    with h5py.File(tmp_path / "a.h5", "w"):
+        pass
+    with pytest.raises(WsiFlError, match=r"^a\.h5: not a readable HDF5 file \(Unspecified error\)$"):
+        with foreign.opened(tmp_path / "a.h5"):
+            raise error("Unspecified error")
 
 
 def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_path):

@@ -398,6 +398,8 @@ def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_pa
     assert none.returncode == 1
     assert json.loads(none.stdout)["slides"] == []
     assert sum("no tissue" in line for line in none.stderr.splitlines()) == 1
+    errors = [line for line in none.stderr.splitlines() if line.startswith("wsi-fl: error:")]
+    assert errors == ["wsi-fl: error: no slide could be predicted; see above"]
 
 
 def test_threshold_can_be_set_anew_and_nothing_else(trained, tmp_path):

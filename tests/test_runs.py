@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -101,23 +102,39 @@ def test_checkpoint_is_safetensors_and_holds_no_code(site):
         assert set(file.metadata()) == {"document"}
 
 
+def _line(round_, **more):
+    cost = {"seconds": 0.5, "takes_part": True, "messages": 1, "bytes": 9, "communication_seconds": 0}
+    return {"round": round_, **cost, **more}
+
+
 def test_rounds_that_run_again_are_forgotten(site):
     assert site.metrics() == []
     for round_ in range(4):
-        site.log_round({"round": round_, "site": "Universität"})
+        site.log_round(_line(round_, site="Universität"))
     site.forget_rounds_from(2)
-    assert site.metrics() == [{"round": 0, "site": "Universität"}, {"round": 1, "site": "Universität"}]
-    site.log_round({"round": 2})
+    assert site.metrics() == [_line(0, site="Universität"), _line(1, site="Universität")]
+    site.log_round(_line(2))
     assert [line["round"] for line in site.metrics()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", ['"rounf": 1', '"round": "1"', '"round": null', '"seconds": {}'])
+def test_a_line_that_lacks_what_it_needs_is_damaged(site, damage):
+    site.log_round(_line(0))
+    site.log_round(_line(1))
+    key = damage.split('"')[1].replace("rounf", "round")
+    broken = re.sub(rf'("{key}": [^,]+)(?=[^\n]*\n$)', damage, site.metrics_path.read_text())
+    site.metrics_path.write_text(broken)
+    with pytest.raises(WsiFlError, match=r"metrics\.jsonl: line [12] is damaged"):
+        site.metrics()
 
 
 def test_round_cut_short_by_a_crash_is_forgotten_and_the_next_is_whole(site):
     for round_ in range(2):
-        site.log_round({"round": round_})
+        site.log_round(_line(round_))
     site.metrics_path.write_bytes(site.metrics_path.read_bytes()[:-4])
-    assert site.metrics() == [{"round": 0}]
-    site.log_round({"round": 1})
-    assert site.metrics() == [{"round": 0}, {"round": 1}]
+    assert site.metrics() == [_line(0)]
+    site.log_round(_line(1))
+    assert site.metrics() == [_line(0), _line(1)]
 
 
 def test_log_is_dated_lines(site):

@@ -28,6 +28,17 @@ SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
 _NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _KEPT_CHECKPOINTS = 2
+_ROSTER = {"site": str, "event": str}
+_ROUND = {
+    "round": int,
+    "seconds": int | float,
+    "takes_part": bool,
+    "messages": int,
+    "bytes": int,
+    "communication_seconds": int | float,
+}
+_TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int | float}
+"""What the lines of a run's files have."""
 """The last round, and the one before for peers that had not finished theirs."""
 
 
@@ -122,16 +133,16 @@ class RunFolder:
 
     def losses(self) -> list[dict[str, Any]]:
         """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
-        latest = {line["site"]: line for line in read_lines(self.roster_path)}
+        latest = {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
         return [line for line in latest.values() if line["event"] == "lost"]
 
     def returning(self) -> set[str]:
         """The sites that were lost, come back, and have not finished anything since."""
-        latest = {line["site"]: line for line in read_lines(self.roster_path)}
+        latest = {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
         return {
             site
             for site, line in latest.items()
-            if line["event"] == "returned" and self._newest(site) <= line["newest"]
+            if line["event"] == "returned" and self._newest(site) <= line.get("newest", 0)
         }
 
     def _newest(self, site: str) -> int:
@@ -256,7 +267,7 @@ class SiteFolder:
 
     def transfers(self) -> list[dict[str, Any]]:
         """What `note_transfer` wrote down."""
-        return read_lines(self.path / "transfers.jsonl")
+        return read_lines(self.path / "transfers.jsonl", _TRANSFER)
 
     def remember_buffer(self, values: NDArray[np.uint8], provenance: Mapping[str, Any]) -> None:
         """Notes the synthetic samples that the site shares, before its first round; they never change."""
@@ -287,7 +298,7 @@ class SiteFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of all finished rounds."""
-        return read_lines(self.metrics_path)
+        return read_lines(self.metrics_path, _ROUND)
 
     def forget_rounds_from(self, round_: int) -> None:
         """Drops the lines of rounds that will be run again."""

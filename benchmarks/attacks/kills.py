@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from attacks.studies import ORDER, STAGES, copied, explained, outcome, prepared
 
 _MOST_IN_A_ROW = 3
 _SECONDS = 600.0
+_NUMBER = re.compile(r"^runs/\d+-")
 
 
 def attack(seed: int, folder: Path) -> Result:
@@ -58,7 +60,11 @@ def reference(folder: Path, stage: str) -> tuple[dict[str, str], float]:
 
 
 def comparable(stage: str, made: dict[str, str]) -> dict[str, str]:
-    """Return what must be the same: under noise the rounds, what they cost and which files there are."""
+    """Return what must be the same: under noise the rounds, what they cost and which files there are.
+
+    A run that was killed before it was known what it is leaves its number behind, and nothing else.
+    """
+    made = {_NUMBER.sub("runs/", name): digest for name, digest in made.items()}
     if stage != "train":
         return made
     return {name: _cost(digest) if name.startswith("runs/") else digest for name, digest in made.items()}

@@ -126,7 +126,7 @@ class GeneratorFolder:
         append_line(self.path / "metrics.jsonl", line)
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / "metrics.jsonl")
+        return read_lines(self.path / "metrics.jsonl", {"iteration": int})
 
     def forget_after(self, iteration: int) -> None:
         """Drop the lines of steps that will be made again."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any, BinaryIO
 
 from wsi_fl.types import DiskFull, WsiFlError
@@ -155,9 +156,20 @@ def _mend_tail(handle: BinaryIO) -> None:
         handle.truncate(len(content) - len(tail))
 
 
-def read_lines(path: Path) -> list[Any]:
-    """The JSON lines of `path`; a last line cut short by a crash is dropped, any other damage is an error."""
-    return read_lines_from(path, 0)[0]
+def read_lines(path: Path, needs: Mapping[str, type | UnionType] | None = None) -> list[dict[str, Any]]:
+    """Return the JSON lines of `path`; a last line that a crash cut short is dropped.
+
+    Args:
+        needs: what every line has, and of which types.
+
+    Raises:
+        WsiFlError: when another line is damaged, or lacks what it needs.
+    """
+    lines, wanted = read_lines_from(path, 0)[0], (needs or {}).items()
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, dict) or not all(isinstance(line.get(key), kind) for key, kind in wanted):
+            raise WsiFlError(f"{path}: line {number} is damaged")
+    return lines
 
 
 def read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:

@@ -15,6 +15,7 @@ from wsi_fl.system.locks import alone
 _MAX_THREADS = 4
 
 _Stamp = tuple[str, int, int]
+_LINE = {"path": str, "size": int, "mtime_ns": int, "md5": str}
 """Path, size and time of change: a file with the same three is taken to be unchanged."""
 
 
@@ -65,5 +66,5 @@ def _stamp(path: Path) -> _Stamp | None:
 
 
 def _known(remembered: Path | None) -> dict[_Stamp, str]:
-    lines = read_lines(remembered) if remembered is not None else []
+    lines = read_lines(remembered, _LINE) if remembered is not None else []
     return {(line["path"], line["size"], line["mtime_ns"]): line["md5"] for line in lines}

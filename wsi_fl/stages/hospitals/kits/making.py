@@ -33,6 +33,7 @@ REQUEST, CERTIFICATE = "wsi-fl federation request", "wsi-fl federation certifica
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 _PORT = 8602
+_ISSUED = {"name": str, "role": str, "fingerprint": str}
 
 
 def provision(
@@ -133,7 +134,7 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
         ) from None
     federation = dict(read_json(root_folder / "federation.json"))
     issued = root_folder / "issued.jsonl"
-    _refuse_taken(read_lines(issued), name, role, found)
+    _refuse_taken(read_lines(issued, _ISSUED), name, role, found)
     hosts = (_address(federation["server"])[0], name) if role == "server" else ()
     certificate = approved(text, key, root, role=role, hosts=hosts)
     target = file.parent / f"certificate-{name}.json"
@@ -308,4 +309,6 @@ def issued_keys(folder: Path) -> dict[str, str]:
     file = folder / "root" / "issued.jsonl"
     if not file.exists():
         raise UsageError(f"{folder}: no federation was founded here; give the folder that `provision` made")
-    return {line["name"]: line["fingerprint"] for line in read_lines(file) if line["role"] == "hospital"}
+    return {
+        line["name"]: line["fingerprint"] for line in read_lines(file, _ISSUED) if line["role"] == "hospital"
+    }
