@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wsi_fl.runs import hold_alone
 from wsi_fl.system.files import (
     append_line,
     atomic,
@@ -89,6 +90,25 @@ def test_killed_writer_leaves_the_old_file_and_a_leftover_that_is_removed(tmp_pa
     assert len({p.name for p in tmp_path.iterdir()} - kept) == 1
     remove_leftovers(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == kept
+
+
+def test_leftovers_of_the_folders_within_go_too_and_nothing_else(tmp_path):
+    ours = [".a.12.partial.h5", "state/.b.7.partial.safetensors", "state/.tmp2rCX7g"]
+    others = ["a.h5", "state/.hidden", "state/tmp2rCX7g", "state/deep/.a.12.partial.h5"]
+    for name in [*ours, *others]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    remove_leftovers(tmp_path)
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()) == sorted(
+        others
+    )
+
+
+def test_a_run_that_goes_on_removes_what_a_killed_rank_left(tmp_path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / ".round_00001.12.partial.safetensors").write_text("half")
+    with hold_alone(tmp_path):
+        assert not any((tmp_path / "state").iterdir())
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -293,9 +293,9 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
 def test_whatever_h5py_raises_on_damage_is_one_line(tmp_path, error):
     with h5py.File(tmp_path / "a.h5", "w"):
         pass
-    with pytest.raises(WsiFlError, match=r"^a\.h5: not a readable HDF5 file \(Unspecified error\)$"):
-        with foreign.opened(tmp_path / "a.h5"):
-            raise error("Unspecified error")
+    said = r"^a\.h5: not a readable HDF5 file \(Unspecified error\)$"
+    with pytest.raises(WsiFlError, match=said), foreign.opened(tmp_path / "a.h5"):
+        raise error("Unspecified error")
 
 
 def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_path):

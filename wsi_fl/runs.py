@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.system.files import append_line, read_json, read_lines, remove_leftovers, write_json, write_text
 from wsi_fl.system.locks import alone
 from wsi_fl.system.tensors import load_tensors, load_weights, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
@@ -364,13 +364,17 @@ def note(path: Path, text: str) -> None:
         handle.write(f"{_now()} {text}\n")
 
 
-def hold_alone(folder: Path) -> AbstractContextManager[None]:
-    """Return a context that holds a site's part of a run for this process; WsiFlError when another has it."""
-    return alone(
-        folder / ".lock",
-        f"{folder}: another job still works on this run; wait for it, or end it",
-        patience_s=2,
-    )
+@contextmanager
+def hold_alone(folder: Path) -> Iterator[None]:
+    """Hold a site's part of a run for this process, and remove what a killed one left in it.
+
+    Raises:
+        WsiFlError: when another process has it.
+    """
+    busy = f"{folder}: another job still works on this run; wait for it, or end it"
+    with alone(folder / ".lock", busy, patience_s=2):
+        remove_leftovers(folder)
+        yield
 
 
 def _optional(path: Path) -> dict[str, Any] | None:

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 from wsi_fl.types import DiskFull, WsiFlError
 
 _TEMPORARY = ".partial"
+_OF_SAFETENSORS = ".tmp??????"
+"""What that library writes to before it renames."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What `posix_fallocate` says of a file system, or C library, without it."""
@@ -82,9 +84,10 @@ def raise_if_full(error: BaseException, path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what a killed writer left in `folder`. Only call it while holding the folder's lock."""
-    for path in folder.glob(f".*{_TEMPORARY}*"):
-        path.unlink(missing_ok=True)
+    """Delete what a killed writer left in a folder and those in it. Only call it while holding the folder's lock."""
+    for pattern in (f".*{_TEMPORARY}*", _OF_SAFETENSORS):
+        for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
+            path.unlink(missing_ok=True)
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:

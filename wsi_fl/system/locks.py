@@ -54,9 +54,5 @@ def locked(folder: Path, site: str, *, wait: bool = False) -> Iterator[None]:
     """
     busy = f"site {site}: another wsi-fl command is writing {folder}; wait for it"
     with alone(folder / ".lock", None if wait else busy):
-        for place in (
-            folder,
-            *(folder / name for name in ("slides", "overview", "mosaics", "features", ".plans")),
-        ):
-            remove_leftovers(place)
+        remove_leftovers(folder)
         yield
