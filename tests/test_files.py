@@ -160,7 +160,7 @@ def test_numbers_that_json_lacks_are_refused(tmp_path, value):
     assert not (tmp_path / "a.json").exists() and read_lines(tmp_path / "a.jsonl") == []
 
 
-@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"{'a': 1}"])
+@pytest.mark.parametrize("content", [b"", b'{"a": 1', b"\xff\xfe", b"{'a': 1}", b"9" * 5000])
 def test_damaged_json_is_one_line(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(WsiFlError, match=r"a\.json: not valid JSON") as caught:

@@ -20,13 +20,15 @@ from wsi_fl.stages.site.account import planned_round
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stores.checksums import seal
+from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
+from wsi_fl.stores.features import write_features as write_bags
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 PYTHON = re.compile(
     r"unexpected|Error\b|Traceback|object has no|codec|subscriptable|indices must be|could not convert|NoneType|allocat"
@@ -354,6 +356,7 @@ def test_a_ledger_line_that_is_none_is_named(tmp_path, line):
         ("label", lambda old: old + 2, "of 2 classes"),
         ("label", lambda old: old - 1, "label -1"),
         ("patient", lambda old: np.full_like(old, b"p"), "patient p is in two splits (train and test)"),
+        ("split", lambda old: np.full_like(old, b"x"), "unknown split 'x'"),
     ],
 )
 def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column, change, words):
@@ -368,3 +371,27 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
         file[column][...] = change(file[column][:])
         seal(file, opened.rows)
     told(lambda: opened(path), words)
+
+
+@pytest.mark.parametrize("column", ["label", "patient", "split", "slide"])
+@pytest.mark.parametrize(
+    "cut", [lambda old: old[:-1], lambda old: np.stack([old, old], 1)], ids=["short", "square"]
+)
+def test_columns_of_bags_that_do_not_fit_together_are_damage(tmp_path, column, cut):
+    path, names, splits = (
+        tmp_path / "S0" / "mosaic.h5",
+        np.array(list("abcd")),
+        np.repeat(["train", "test"], 2),
+    )
+    table = BagTable(np.array([0, 1, 0, 1]), np.full(4, ""), names, names, splits)
+    meta = FeatureMeta("S0", ("low", "high"), {}, "e", GridSpec(256, 0.5, 256))
+    bag = Bag(np.ones((2, 3), np.float32), np.zeros((2, 2), np.int64))
+    path.parent.mkdir()
+    write_bags(path, meta, table, [bag] * 4)
+    FeatureStore(path).close()
+    with h5py.File(path, "r+") as file:
+        values = cut(file[column][:])
+        del file[column]
+        file[column] = values
+        seal(file, FeatureStore.rows)
+    told(lambda: FeatureStore(path), "mosaic.h5: damaged")

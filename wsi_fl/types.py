@@ -155,6 +155,16 @@ class GridSpec:
     stride_px: int
 
 
+def _require_one_length(table: BagTable | PatchTable) -> None:
+    columns = {f.name: getattr(table, f.name) for f in fields(table)}
+    lengths = {name: len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"columns of unequal length: {lengths}")
+    for name, column in columns.items():
+        if column.dtype.kind == "U" and column.ndim != 1:
+            raise ValueError(f"column {name} has {column.ndim} dimensions instead of one")
+
+
 @dataclass(frozen=True)
 class BagTable:
     """The columns of s bags, one per slide; every array has length s."""
@@ -166,6 +176,9 @@ class BagTable:
     slide: NDArray[np.str_]
     patient: NDArray[np.str_]
     split: NDArray[np.str_]
+
+    def __post_init__(self) -> None:
+        _require_one_length(self)
 
     def __len__(self) -> int:
         return len(self.label)
@@ -197,9 +210,7 @@ class PatchTable:
         return PatchTable(xy, label, fraction, np.full(n, slide), np.array(patient), np.full(n, split))
 
     def __post_init__(self) -> None:
-        lengths = {f.name: len(getattr(self, f.name)) for f in fields(self)}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"columns of unequal length: {lengths}")
+        _require_one_length(self)
 
     def __len__(self) -> int:
         return len(self.label)

@@ -179,7 +179,7 @@ class FeatureStore(StoreFile):
         return f"run `wsi-fl import --site {self.site}` again, as before" if imported else super().mend
 
     def _load(self, file: h5py.File) -> None:
-        attrs = file.attrs
+        attrs, self._grouped = file.attrs, "cluster" in file
         spec = read_spec(attrs)
         types = {name: tuple(classes) for name, classes in json.loads(attrs["tumor_types"]).items()}
         classes = tuple(json.loads(attrs["classes"]))
@@ -188,7 +188,6 @@ class FeatureStore(StoreFile):
         text = {name: np.asarray(file[name].asstr()[:], np.str_) for name in _TEXTS}
         self.table = BagTable(file["label"][:], **text)
         require_sound(self.table.label, self.table.patient, self.table.split, len(classes))
-        self._grouped = "cluster" in file
         self._start: NDArray[np.int64] = file["start"][:]
         self._sums = sums_of(file, len(self.table))
         n, self.n_features = file["features"].shape

@@ -116,7 +116,7 @@ def require_sound(
     """Refuse columns, each [n], that no model may be trained on.
 
     Raises:
-        ValueError: for a split that there is not, a label that is no class, and a patient in two splits.
+        ValueError: for labels that are no column, a split that there is not, a label that is no class, and a patient in two splits.
 
     Example:
         >>> patients, splits = np.array(["p", "q", "p"]), np.array(["train", "train", "test"])
@@ -126,6 +126,8 @@ def require_sound(
     """
     if unknown := set(split.tolist()) - set(SPLITS):
         raise ValueError(f"unknown split {min(unknown)!r}, allowed: {', '.join(SPLITS)}")
+    if label.ndim != 1:
+        raise ValueError(f"column label has {label.ndim} dimensions instead of one")
     if len(label) and not 0 <= label.min() <= label.max() < n_classes:
         wrong = label.min() if label.min() < 0 else label.max()
         raise ValueError(f"label {wrong} of {n_classes} classes, which are numbered from 0")

@@ -65,7 +65,7 @@ class StoreFile:
         return f"run `wsi-fl {self.command} --site {self.site}` again"
 
     def _load(self, file: h5py.File) -> None:
-        """Reads what is held in memory; KeyError, TypeError and ValueError say that the file is damaged."""
+        """Reads what is held in memory; whatever is in `DAMAGE` says that the file is damaged."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -121,7 +121,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WsiFlError(f"{path}: no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
         raise WsiFlError(f"{path}: not valid JSON ({error})") from None
     except RecursionError:
         raise WsiFlError(f"{path}: nested too deeply; it is no file of this program") from None
