@@ -71,9 +71,13 @@ def comparable(stage: str, made: dict[str, str]) -> dict[str, str]:
 
 
 def _cost(digest: str) -> str:
+    """The rounds and what they cost in the end: one that is redone is told what later ones have paid already."""
     if not digest.startswith("["):
         return "there"
-    return json.dumps([[line["round"], line["epsilon"], line["bytes"]] for line in json.loads(digest)])
+    lines = json.loads(digest)
+    return json.dumps(
+        [[[line["round"], line["bytes"]] for line in lines], lines[-1]["epsilon"] if lines else None]
+    )
 
 
 _KNOWN: dict[tuple[Path, str], tuple[dict[str, str], float]] = {}

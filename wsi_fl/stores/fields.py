@@ -116,7 +116,8 @@ def require_sound(
     """Refuse columns, each [n], that no model may be trained on.
 
     Raises:
-        ValueError: for labels that are no column, a split that there is not, a label that is no class, and a patient in two splits.
+        ValueError: for labels that are no column, a split that there is not, a label that is no class, and a patient
+            in two splits.
 
     Example:
         >>> patients, splits = np.array(["p", "q", "p"]), np.array(["train", "train", "test"])
