@@ -29,6 +29,7 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
@@ -457,3 +458,17 @@ def test_check_without_stores_says_what_makes_them(tmp_path, wsi_fl):
     found = wsi_fl("check", "--site", "S0", cwd=study.root)
     assert found.returncode == 1 and "wsi-fl tile --site S0" in found.stderr
     assert wsi_fl("check", cwd=study.root).returncode == 2
+
+
+@pytest.mark.parametrize("shape", [{"chAnnel_base": 8}, {}, {"resolution": "x"}, None, [1]])
+def test_a_generator_whose_document_says_no_shape_is_damage(tmp_path, shape):
+    folder = GeneratorFolder(tmp_path / "C1")
+    folder.save_generator("before", torch.nn.Linear(2, 2))
+    folder.write_document({"settings": {"shape": shape} if shape is not None else {}})
+
+    def build(said):
+        return Generator(GanShape(**said))
+
+    with pytest.raises(WsiFlError, match=r"gan\.json: damaged shape .*--generator gan --again") as caught:
+        folder.load_generator("before", build, torch.device("cpu"))
+    assert "\n" not in str(caught.value)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, one_line
 
 Phase = Literal["before", "after", "denoiser"]
 """Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
@@ -87,11 +87,15 @@ class GeneratorFolder:
         path, document = self.generator_path(phase), self.document()
         if document is None or not path.exists():
             raise WsiFlError(f"{path}: no such generator; train it with `wsi-fl synthesize train`")
-        generator = build(document["settings"]["shape"])
-        what = f"generator, or not of the shape that {self.name} says"
         kind = self.name.removesuffix(".json")
         again = f"`wsi-fl synthesize train --site {self.path.name} --generator {kind} --again`"
         advice = f"put its backup back, or make it anew with {again}"
+        try:
+            generator = build(document["settings"]["shape"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = one_line(error)
+            raise WsiFlError(f"{self.path / self.name}: damaged shape ({reason}); {advice}") from None
+        what = f"generator, or not of the shape that {self.name} says"
         _restore(path, what, advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
