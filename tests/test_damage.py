@@ -464,7 +464,8 @@ def test_check_without_stores_says_what_makes_them(tmp_path, wsi_fl):
 def test_a_generator_whose_document_says_no_shape_is_damage(tmp_path, shape):
     folder = GeneratorFolder(tmp_path / "C1")
     folder.save_generator("before", torch.nn.Linear(2, 2))
-    folder.write_document({"settings": {"shape": shape} if shape is not None else {}})
+    settings = {"shape": shape} if shape is not None else {}
+    folder.write_document({"site": "C1", "settings": settings, "store": {}, "phases": {}, "finished": True})
 
     def build(said):
         return Generator(GanShape(**said))
@@ -472,3 +473,19 @@ def test_a_generator_whose_document_says_no_shape_is_damage(tmp_path, shape):
     with pytest.raises(WsiFlError, match=r"gan\.json: damaged shape .*--generator gan --again") as caught:
         folder.load_generator("before", build, torch.device("cpu"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_generators_document_knows_its_content(tmp_path):
+    folder = GeneratorFolder(tmp_path / "C1")
+    document = {"site": "C1", "settings": {"shape": {"ü": 0.1}}, "store": {}, "phases": {}, "finished": True}
+    folder.write_document(document)
+    assert folder.document() == document
+    path, text = tmp_path / "C1" / "gan.json", (tmp_path / "C1" / "gan.json").read_text()
+    for old, new in (('"finished": true', '"finished": false'), ("0.1", "0.2"), ('"store"', '"stores"')):
+        path.write_text(text.replace(old, new))
+        refused(folder.document, "gan.json: damaged", "--generator gan --again", error=WsiFlError)
+    earlier = {key: value for key, value in json.loads(text).items() if key != "digest"}
+    path.write_text(json.dumps(earlier))
+    assert folder.document() == document
+    path.write_text("[]")
+    refused(folder.document, "gan.json: damaged", error=WsiFlError)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wsi_fl.slides.choosing import tissue
+from wsi_fl.slides.choosing import regions, tissue
 from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, tissue_fraction, tissue_mask
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
@@ -197,7 +197,7 @@ def test_dilation_reaches_as_far_as_the_radius(radius):
     there = np.argwhere(mask)
     every = np.stack(np.indices(mask.shape), -1)
     nearest = np.sqrt(((every[:, :, None] - there) ** 2).sum(-1)).min(-1)
-    np.testing.assert_array_equal(tissue._dilated(mask, radius), nearest <= radius)
+    np.testing.assert_array_equal(regions.dilated(mask, radius), nearest <= radius)
 
 
 @pytest.mark.parametrize("sigma_px", [0, 0.8, 5.0])

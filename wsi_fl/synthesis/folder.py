@@ -30,6 +30,8 @@ Phase = Literal["before", "after", "denoiser"]
 Network = TypeVar("Network", bound=nn.Module)
 
 _KEPT = 2
+_KEYS = ("site", "settings", "store", "phases", "finished")
+_DIGEST = "digest"
 
 
 class GeneratorFolder:
@@ -47,12 +49,29 @@ class GeneratorFolder:
         return self.path / "check.json"
 
     def document(self) -> dict[str, Any] | None:
-        """Return what is known of the training; None before it has begun."""
+        """Return what is known of the training; None before it has begun.
+
+        Raises:
+            WsiFlError: when it is damaged. Documents of earlier versions have no digest, but all the same keys.
+        """
         path = self.path / self.name
-        return dict(read_json(path)) if path.exists() else None
+        if not path.exists():
+            return None
+        document = read_json(path)
+        whole = isinstance(document, dict) and all(key in document for key in _KEYS)
+        if not whole or document.pop(_DIGEST, _digest(document)) != _digest(document):
+            raise WsiFlError(f"{path}: damaged; {self._advice}")
+        return dict(document)
 
     def write_document(self, document: Mapping[str, Any]) -> None:
-        write_json(self.path / self.name, document)
+        """Write what is known of the training, and a digest of it."""
+        write_json(self.path / self.name, {**document, _DIGEST: _digest(document)})
+
+    @property
+    def _advice(self) -> str:
+        kind = self.name.removesuffix(".json")
+        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {kind} --again`"
+        return f"put its backup back, or make it anew with {again}"
 
     def check(self) -> dict[str, Any] | None:
         """Return the verdict; None where `check` was not run."""
@@ -87,16 +106,13 @@ class GeneratorFolder:
         path, document = self.generator_path(phase), self.document()
         if document is None or not path.exists():
             raise WsiFlError(f"{path}: no such generator; train it with `wsi-fl synthesize train`")
-        kind = self.name.removesuffix(".json")
-        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {kind} --again`"
-        advice = f"put its backup back, or make it anew with {again}"
         try:
             generator = build(document["settings"]["shape"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             reason = one_line(error)
-            raise WsiFlError(f"{self.path / self.name}: damaged shape ({reason}); {advice}") from None
+            raise WsiFlError(f"{self.path / self.name}: damaged shape ({reason}); {self._advice}") from None
         what = f"generator, or not of the shape that {self.name} says"
-        _restore(path, what, advice, lambda tensors, _: generator.load_state_dict(tensors))
+        _restore(path, what, self._advice, lambda tensors, _: generator.load_state_dict(tensors))
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
@@ -137,6 +153,12 @@ class GeneratorFolder:
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a document without its digest, as JSON reads it back."""
+    rest = {key: value for key, value in document.items() if key != _DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def _restore(

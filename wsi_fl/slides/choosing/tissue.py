@@ -3,37 +3,56 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from wsi_fl.slides.choosing.areas import area_mean
+from wsi_fl.slides.choosing.colours import TRUNCATE, colours, is_black, is_ink, is_vivid, optical_density
+from wsi_fl.slides.choosing.regions import closed, dilated, without_small
 from wsi_fl.types import WsiFlError
 
 _MIN_AREA_PX = 4
 """Objects and holes below this many thumbnail pixels are noise at any resolution."""
-_INK_CHROMA = 15 / 255
-_BLACK = 25 / 255
-_DARK, _GREY_CHROMA = 100 / 255, 20 / 255
 _STRIP_PX = 1 << 16
 """Pixels of the thumbnail looked at together."""
-_TRUNCATE = 3
-"""Standard deviations at which the smoothing kernel ends."""
+_DIM_GLASS = 200 / 255
+"""Glass is at least as bright as this."""
+_TEXTURE_UM = 32.0
+_SMOOTH = 0.025
+"""Standard deviation of optical density below which ink is not taken for tissue."""
+_MISSED = 0.05
+"""Share of the area by density beyond which saturation is not believed."""
+_JUDGED_PX = 512
 
 
 class NoTissueError(WsiFlError):
     """A thumbnail without tissue; the message holds what was measured."""
 
 
+Method = Literal["auto", "saturation", "density", "texture"]
+
+
 @dataclass(frozen=True)
 class TissueParams:
     """How tissue is told from background. Lengths in µm act only where they exceed a thumbnail pixel."""
 
+    method: Method = "auto"
+    """`saturation` is for ordinary stains, `density` for pale ones and immunohistochemistry, `texture` for tissue that
+    hardly absorbs light. `auto` takes density where saturation would miss much of what absorbs light."""
     min_saturation: float = 0.05
     """Otsu's threshold on HSV saturation is never below this: on an empty slide it would split noise."""
     max_saturation: float = 0.07
     """Nor above this: on a slide full of tissue, or with a clean background, it would split pale from dark."""
+    min_density: float = 0.02
+    """Likewise for optical density above that of the glass."""
+    max_density: float = 0.05
+    min_texture: float = 0.004
+    """Likewise for the standard deviation of optical density around a place."""
+    max_texture: float = 0.015
     smooth_um: float = 4.0
     """Standard deviation of the Gaussian that removes sensor and JPEG noise first."""
     close_um: float = 16.0
@@ -44,13 +63,36 @@ class TissueParams:
     """Smaller holes are filled: vessels, glands, fat cells."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """Tissue, and how it was told from background.
+
+    Attributes:
+        mask: bool[h, w].
+        method: which of the three methods made it.
+        missed: share of the area by density that saturation misses, where `auto` looked; None elsewhere.
+    """
+
+    mask: NDArray[np.bool_]
+    method: str
+    missed: float | None = None
+
+
 def tissue_mask(
     thumbnail: NDArray[np.uint8], downsample_mpp: float | None, params: TissueParams | None = None
 ) -> NDArray[np.bool_]:
-    """Mask bool[h, w] of the tissue in a thumbnail uint8[h, w, 3].
+    """Return the mask bool[h, w] of `find_tissue`, which see."""
+    return find_tissue(thumbnail, downsample_mpp, params).mask
 
-    Tissue is what is more saturated than the background. Black padding and marker ink are background: ink is
-    greener than red, pure red or dark grey, which haematoxylin and eosin, both absorbing green most, never are.
+
+def find_tissue(
+    thumbnail: NDArray[np.uint8], downsample_mpp: float | None, params: TissueParams | None = None
+) -> Found:
+    """Find the tissue in a thumbnail uint8[h, w, 3].
+
+    By saturation, tissue is what is more saturated than the background. Black padding and marker ink are background:
+    ink is greener than red, pure red or dark grey, which haematoxylin and eosin, both absorbing green most, never
+    are. By density, tissue is what absorbs more light than the glass and is not smooth; only vivid colours are ink.
 
     Args:
         downsample_mpp: µm per thumbnail pixel; None, where it is not known, leaves out smoothing and closing.
@@ -60,24 +102,136 @@ def tissue_mask(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
+    if params.method != "auto":
+        return Found(_METHODS[params.method](thumbnail, um_per_px, params), params.method)
+    missed = _missed(thumbnail, um_per_px, params)
+    method = "density" if missed > _MISSED else "saturation"
+    return Found(_METHODS[method](thumbnail, um_per_px, params), method, missed)
+
+
+def _missed(thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams) -> float:
+    """Return which share of the area by density saturation misses, seen in a smaller thumbnail."""
+    factor = ceil(max(thumbnail.shape[:2]) / _JUDGED_PX)
+    small = np.asarray(Image.fromarray(thumbnail).reduce(factor))
+    try:
+        density = _by_density(small, um_per_px * factor, params)
+    except NoTissueError:
+        return 0.0
+    try:
+        saturated = _by_saturation(small, um_per_px * factor, params)
+    except NoTissueError:
+        return 1.0
+    return float((density & ~saturated).sum() / density.sum())
+
+
+def _by_saturation(thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams) -> NDArray[np.bool_]:
+    sigma_px = _sigma(um_per_px, params)
+    saturation, foreign = _looks(thumbnail, sigma_px)
+    excluded = _excluded(foreign, sigma_px, um_per_px, params)
+    threshold = _threshold(saturation[~excluded], params.min_saturation, params.max_saturation)
+    mask = _cleaned(saturation > threshold, excluded, um_per_px, params)
+    return _found(mask, saturation, excluded, threshold, "saturation")
+
+
+def _by_density(thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams) -> NDArray[np.bool_]:
+    density, excluded = _absorbed(thumbnail, um_per_px, params)
+    threshold = _threshold(density[~excluded], params.min_density, params.max_density)
+    mask = _cleaned(density > threshold, excluded, um_per_px, params)
+    rough = _texture(optical_density(thumbnail), um_per_px) > params.min_texture
+    return _found(_without_smooth(mask, rough), density, excluded, threshold, "optical density")
+
+
+def _by_texture(thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams) -> NDArray[np.bool_]:
+    density, excluded = _absorbed(thumbnail, um_per_px, params)
+    texture = _texture(density, um_per_px)
+    threshold = _threshold(texture[~excluded], params.min_texture, params.max_texture)
+    mask = _cleaned(texture > threshold, excluded, um_per_px, params)
+    return _found(mask, texture, excluded, threshold, "texture")
+
+
+_METHODS = {"saturation": _by_saturation, "density": _by_density, "texture": _by_texture}
+
+
+def _absorbed(
+    thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return the optical density above that of the glass, and what is black or vivid ink."""
+    sigma_px = _sigma(um_per_px, params)
+    seen = colours(thumbnail, sigma_px)
+    ink = is_ink(seen)
+    ink &= ~_without_smooth(ink, _texture(optical_density(thumbnail), um_per_px) > _SMOOTH)
+    excluded = _excluded(is_black(seen) | is_vivid(seen) | ink, sigma_px, um_per_px, params)
+    density = np.zeros(seen.high.shape, np.float32)
+    for plane in (seen.red, seen.green, seen.blue):
+        bright = plane[~excluded]
+        glass = np.clip(np.percentile(bright, 99) if bright.size else 1.0, _DIM_GLASS, 1.0)
+        density -= np.log10(np.clip(plane, 1 / 255, glass) / glass).astype(np.float32) / 3
+    return density, excluded
+
+
+def _texture(density: NDArray[np.float32], um_per_px: float) -> NDArray[np.float32]:
+    """Return the standard deviation of optical density around each place."""
+    from scipy.ndimage import uniform_filter
+
+    side = max(3, round(_TEXTURE_UM / um_per_px))
+    mean, of_squares = uniform_filter(density, side), uniform_filter(np.square(density), side)
+    return np.asarray(np.sqrt(np.maximum(of_squares - np.square(mean), 0)), np.float32)
+
+
+def _without_smooth(mask: NDArray[np.bool_], rough: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the mask without connected objects that are mostly smooth: shadows, glue, the edge of a coverslip."""
+    from skimage.measure import label
+
+    objects = label(mask, connectivity=1)
+    n = np.bincount(objects.ravel())
+    keep = np.bincount(objects.ravel(), rough.ravel()) >= 0.5 * n
+    keep[0] = False
+    return np.asarray(keep[objects], bool)
+
+
+def _sigma(um_per_px: float, params: TissueParams) -> float:
+    """Return the standard deviation of the smoothing in pixels; 0 where it would do nothing."""
     sigma_px = params.smooth_um / um_per_px
-    saturation, foreign = _looks(thumbnail, sigma_px if sigma_px >= 0.5 else 0)
-    min_px = max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2)
-    excluded = _without_small(foreign, min_px)
+    return sigma_px if sigma_px >= 0.5 else 0
+
+
+def _excluded(
+    foreign: NDArray[np.bool_], sigma_px: float, um_per_px: float, params: TissueParams
+) -> NDArray[np.bool_]:
+    excluded = without_small(foreign, max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2))
     if excluded.any():  # smoothing mixed its rim with what is beside it
-        excluded = _dilated(excluded, 1 + 2 * sigma_px)
-    threshold = _threshold(saturation[~excluded], params)
-    mask = (saturation > threshold) & ~excluded
+        excluded = dilated(excluded, 1 + 2 * sigma_px)
+    return excluded
+
+
+def _cleaned(
+    mask: NDArray[np.bool_], excluded: NDArray[np.bool_], um_per_px: float, params: TissueParams
+) -> NDArray[np.bool_]:
+    """Return the mask closed, without small holes and small objects, and without what is excluded."""
+    mask = mask & ~excluded
     if params.close_um >= um_per_px:
-        radius_px = params.close_um / um_per_px
-        mask = ~_dilated(~_dilated(mask, radius_px), radius_px) & ~excluded
-    mask = ~_without_small(~mask, max(_MIN_AREA_PX, params.max_hole_um2 / um_per_px**2)) & ~excluded
-    mask = _without_small(mask, min(min_px, mask.size / 2))
+        mask = closed(mask, params.close_um / um_per_px) & ~excluded
+    mask = ~without_small(~mask, max(_MIN_AREA_PX, params.max_hole_um2 / um_per_px**2)) & ~excluded
+    return without_small(mask, min(max(_MIN_AREA_PX, params.min_object_um2 / um_per_px**2), mask.size / 2))
+
+
+def _found(
+    mask: NDArray[np.bool_],
+    values: NDArray[np.float32],
+    excluded: NDArray[np.bool_],
+    threshold: float,
+    of: str,
+) -> NDArray[np.bool_]:
+    """Return the mask.
+
+    Raises:
+        NoTissueError: when it is empty.
+    """
     if not mask.any():
-        top = float(saturation[~excluded].max(initial=0))
+        top = float(values[~excluded].max(initial=0))
         raise NoTissueError(
-            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink, the rest reaches saturation "
-            f"{top:.3f} with the threshold at {threshold:.3f}, in no spot of {min_px:.0f} thumbnail pixels or more"
+            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink, the rest reaches {of} {top:.3f} "
+            f"with the threshold at {threshold:.3f}, in no spot that is large enough"
         )
     return mask
 
@@ -99,13 +253,13 @@ def tissue_fraction(
     return np.clip(share, 0, 1).astype(np.float32)
 
 
-def _threshold(saturation: NDArray[np.float32], params: TissueParams) -> float:
+def _threshold(values: NDArray[np.float32], least: float, most: float) -> float:
     """Otsu's threshold within the plausible range."""
-    if saturation.size == 0 or np.ptp(saturation) == 0:
-        return params.max_saturation
+    if values.size == 0 or np.ptp(values) == 0:
+        return most
     from skimage.filters import threshold_otsu
 
-    return float(np.clip(threshold_otsu(saturation), params.min_saturation, params.max_saturation))
+    return float(np.clip(threshold_otsu(values), least, most))
 
 
 def _looks(thumbnail: NDArray[np.uint8], sigma_px: float) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
@@ -113,74 +267,14 @@ def _looks(thumbnail: NDArray[np.uint8], sigma_px: float) -> tuple[NDArray[np.fl
 
     In strips that fit the cache, which takes a third of the time of whole pictures.
     """
-    from scipy.ndimage import gaussian_filter
-
     height, width, _ = thumbnail.shape
     saturation, foreign = np.empty((height, width), np.float32), np.empty((height, width), bool)
-    reach = int(_TRUNCATE * sigma_px + 0.5)
+    reach = int(TRUNCATE * sigma_px + 0.5)
     step = max(_STRIP_PX // width, 4 * reach, 1)
     for top in range(0, height, step):
         first, rows = max(0, top - reach), slice(top, top + step)
-        planes = np.moveaxis(thumbnail[first : top + step + reach], -1, 0).astype(np.float32)
-        planes /= np.float32(255)
-        if reach:
-            planes = gaussian_filter(planes, (0, sigma_px, sigma_px), mode="nearest", truncate=_TRUNCATE)
-        red, green, blue = planes[:, top - first : top - first + step]
-        high = np.maximum(np.maximum(red, green), blue)
-        chroma = high - np.minimum(np.minimum(red, green), blue)
-        saturation[rows] = chroma / np.maximum(high, np.float32(1 / 255))
-        foreign[rows] = _ink_or_black(red, green, blue, high, chroma)
+        seen = colours(thumbnail[first : top + step + reach], sigma_px)
+        inner = slice(top - first, top - first + step)
+        saturation[rows] = seen.saturation[inner]
+        foreign[rows] = (is_ink(seen) | is_black(seen))[inner]
     return saturation, foreign
-
-
-def _ink_or_black(
-    red: NDArray[np.float32],
-    green: NDArray[np.float32],
-    blue: NDArray[np.float32],
-    high: NDArray[np.float32],
-    chroma: NDArray[np.float32],
-) -> NDArray[np.bool_]:
-    """Pixels with a colour that H&E never has: green, cyan and blue ink, red ink, black ink, black padding."""
-    greener_than_red = (green - red > 0.03) & (chroma > _INK_CHROMA)
-    pure_red = _pure(red, green, blue) & (red > 0.5)
-    pure_blue = _pure(blue, red, green)
-    black = (high < _BLACK) | ((high < _DARK) & (chroma < _GREY_CHROMA))
-    return greener_than_red | pure_red | pure_blue | black
-
-
-def _pure(
-    one: NDArray[np.float32], second: NDArray[np.float32], third: NDArray[np.float32]
-) -> NDArray[np.bool_]:
-    """Where one channel stands alone: both others are low and alike."""
-    alone: NDArray[np.bool_] = one - np.maximum(second, third) > 0.65 * one
-    alike: NDArray[np.bool_] = np.abs(second - third) < 0.2 * one
-    return alone & alike
-
-
-def _dilated(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:
-    """Dilation with a disc as a stack of runs of pixels, many times faster than by distances."""
-    reach, (height, width) = int(radius_px), mask.shape
-    room = np.pad(mask, reach)
-    run = room[:, reach : reach + width].copy()  # of so many pixels to each side
-    out = np.zeros_like(mask)
-    for k in range(reach + 1):
-        if k:
-            run |= room[:, reach - k : reach - k + width]
-            run |= room[:, reach + k : reach + k + width]
-        for row in range(-reach, reach + 1):
-            if int(sqrt(radius_px**2 - row**2)) == k:
-                out |= run[reach + row : reach + row + height]
-    return out
-
-
-def _without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
-    """The mask without connected objects of fewer than min_px pixels."""
-    if not mask.any():
-        return mask
-    from skimage.measure import label
-
-    objects = label(mask, connectivity=1)
-    large = np.bincount(objects.ravel()) >= min_px
-    large[0] = False
-    kept: NDArray[np.bool_] = large[objects]
-    return kept

@@ -1,0 +1,73 @@
+"""Pen, black, folds, bubbles and blur, made on pictures of sound tissue at known places."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image, ImageDraw
+from scipy.ndimage import gaussian_filter, map_coordinates
+
+INKS = {"black": (22, 22, 26), "blue": (30, 55, 165), "green": (25, 125, 65), "red": (200, 22, 35)}
+GLASS = 243
+
+
+def stroke(shape, um_per_px, rng, width_um=300.0):
+    """bool[h, w]: a curved line across the picture, as a marker leaves it."""
+    height, width = shape
+    points = [(x * width / 6, height * (0.5 + rng.uniform(-0.35, 0.35))) for x in range(7)]
+    mask = Image.new("1", (width, height))
+    px = max(2, round(width_um / um_per_px))
+    ImageDraw.Draw(mask).line(points, fill=1, width=px, joint="curve")
+    return np.array(mask)
+
+
+def disc(shape, centre, radius_px):
+    """bool[h, w]: a disc around (x, y)."""
+    y, x = np.mgrid[: shape[0], : shape[1]]
+    return (x - centre[0]) ** 2 + (y - centre[1]) ** 2 < radius_px**2
+
+
+def inked(image, where, colour, opacity=0.85):
+    """The picture uint8[h, w, 3] under a marker's ink."""
+    out = image.astype(float)
+    out[where] = (1 - opacity) * out[where] + opacity * np.array(INKS[colour])
+    return out.round().astype(np.uint8)
+
+
+def blackened(image, where):
+    """The picture where nothing was scanned in places."""
+    out = image.copy()
+    out[where] = 0
+    return out
+
+
+def blurred(image, where, sigma_um, um_per_px):
+    """The picture out of focus in places."""
+    out = image.copy()
+    for channel in range(3):
+        soft = gaussian_filter(image[..., channel].astype(np.float32), sigma_um / um_per_px)
+        out[..., channel][where] = soft[where].round().astype(np.uint8)
+    return out
+
+
+def folded(image, where, shift_px):
+    """The picture where tissue lies double in places: it absorbs what is there, and what is a little aside."""
+    density = -np.log((image.astype(float) + 1) / 256)
+    over = density + np.roll(density, shift_px, axis=(0, 1))
+    return np.where(where[..., None], 256 * np.exp(-over) - 1, image).clip(0, 255).round().astype(np.uint8)
+
+
+def bubbled(image, centre, radius_px, um_per_px, rim_um=14.0):
+    """The picture with an air bubble: a dark grey rim, and what is in it magnified, soft and a little paler."""
+    height, width = image.shape[:2]
+    y, x = np.mgrid[:height, :width].astype(float)
+    distance = np.hypot(x - centre[0], y - centre[1])
+    inside, rim = distance < radius_px, np.abs(distance - radius_px) < max(1.0, rim_um / um_per_px / 2)
+    out = image.astype(float)
+    at = [centre[1] + (y - centre[1]) / 1.2, centre[0] + (x - centre[0]) / 1.2]
+    for channel in range(3):
+        seen = gaussian_filter(
+            map_coordinates(image[..., channel].astype(float), at, order=1, mode="nearest"), 3 / um_per_px
+        )
+        out[..., channel][inside] = 0.85 * seen[inside] + 0.15 * GLASS
+    out[rim] = 0.15 * out[rim] + 0.85 * 85
+    return out.clip(0, 255).round().astype(np.uint8)

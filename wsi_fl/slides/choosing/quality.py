@@ -1,0 +1,180 @@
+"""What is wrong with a patch: pen, black, a fold, a bubble, blur. Classical measures, none learned.
+
+Pen, black, folds and bubbles are areas of the thumbnail; blur is measured on the patch at 2 µm per pixel. The defaults
+were chosen on real tissue that was inked, folded and blurred (docs/quality.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.choosing.colours import colours, is_black, is_ink, optical_density
+from wsi_fl.slides.choosing.look import Look
+from wsi_fl.slides.choosing.regions import closed, dilated, without_small
+from wsi_fl.slides.choosing.tissue import tissue_fraction
+
+Kind = Literal["pen", "black", "fold", "bubble", "blur"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""In the order in which a patch is blamed: the first that it has too much of is its reason."""
+
+BLUR_MPP = 2.0
+"""µm per pixel at which sharpness is measured: nuclei are three to five pixels wide there."""
+_BLOCK_PX = 16
+"""Side of the parts of a patch that are sharp or not."""
+_LEAST_FINE = 4.0
+"""Energy of fine detail, in squared grey levels, below which only noise is left."""
+_TISSUE_OF_GLASS = 0.93
+"""A part is looked at where it is darker than this share of the glass."""
+_SMOOTH_UM = 4.0
+_MIN_SPOT_UM2 = 2_000.0
+_FOLD_SMOOTH_UM = 16.0
+_FOLD_FACTOR = 1.6
+_RIM_CHROMA, _RIM_BRIGHTEST, _RIM_DARKEST = 22 / 255, 190 / 255, 25 / 255
+_RIM_CLOSE_UM, _RIM_SMOOTH_UM = 24.0, 2.0
+_ROUND = 0.7
+"""Least share of its circle that a bubble covers."""
+
+
+@dataclass(frozen=True)
+class QualityParams:
+    """What is looked for, and how much of it a patch may have.
+
+    Attributes:
+        kinds: what patches are set aside for; nothing is measured for the others.
+        max_pen, max_black, max_fold, max_bubble, max_blur: largest share of a patch.
+        min_sharpness: least energy of fine detail for each of coarse detail; parts of a patch with less are blurred.
+    """
+
+    kinds: tuple[Kind, ...] = ()
+    max_pen: float = 0.05
+    max_black: float = 0.05
+    max_fold: float = 0.25
+    max_bubble: float = 0.25
+    max_blur: float = 0.4
+    min_sharpness: float = 0.35
+
+
+def area_mask(
+    kind: Kind, thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Return where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble, as bool[h, w].
+
+    Args:
+        kind: which of these four.
+        um_per_px: of the thumbnail.
+        tissue: bool[h, w], the thumbnail's tissue; folds are told from its usual density.
+    """
+    found = {"pen": _pen, "black": _black, "bubble": _bubbles}
+    mask = _folds(thumbnail, um_per_px, tissue) if kind == "fold" else found[kind](thumbnail, um_per_px)
+    return without_small(mask, max(4, _MIN_SPOT_UM2 / um_per_px**2))
+
+
+def blurred_share(
+    patches: NDArray[np.uint8], glass: float, min_sharpness: float = QualityParams.min_sharpness
+) -> NDArray[np.float32]:
+    """Return which share float32[b] of the tissue in patches uint8[b, h, w, 3] at 2 µm per pixel is out of focus.
+
+    Each part of a patch is judged by the energy of a Laplacian on its pixels over that of a Laplacian on means of 2 × 2
+    pixels. The ratio does not depend on how strong the stain is: sharp tissue has 0.5 to 2, tissue blurred by a
+    Gaussian of 2 µm 0.13 to 0.28.
+
+    Args:
+        glass: brightness of the slide's background, from 0 to 255; parts as bright as that are not tissue.
+
+    Example:
+        >>> noise = np.random.default_rng(0).integers(90, 190, (1, 64, 64, 1), np.uint8).repeat(3, 3)
+        >>> blurred_share(noise, glass=240).tolist()
+        [0.0]
+    """
+    green = patches[..., 1].astype(np.float32)
+    block = min(_BLOCK_PX, min(green.shape[1:]) // 2 * 2)
+    if block < 4:
+        return np.zeros(len(patches), np.float32)
+    fine = _block_means(np.square(_laplacian(green)), block)
+    coarse = _block_means(np.square(_laplacian(_block_means(green, 2))), block // 2)
+    tissue = _block_means(green, block) < _TISSUE_OF_GLASS * glass
+    soft = tissue & (fine < np.maximum(min_sharpness * coarse, _LEAST_FINE))
+    return np.asarray(soft.sum((1, 2)) / np.maximum(tissue.sum((1, 2)), 1), np.float32)
+
+
+def shares(look: Look, kinds: tuple[Kind, ...]) -> dict[Kind, NDArray[np.float32]]:
+    """Return the share float32[n] of each patch of the grid that is pen, black, fold or bubble, for those asked for."""
+    um_per_px = look.downsample * look.mpp
+
+    def share(kind: Kind) -> NDArray[np.float32]:
+        mask = area_mask(kind, look.thumbnail, um_per_px, look.mask)
+        return tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample)
+
+    return {kind: share(kind) for kind in kinds if kind != "blur"}
+
+
+def first_reason(found: dict[Kind, NDArray[np.float32]], params: QualityParams) -> NDArray[np.str_]:
+    """Return for each of n patches the first kind that it has too much of, "" where it is good.
+
+    Args:
+        found: the share [n] of each kind that was measured.
+    """
+    n = max((len(share) for share in found.values()), default=0)
+    reason = np.full(n, "", "<U6")
+    for kind in reversed([kind for kind in KINDS if kind in found]):
+        reason[found[kind] > getattr(params, f"max_{kind}")] = kind
+    return reason
+
+
+def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return each pixel of [b, h, w] less the mean of its four neighbours; at the edge it is its own neighbour."""
+    wide = np.pad(grey, ((0, 0), (1, 1), (1, 1)), mode="edge")
+    around = wide[:, :-2, 1:-1] + wide[:, 2:, 1:-1] + wide[:, 1:-1, :-2] + wide[:, 1:-1, 2:]
+    return np.asarray(grey - around / 4, np.float32)
+
+
+def _block_means(grey: NDArray[np.float32], side: int) -> NDArray[np.float32]:
+    """Return the means of [b, h, w] over squares of this side; what is left over at the edge is left out."""
+    n, (rows, columns) = len(grey), (extent // side for extent in grey.shape[1:])
+    whole = grey[:, : rows * side, : columns * side].reshape(n, rows, side, columns, side)
+    return np.asarray(whole.mean((2, 4)), np.float32)
+
+
+def _pen(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
+    """Ink of markers and the pixel around it, which is mixed of ink and tissue."""
+    seen = colours(thumbnail, _SMOOTH_UM / um_per_px)
+    ink = is_ink(seen)
+    return dilated(without_small(ink, max(4, _MIN_SPOT_UM2 / um_per_px**2)), 1.0)
+
+
+def _black(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
+    return is_black(colours(thumbnail, _SMOOTH_UM / um_per_px))
+
+
+def _folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Tissue that absorbs much more than the slide's usual tissue does, as where it lies double."""
+    from scipy.ndimage import gaussian_filter
+
+    density = gaussian_filter(optical_density(thumbnail), _FOLD_SMOOTH_UM / um_per_px)
+    usual = density[tissue]
+    if not len(usual):
+        return np.zeros(tissue.shape, bool)
+    return np.asarray(tissue & (density > _FOLD_FACTOR * np.median(usual)), bool)
+
+
+def _bubbles(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
+    """What lies within grey rims that close to circles: neither stain nor ink is grey."""
+    from scipy.ndimage import binary_fill_holes
+    from skimage.measure import label, regionprops
+
+    seen = colours(thumbnail, _RIM_SMOOTH_UM / um_per_px)
+    rim = (seen.chroma < _RIM_CHROMA) & (seen.high < _RIM_BRIGHTEST) & (seen.high > _RIM_DARKEST)
+    reach = max(1.0, _RIM_CLOSE_UM / um_per_px)
+    filled = np.asarray(binary_fill_holes(closed(rim, reach)), bool)
+    found = np.zeros(rim.shape, bool)
+    for one in regionprops(label(filled, connectivity=1)):
+        height, width = one.bbox[2] - one.bbox[0], one.bbox[3] - one.bbox[1]
+        circle = np.pi / 4 * max(height, width) ** 2
+        hollow = rim[one.slice][one.image].mean() < 0.5
+        if hollow and one.area > _ROUND * circle:
+            found[one.slice] |= one.image
+    return found
