@@ -684,7 +684,7 @@ def test_unread_rows_are_left_out_and_remembered(tmp_path, kind):
         write_positions(shard, meta, table, source, unread=unread)
     assert why_stale(shard, meta, table) is None
     corners = table.xy_l0[[1, 3]].tolist()
-    assert content_of(shard) == (kind, [(*corners[0], "cut short"), (*corners[1], "garbled ü")])
+    assert content_of(shard) == (kind, ((*corners[0], "cut short"), (*corners[1], "garbled ü")))
     found = write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
     np.testing.assert_array_equal(found.xy_l0, table.xy_l0[kept])
 

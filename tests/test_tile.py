@@ -356,7 +356,7 @@ def test_native_raw_and_none_give_the_same_arrays_and_jpeg_is_close(aligned, tmp
         with open_store(study, "A") as store:
             rows = np.random.default_rng(0).permutation(len(store))
             found[content] = store.read(rows), store.table
-        assert [content_of(shard) for shard in shards_of(study)] == [(content, [])] * 3
+        assert [content_of(shard) for shard in shards_of(study)] == [(content, ())] * 3
         bytes_of[content] = sum(path.stat().st_size for path in shards_of(study))
     raw, table = found["raw"]
     for content in ("native", "none"):
@@ -622,7 +622,14 @@ def test_memory_does_not_grow_with_the_number_of_slides(tmp_path):
 def test_a_site_without_training_patches_is_not_said_to_be_ready(capsys, n, last):
     def row(site, train):
         table = {split: {"healthy": train, "tumor": train} for split in ("train", "val", "test")}
-        known = {"site": site, "table": table, "store": f"stores/{site}/patches.h5", "failed": []}
+        known = {
+            "site": site,
+            "table": table,
+            "store": f"stores/{site}/patches.h5",
+            "failed": [],
+            "set_aside": {},
+            "tissue": {},
+        }
         return known | {"healthy": 9, "tumor": 9, "train": 2 * train}
 
     print_tile({"sites": [row("A", 3), row("B", n)], "next": ["wsi-fl train"]})

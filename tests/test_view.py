@@ -27,7 +27,6 @@ from wsi_fl.demo import phantom
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_bags import _write_patches
@@ -357,15 +356,6 @@ def test_a_site_without_a_store_shows_its_slides_and_says_so(archive, tmp_path, 
     assert [one.path for one in shown.exhibits] == slides_of(archive, 1)
     assert "C2 has no store yet" in capsys.readouterr().err
     assert [one.name for one in shown.exhibits[1].overlays] == ["tissue", "annotation"]
-
-
-def test_patches_that_were_set_aside_are_a_layer_of_their_reasons(predicted, monkeypatch):
-    aside = [(0, 0, "blurred"), (128, 0, "pen"), (256, 0, "blurred")]
-    monkeypatch.setattr(view_layers, "set_aside", lambda store, slide: aside if slide == ILL else [])
-    shown = gallery(predicted[0], site="C1")
-    layer = layers_of(shown, ILL)["set aside"]
-    assert (layer["groups"], layer["group"]) == (["blurred", "pen"], [0, 1, 0])
-    assert "set aside" not in layers_of(shown, "patient_000_node_0")
 
 
 def test_what_is_drawn_of_a_prediction_is_what_predict_wrote(predicted):

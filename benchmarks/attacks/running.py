@@ -155,7 +155,8 @@ def _become(arguments: Sequence[str], folder: Path, out: int, err: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(err, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        sys.stdout = os.fdopen(1, "w", buffering=1)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace")  # as Python's own
         os.chdir(folder)
         sys.argv = ["wsi-fl", *arguments]
         from wsi_fl.__main__ import main

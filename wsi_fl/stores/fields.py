@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import h5py
 import numpy as np
@@ -76,12 +76,24 @@ def read_spec(attrs: Any) -> GridSpec:
     return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
 
 
-def read_unread(node: Any) -> list[tuple[int, int, str]]:
-    """Return (x, y, reason) of the patches of a shard that could not be read, in level-0 pixels."""
-    if "unread_xy_l0" not in node:
-        return []
-    reasons = node["unread_reason"].asstr()[:]
-    return [(x, y, str(why)) for (x, y), why in zip(node["unread_xy_l0"][:].tolist(), reasons, strict=True)]
+Marked = tuple[tuple[int, int, str], ...]
+"""(x, y) of patches in level-0 pixels, and the reason why they are no rows."""
+
+
+def read_marked(node: Any, what: Literal["unread", "aside"]) -> Marked:
+    """Return the patches of a shard that could not be read, or that were set aside for their quality."""
+    if f"{what}_xy_l0" not in node:
+        return ()
+    corners, reasons = node[f"{what}_xy_l0"][:].tolist(), node[f"{what}_reason"].asstr()[:]
+    return tuple((x, y, str(why)) for (x, y), why in zip(corners, reasons, strict=True))
+
+
+def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str, NDArray[Any]]:
+    """Return the datasets that `read_marked` reads; none where nothing is marked."""
+    if not marked:
+        return {}
+    corners = np.array([(x, y) for x, y, _ in marked], np.int64)
+    return {f"{what}_xy_l0": corners, f"{what}_reason": encoded_text(why for _, _, why in marked)}
 
 
 def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) -> None:

@@ -15,7 +15,7 @@ from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, ROWS, seal, sums_of
 from wsi_fl.stores.columns import created
 from wsi_fl.stores.features import BAG, Bag
-from wsi_fl.stores.fields import encoded_text, read_spec, read_unread, spec_attrs
+from wsi_fl.stores.fields import Marked, marked_columns, read_marked, read_spec, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, WsiFlError
@@ -50,7 +50,7 @@ class MosaicShard:
     n_candidates: int
     note: str
     bag: Bag
-    unread: tuple[tuple[int, int, str], ...] = ()
+    unread: Marked = ()
 
 
 def fingerprint(*said: Any) -> str:
@@ -62,8 +62,8 @@ def write_mosaic(path: Path, shard: MosaicShard) -> None:
     """Writes a shard atomically."""
     bag = shard.bag
     assert bag.cluster is not None and bag.weight is not None
-    reasons = encoded_text([reason for _, _, reason in shard.unread])
-    n_bytes = bag.features.nbytes + len(bag.features) * 64 + reasons.nbytes + 4096
+    unread = marked_columns("unread", shard.unread)
+    n_bytes = bag.features.nbytes + len(bag.features) * 64 + sum(one.nbytes for one in unread.values()) + 4096
     with atomic(path) as temporary, created(temporary, n_bytes) as file:
         file.attrs.update(
             spec_attrs(shard.spec)
@@ -74,9 +74,8 @@ def write_mosaic(path: Path, shard: MosaicShard) -> None:
         file["xy_l0"] = bag.xy_l0.astype(np.int64, copy=False)
         file["cluster"] = bag.cluster.astype(np.int64, copy=False)
         file["weight"] = bag.weight.astype(np.float32, copy=False)
-        if shard.unread:
-            file["unread_xy_l0"] = np.array([(x, y) for x, y, _ in shard.unread], np.int64)
-            file["unread_reason"] = reasons
+        for name, column in unread.items():
+            file[name] = column
         file[ROWS] = np.array([bag.crc32], np.uint32)
         seal(file, BAG)
 
@@ -114,7 +113,7 @@ class _Shard(StoreFile):
             mpp_l0=float(attrs["mpp_l0"]),
             n_candidates=int(attrs["n_candidates"]),
             bag=bag,
-            unread=tuple(read_unread(file)),
+            unread=read_marked(file, "unread"),
             **{name: str(attrs[name]) for name in ("slide", "quickhash", "fingerprint", "encoder", "note")},
         )
 

@@ -25,11 +25,13 @@ from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, 
 from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
+    Marked,
     StoreMeta,
     check_format,
     encoded_text,
     first_line,
-    read_unread,
+    marked_columns,
+    read_marked,
     spec_attrs,
     write_root,
 )
@@ -53,6 +55,8 @@ class ShardMeta:
     """What else decides the pixels; only its digest is stored."""
     wanted: str = "raw"
     """What was asked to be stored for the pixels: raw, native, jpeg:Q or none."""
+    aside: Marked = ()
+    """Patches that were set aside for their quality, and are no rows."""
 
 
 Unread = Mapping[int, str]
@@ -66,6 +70,8 @@ def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
     said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px]
     if meta.wanted != "raw":  # said nothing in version 1, whose shards stay current
         said.append(meta.wanted)
+    if meta.aside:
+        said.append(meta.aside)
     digest = hashlib.sha256(json.dumps(said).encode())
     for column in (table.xy_l0, table.label, table.tumor_fraction):
         digest.update(np.ascontiguousarray(column).tobytes())
@@ -100,11 +106,12 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
 
 def _check_plan(file: h5py.File, meta: ShardMeta, planned: PatchTable) -> None:
     """Compare a shard's attributes and columns with the plan, but for rows that could not be read."""
-    unread = {(x, y) for x, y, _ in read_unread(file)}
+    unread = {(x, y) for x, y, _ in read_marked(file, "unread")}
     table = planned.take(np.array([(x, y) not in unread for x, y in planned.xy_l0.tolist()], np.bool_))
     said = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
     same = (
         len(table) + len(unread) == len(planned)
+        and read_marked(file, "aside") == meta.aside
         and np.array_equal(_patients(file, len(table)), table.patient)
         and all(file.attrs[name] == value for name, value in (said | spec_attrs(meta.spec)).items())
         and np.array_equal(file["xy_l0"], table.xy_l0)
@@ -122,10 +129,10 @@ def _patients(shard: h5py.File, n: int) -> NDArray[np.str_]:
     return np.full(n, str(shard.attrs["patient"]))
 
 
-def content_of(path: Path) -> tuple[str, list[tuple[int, int, str]]]:
+def content_of(path: Path) -> tuple[str, Marked]:
     """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
     with h5py.File(path, "r") as file:
-        return str(file.attrs.get("content", "raw")), read_unread(file)
+        return str(file.attrs.get("content", "raw")), read_marked(file, "unread")
 
 
 def write_shard(
@@ -257,7 +264,7 @@ def _filled(
     table = planned.take(~np.isin(np.arange(len(planned)), left_out)) if left_out else planned
     if not len(table):
         raise WsiFlError(f"{meta.slide}: a shard holds at least one patch")
-    with created(path, n_bytes + len(planned) * ROW_BYTES) as file:
+    with created(path, n_bytes + (len(planned) + len(meta.aside)) * ROW_BYTES) as file:
         file.attrs.update(
             spec_attrs(meta.spec)
             | {
@@ -275,9 +282,9 @@ def _filled(
             file[name] = getattr(table, name)
         if (table.patient != meta.patient).any():  # images of many patients in one shard
             file["patient"] = encoded_text(table.patient)
-        if left_out:
-            file["unread_xy_l0"] = planned.xy_l0[left_out]
-            file["unread_reason"] = encoded_text(unread[row] for row in left_out)
+        lost = tuple((x, y, unread[row]) for row in left_out for x, y in [planned.xy_l0[row].tolist()])
+        for column, values in (marked_columns("unread", lost) | marked_columns("aside", meta.aside)).items():
+            file[column] = values
         yield file
 
 

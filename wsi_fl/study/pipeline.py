@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
-from wsi_fl.study.preparing import Features, Mosaic, Slides, Stain, Store, Tile
+from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Stain, Store, Tile, Tissue
 from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, refuse_twice
 
 
@@ -233,6 +233,8 @@ class Pipeline(Section):
     """Names of the sites that take part, in order. By default every site of the study."""
     slides: Slides = Slides()
     tile: Tile = Tile()
+    tissue: Tissue = Tissue()
+    quality: Quality = Quality()
     store: Store = Store()
     subtypes: dict[str, list[str]] = Field({})
     """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,

@@ -46,10 +46,46 @@ class Tile(Section):
     guarantee that must also cover tiling needs `false`."""
     max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
     """Largest number of patches that are kept of one slide, drawn at random. By default there is no limit."""
+    qc: list[Literal["pen", "black", "fold", "bubble", "blur"]] = Field([])
+    """Faults for which patches are set aside: ink of a marker, places that were not scanned, folds, air bubbles, and
+    what is out of focus. By default nothing is looked for. Thresholds are in `[quality]`."""
     test_fraction: float = Field(0.2, ge=0, lt=1)
     """Share of patients that are held out for testing where the site prescribes no split."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the random choices of `tile`: the test patients and the patches that are kept."""
+
+
+class Quality(Section):
+    """How much of a patch may be at fault before `tile.qc` sets it aside."""
+
+    without_effect = ("",)
+    max_pen: float = Field(0.05, ge=0, le=1)
+    """Largest share of a patch that may be ink."""
+    max_black: float = Field(0.05, ge=0, le=1)
+    """Largest share of a patch that may be black."""
+    max_fold: float = Field(0.25, ge=0, le=1)
+    """Largest share of a patch that may be a fold: tissue that absorbs 1.6 times as much light as the slide's usual
+    tissue."""
+    max_bubble: float = Field(0.25, ge=0, le=1)
+    """Largest share of a patch that may lie within a closed grey rim, as air bubbles have."""
+    max_blur: float = Field(0.4, ge=0, le=1)
+    """Largest share of a patch's tissue that may be out of focus."""
+    min_sharpness: float = Field(0.35, ge=0, le=10)
+    """Tissue is out of focus where it has less fine detail than this for each of coarse detail, at 2 µm per pixel.
+    Sharp tissue has 0.5 to 2, tissue blurred by a Gaussian of 2 µm 0.13 to 0.28."""
+
+
+class Tissue(Section):
+    """How tissue is told from background, by `tile`, `mosaic` and `predict`."""
+
+    without_effect = ("",)
+    method: Literal["auto", "saturation", "density", "texture"] = "auto"
+    """What tells tissue: `saturation` suits ordinary stains, `density` (of light that is absorbed) pale ones and
+    immunohistochemistry, and `texture` tissue that hardly absorbs light. `auto` takes density where saturation would
+    miss more than a twentieth of it; `tile` says on how many slides."""
+    masks: str | None = None
+    """Folder with masks that others made: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's
+    `contours_geojson`), or SLIDE.png over the whole slide, white on tissue. A slide without one is set aside."""
 
 
 class Store(Section):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
-from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction, tissue_mask
+from wsi_fl.slides.choosing.masks import mask_file, read_mask
+from wsi_fl.slides.choosing.tissue import Found, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -28,7 +30,7 @@ class Look:
         quickhash: the slide's, as OpenSlide makes it.
         thumbnail: uint8[h, w, 3].
         downsample: level-0 pixels per thumbnail pixel.
-        mask: bool[h, w], where the thumbnail shows tissue.
+        found: the tissue in the thumbnail, bool[h, w], and how it was told from background.
         side_l0: side of a patch in level-0 pixels.
         xy_l0: int64[n, 2], the corners (x, y) of all patches of the grid, row by row.
         tissue: float32[n], the share of each patch that is tissue.
@@ -39,7 +41,7 @@ class Look:
     quickhash: str
     thumbnail: NDArray[np.uint8]
     downsample: float
-    mask: NDArray[np.bool_]
+    found: Found
     side_l0: float
     xy_l0: NDArray[np.int64]
     tissue: NDArray[np.float32]
@@ -73,9 +75,19 @@ def look_at(
         wanted_px = ceil(max(size_l0) / side_l0 * patch_px)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, PICTURE_PX), _MOST_THUMBNAIL_PX))
     try:
-        mask = tissue_mask(thumbnail, downsample * mpp, tissue)
+        found = _tissue_of(record, thumbnail, downsample, mpp, tissue)
     except WsiFlError as error:
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
-    shares = tissue_fraction(mask, xy_l0, side_l0, downsample)
-    return Look(mpp, size_l0, quickhash, thumbnail, downsample, mask, side_l0, xy_l0, shares)
+    shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
+    return Look(mpp, size_l0, quickhash, thumbnail, downsample, found, side_l0, xy_l0, shares)
+
+
+def _tissue_of(
+    record: SlideRecord, thumbnail: NDArray[np.uint8], downsample: float, mpp: float, params: TissueParams
+) -> Found:
+    """Find the tissue, or read what others found."""
+    if not params.masks:
+        return find_tissue(thumbnail, downsample * mpp, params)
+    file = mask_file(Path(params.masks), record.slide)
+    return Found(read_mask(file, thumbnail.shape[:2], downsample), "masks")

@@ -22,7 +22,15 @@ from wsi_fl.slides.choosing.annotations import (
     unsure_fraction,
 )
 from wsi_fl.slides.choosing.labels import label_patches
-from wsi_fl.slides.choosing.look import PICTURE_PX, look_at
+from wsi_fl.slides.choosing.look import PICTURE_PX, Look, look_at
+from wsi_fl.slides.choosing.quality import (
+    BLUR_MPP,
+    QualityParams,
+    blurred_share,
+    first_reason,
+    said_of,
+    shares,
+)
 from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.slides.reading.sweep import Sweep
@@ -49,6 +57,7 @@ class PlanParams:
     tumor_groups: Collection[str] = TUMOR_GROUPS
     hole_groups: Collection[str] = HOLE_GROUPS
     ignored_groups: Collection[str] = ()
+    quality: QualityParams = field(default_factory=QualityParams)
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,14 @@ class SlidePlan:
     """Level-0 pixels per thumbnail pixel."""
     outlines_l0: list[NDArray[np.float64]]
     """Rings [m, 2] of the tumour's polygons."""
+    aside_xy_l0: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 2), np.int64))
+    """[k, 2] corners of the patches that were set aside for their quality."""
+    aside_reason: NDArray[np.str_] = field(default_factory=lambda: np.empty(0, np.str_))
+    """[k] kinds of `quality`."""
+    tissue_by: str = "saturation"
+    """How tissue was told from background."""
+    tissue_gain: float = 1.0
+    """Area of tissue for each of that by saturation."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -118,7 +135,15 @@ def plan_slide(
         raise WsiFlError(
             f"{record.path.name}: no patch to keep: {_why_none(record, params, tissue, tumor, unsure)}"
         )
-    picture, picture_mask, factor = _reduced(seen.thumbnail, seen.mask)
+    aside = np.flatnonzero(keep)
+    reason = _faults(record, seen, aside, params, reader)
+    aside, reason = aside[reason != ""], reason[reason != ""]
+    keep[aside] = False
+    if not keep.any():
+        raise WsiFlError(
+            f"{record.path.name}: no patch to keep: all {len(aside)} are set aside ({said_of(reason)}); see tile.qc"
+        )
+    picture, picture_mask, factor = _reduced(seen.thumbnail, seen.found.mask)
     return SlidePlan(
         record,
         spec,
@@ -133,6 +158,10 @@ def plan_slide(
         picture_mask.shape,
         seen.downsample * factor,
         _rings(annotations),
+        seen.xy_l0[aside],
+        reason,
+        seen.found.method,
+        seen.found.gain,
     )
 
 
@@ -177,6 +206,36 @@ def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
     in_memory = min(_BATCH_BYTES, _AHEAD_BYTES // in_hand) // (spec.size_px**2 * 3)
     in_two_rows = 2 * len(xy_l0) // max(1, len(np.unique(xy_l0[:, 1])))
     return max(1, min(_BATCH, in_memory, in_two_rows // in_hand))
+
+
+def _faults(
+    record: SlideRecord, seen: Look, rows: NDArray[np.int64], params: PlanParams, reader: Reader
+) -> NDArray[np.str_]:
+    """Return for each of these rows of the grid what it is set aside for, "" where it is good."""
+    kinds = params.quality.kinds
+    if not kinds:
+        return np.full(len(rows), "")
+    found = {kind: share[rows] for kind, share in shares(seen, kinds).items()}
+    if "blur" in kinds:
+        found["blur"] = _blurred(record, seen, rows, params.quality, reader)
+    return first_reason(found, params.quality)
+
+
+def _blurred(
+    record: SlideRecord, seen: Look, rows: NDArray[np.int64], quality: QualityParams, reader: Reader
+) -> NDArray[np.float32]:
+    """Return which share of each patch is out of focus; those that cannot be read are told when they are tiled."""
+    mpp = max(BLUR_MPP, seen.mpp)
+    side_px = max(1, round(seen.side_l0 * seen.mpp / mpp))
+    glass = float(np.percentile(seen.thumbnail[..., 1], 99))
+    unread: dict[int, str] = {}
+    batches = read_patches(
+        record, seen.xy_l0[rows], GridSpec(side_px, mpp, side_px), threads=1, reader=reader, aside=unread
+    )
+    blurred = [blurred_share(patches, glass, quality.min_sharpness) for _, patches in batches]
+    out = np.zeros(len(rows), np.float32)
+    out[np.setdiff1d(np.arange(len(rows)), list(unread))] = np.concatenate(blurred)
+    return out
 
 
 def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanParams) -> Annotations | None:

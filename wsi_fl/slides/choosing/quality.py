@@ -106,7 +106,7 @@ def shares(look: Look, kinds: tuple[Kind, ...]) -> dict[Kind, NDArray[np.float32
     um_per_px = look.downsample * look.mpp
 
     def share(kind: Kind) -> NDArray[np.float32]:
-        mask = area_mask(kind, look.thumbnail, um_per_px, look.mask)
+        mask = area_mask(kind, look.thumbnail, um_per_px, look.found.mask)
         return tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample)
 
     return {kind: share(kind) for kind in kinds if kind != "blur"}
@@ -123,6 +123,16 @@ def first_reason(found: dict[Kind, NDArray[np.float32]], params: QualityParams) 
     for kind in reversed([kind for kind in KINDS if kind in found]):
         reason[found[kind] > getattr(params, f"max_{kind}")] = kind
     return reason
+
+
+def said_of(reasons: NDArray[np.str_]) -> str:
+    """Return how many patches have which reason, in words.
+
+    Example:
+        >>> said_of(np.array(["blur", "pen", "blur"]))
+        '1 pen, 2 blur'
+    """
+    return ", ".join(f"{n} {kind}" for kind in KINDS if (n := int((reasons == kind).sum())))
 
 
 def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:

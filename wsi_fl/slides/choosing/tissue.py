@@ -41,8 +41,11 @@ class TissueParams:
     """How tissue is told from background. Lengths in µm act only where they exceed a thumbnail pixel."""
 
     method: Method = "auto"
-    """`saturation` is for ordinary stains, `density` for pale ones and immunohistochemistry, `texture` for tissue that
-    hardly absorbs light. `auto` takes density where saturation would miss much of what absorbs light."""
+    """How it is told where there are no masks. `saturation` is for ordinary stains, `density` for pale ones and
+    immunohistochemistry, `texture` for tissue that hardly absorbs light. `auto` takes density where saturation would
+    miss much of what absorbs light."""
+    masks: str = ""
+    """Folder of masks that others made; "" to find tissue here."""
     min_saturation: float = 0.05
     """Otsu's threshold on HSV saturation is never below this: on an empty slide it would split noise."""
     max_saturation: float = 0.07
@@ -69,13 +72,13 @@ class Found:
 
     Attributes:
         mask: bool[h, w].
-        method: which of the three methods made it.
-        missed: share of the area by density that saturation misses, where `auto` looked; None elsewhere.
+        method: which of the three methods made it, or "masks".
+        gain: its area for each of that by saturation; infinity where saturation finds nothing.
     """
 
     mask: NDArray[np.bool_]
     method: str
-    missed: float | None = None
+    gain: float = 1.0
 
 
 def tissue_mask(
@@ -102,26 +105,26 @@ def find_tissue(
     """
     params = params or TissueParams()
     um_per_px = downsample_mpp or float("inf")
-    if params.method != "auto":
-        return Found(_METHODS[params.method](thumbnail, um_per_px, params), params.method)
-    missed = _missed(thumbnail, um_per_px, params)
-    method = "density" if missed > _MISSED else "saturation"
-    return Found(_METHODS[method](thumbnail, um_per_px, params), method, missed)
-
-
-def _missed(thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams) -> float:
-    """Return which share of the area by density saturation misses, seen in a smaller thumbnail."""
+    if params.method == "saturation":
+        return Found(_by_saturation(thumbnail, um_per_px, params), "saturation")
     factor = ceil(max(thumbnail.shape[:2]) / _JUDGED_PX)
     small = np.asarray(Image.fromarray(thumbnail).reduce(factor))
+    method = "density" if params.method == "auto" else params.method
+    other, saturated = (_tried(one, small, um_per_px * factor, params) for one in (method, "saturation"))
+    if params.method == "auto" and (other & ~saturated).sum() <= _MISSED * other.sum():
+        return Found(_by_saturation(thumbnail, um_per_px, params), "saturation")
+    gain = float(other.sum() / saturated.sum()) if saturated.any() else float("inf")
+    return Found(_METHODS[method](thumbnail, um_per_px, params), method, gain)
+
+
+def _tried(
+    method: str, thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams
+) -> NDArray[np.bool_]:
+    """Return the mask of a method, empty where it finds nothing."""
     try:
-        density = _by_density(small, um_per_px * factor, params)
+        return _METHODS[method](thumbnail, um_per_px, params)
     except NoTissueError:
-        return 0.0
-    try:
-        saturated = _by_saturation(small, um_per_px * factor, params)
-    except NoTissueError:
-        return 1.0
-    return float((density & ~saturated).sum() / density.sum())
+        return np.zeros(thumbnail.shape[:2], bool)
 
 
 def _by_saturation(thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams) -> NDArray[np.bool_]:

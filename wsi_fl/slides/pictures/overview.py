@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.slides.choosing.quality import said_of
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, font, png
 from wsi_fl.types import CLASSES
 
@@ -17,6 +18,7 @@ _BAND_PX = 46
 _FILL = {"healthy": (0, 114, 178), "tumor": (230, 159, 0)}
 _TISSUE = (0, 158, 115)
 _ANNOTATION = (0, 0, 0)
+_ASIDE = (213, 94, 0)
 _FILL_ALPHA, _EDGE_ALPHA = 90, 255
 
 
@@ -29,6 +31,7 @@ def draw_overview(plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]
     picture, zoom = enlarged(_faded(plan.thumbnail), _LONG_SIDE_PX)
     to_picture = zoom / plan.downsample
     _draw_patches(picture, plan, chosen, to_picture)
+    _draw_aside(picture, plan, to_picture)
     _draw_tissue(picture, plan.tissue)
     draw = ImageDraw.Draw(picture)
     for ring in plan.outlines_l0:
@@ -68,6 +71,18 @@ def _draw_patches(
     picture.paste(layer, mask=layer)
 
 
+def _draw_aside(picture: Image.Image, plan: SlidePlan, to_picture: float) -> None:
+    """Crossed boxes where patches were set aside for their quality."""
+    side = plan.spec.size_px * plan.spec.mpp / plan.mpp * to_picture
+    draw = ImageDraw.Draw(picture)
+    for corner in plan.aside_xy_l0 * to_picture:
+        x, y = (float(v) for v in corner)
+        box = (x, y, x + side - 1, y + side - 1)
+        draw.rectangle(box, outline=_ASIDE)
+        if side >= 6:
+            draw.line(box, fill=_ASIDE)
+
+
 def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
     """The outline of the tissue, two pixels wide."""
     image = Image.fromarray(mask.astype(np.uint8) * 255).resize(picture.size, Image.Resampling.BILINEAR)
@@ -96,6 +111,8 @@ def _draw_legend(page: Image.Image, plan: SlidePlan, um_per_px: float) -> None:
     middle = page.height - _BAND_PX // 2
     x = 12.0
     entries = [(name, colour, "box") for name, colour in _FILL.items()] + [("tissue", _TISSUE, "line")]
+    if len(plan.aside_reason):
+        entries.append((f"set aside: {said_of(plan.aside_reason)}", _ASIDE, "line"))
     if plan.outlines_l0:
         entries.append(("tumor outline", _ANNOTATION, "line"))
     for name, colour, kind in entries:

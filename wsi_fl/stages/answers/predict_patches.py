@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 from wsi_fl.learning.examples import Examples, resized, unlabelled
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.runs import RunFolder
-from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan, plan_slide, read_patches
+from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering
+from wsi_fl.stages.prepare.quality import params_of
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kept import remembered_patches
@@ -122,7 +123,8 @@ def predict_patches(
     """All files of one slide, and its row of the document."""
     watcher.update(record.slide, 0, 1, "finding tissue")
     inputs, reader = predictor.inputs, predictor.pipeline.slides.reader
-    plan = plan_slide(record, inputs.spec, PlanParams(min_tissue=inputs.min_tissue), reader=reader)
+    params = replace(params_of(study, predictor.pipeline), min_tissue=inputs.min_tissue)
+    plan = plan_slide(record, inputs.spec, params, reader=reader)
     heat, aside = heat_of(predictor, plan, watcher)
     if aside:
         plan = replace(plan, xy_l0=np.delete(plan.xy_l0, list(aside), axis=0))

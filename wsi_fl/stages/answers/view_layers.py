@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS, read_annotations
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
+from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.prepare.quality import tissue_of
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.data import open_mosaic, open_store
 from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -28,14 +31,6 @@ from wsi_fl.view.gallery import Overlay
 from wsi_fl.view.layers import Layer, outlines, patches, tissue_rings, values
 
 ATTENTION = "attention"
-
-Aside = list[tuple[int, int, str]]
-"""(x, y) of a patch in level-0 pixels, and why it was set aside."""
-
-
-def set_aside(store: PatchStore, slide: str) -> Aside:
-    """Return the patches of a slide that its store keeps but has set aside; stores do not say so yet."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,7 @@ class SiteLayers:
     """
 
     pipeline: Pipeline
+    tissue: TissueParams
     store: PatchStore | None
     mosaic: FeatureStore | None
 
@@ -59,7 +55,7 @@ class SiteLayers:
         """
         store = open_store(study, site) if study.store(site).exists() else None
         mosaic = open_mosaic(study, site) if study.mosaic(site).exists() else None
-        return SiteLayers(pipeline, store, mosaic)
+        return SiteLayers(pipeline, tissue_of(study, pipeline), store, mosaic)
 
     @property
     def spec(self) -> GridSpec:
@@ -96,7 +92,7 @@ class SiteLayers:
             if len(label):
                 draw = partial(_squares, store.meta.spec, xy_l0, label, store.meta.classes)
                 layers.append(Overlay("kept patches", "patches", draw))
-            if aside := set_aside(store, slide):
+            if len(label) and (aside := read_marked(store.shard(slide), "aside")):
                 reasons, reason = np.unique([why for _, _, why in aside], return_inverse=True)
                 corners = np.array([(x, y) for x, y, _ in aside], np.int64)
                 draw = partial(_squares, store.meta.spec, corners, reason, reasons.tolist())
@@ -114,7 +110,7 @@ class SiteLayers:
     def _tissue(self, record: SlideRecord, slide: Slide) -> Layer:
         """The tissue as `tile` and `predict` find it, which do not ask what the slide is labelled with for that."""
         plain = replace(record, annotation=None, supervision="negative", positive=False)
-        params = PlanParams(min_tissue=self.pipeline.tile.min_tissue)
+        params = PlanParams(min_tissue=self.pipeline.tile.min_tissue, tissue=self.tissue)
         plan = plan_slide(plain, self.spec, params, reader=self.pipeline.slides.reader)
         return outlines(tissue_rings(plan.tissue, plan.downsample))
 

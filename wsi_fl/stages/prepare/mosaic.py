@@ -20,6 +20,7 @@ from wsi_fl.slides.choosing.mosaic import MosaicParams
 from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
+from wsi_fl.stages.prepare.quality import tissue_of
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row, say_tables
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
@@ -134,7 +135,7 @@ def _recipe(settings: Mosaic) -> dict[str, Any]:
 
 def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> Work:
     """How mosaics are made, as the pipeline says."""
-    params = MosaicParams(**_recipe(pipeline.mosaic))
+    params = MosaicParams(**_recipe(pipeline.mosaic), tissue=tissue_of(study, pipeline))
     folder = study.mosaic(site).parent
     return Work(folder, spec_of(pipeline), params, pipeline.slides.reader, threads, encoder)
 

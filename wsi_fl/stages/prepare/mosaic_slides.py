@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode, encode_each
+from wsi_fl.slides.choosing.masks import mask_digest
 from wsi_fl.slides.choosing.mosaic import MosaicParams, MosaicPlan, plan_mosaic
 from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
@@ -218,7 +219,13 @@ def _fingerprint(record: SlideRecord, quickhash: str, mpp: float, work: Work) ->
     size = record.path.stat().st_size if record.path.is_file() else 0
     reader = "" if work.reader == "auto" else work.reader
     params = work.params
-    how = [params.min_tissue, params.clusters, params.fraction, params.seed]
+    how: list[Any] = [params.min_tissue, params.clusters, params.fraction, params.seed]
+    if params.tissue.masks:
+        how.append(mask_digest(Path(params.tissue.masks), record.slide))
+    elif (
+        params.tissue.method != "auto"
+    ):  # which says nothing, so that shards of earlier versions stay current
+        how.append(params.tissue.method)
     return fingerprint(
         record.slide,
         quickhash,

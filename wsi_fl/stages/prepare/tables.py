@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.stages.prepare.quality import Quality, quality_row, say_quality
 from wsi_fl.stages.site.rates import say_speed
 from wsi_fl.stages.work.console import print_by_site, say
 from wsi_fl.stores.columns import Counts
@@ -19,9 +20,21 @@ _NAMED = 20
 
 
 def tile_row(
-    study: Study, site: str, found: Counts, failed: Sequence[SetAside], n_slides: int, seconds: float
+    study: Study,
+    site: str,
+    found: Counts,
+    failed: Sequence[SetAside],
+    seen: Mapping[str, Quality],
+    *,
+    n_slides: int,
+    seconds: float,
 ) -> dict[str, Any]:
-    """Return a site's part of the document of `tile`; `found` holds the patches of each class by split."""
+    """Return a site's part of the document of `tile`.
+
+    Args:
+        found: patches of each class by split.
+        seen: the quality of each slide.
+    """
     counts = {split: {name: int(found[split][k]) for k, name in enumerate(CLASSES)} for split in SPLITS}
     return {
         "site": site,
@@ -32,6 +45,7 @@ def tile_row(
         "tumor": sum(c["tumor"] for c in counts.values()),
         "train": sum(counts["train"].values()),
         "test": sum(counts["test"].values()),
+        **quality_row(seen),
         "store": study.relative(study.store(site)),
         "seconds": seconds,
         "table": counts,
@@ -110,6 +124,7 @@ def print_tile(document: dict[str, Any]) -> None:
     _print_by_site("patches", rows, lines)
     _say_aside(rows, "patch")
     for row in rows:
+        say_quality(row)
         if missing := [name for name in CLASSES if not row[name]]:
             say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
     if idle := [row["site"] for row in rows if not row["train"]]:

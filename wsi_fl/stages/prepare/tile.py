@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
+from wsi_fl.slides.choosing.patches import plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.stages.prepare.quality import params_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, made_of, plan_each
@@ -103,7 +103,9 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     if note := storage_note([one.content for one in written if one.content], pipeline.store.pixels):
         say(f"  {name}: {note}", style="yellow")
     n_slides = len(records) + len(listed.aside)
-    return tile_row(study, name, counts, failed, n_slides, time.perf_counter() - began)
+    seen = {records[one.number].slide: one.quality for one in written if one.quality}
+    write_quality(folder / "quality.csv", seen)
+    return tile_row(study, name, counts, failed, seen, n_slides=n_slides, seconds=time.perf_counter() - began)
 
 
 @contextmanager
@@ -128,14 +130,7 @@ def _plan_all(
     failed: list[SetAside],
 ) -> list[int]:
     """Plan every slide; plans go to `plans`, slides without one to `failed`. Return the numbers of the others."""
-    settings = listed.pipeline.tile
-    params = PlanParams(
-        min_tissue=settings.min_tissue,
-        min_tumor=settings.min_tumor,
-        tumor_groups=settings.tumor_groups or TUMOR_GROUPS,
-        hole_groups=settings.hole_groups or HOLE_GROUPS,
-        ignored_groups=settings.ignored_groups,
-    )
+    params = params_of(listed.study, listed.pipeline)
     n, name = len(records), listed.site.name
     spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
     plan = partial(plan_slide, spec=spec, params=params, reader=reader)

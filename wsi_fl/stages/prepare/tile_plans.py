@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.slides.choosing.masks import mask_digest
 from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
 from wsi_fl.slides.choosing.splits import sample_rows
 from wsi_fl.slides.reading.reader import Reader
@@ -24,7 +25,7 @@ from wsi_fl.system.files import atomic
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord
 
-_MADE = 1
+_MADE = 2
 """How plans are made; with another number none is believed that was kept."""
 _ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
 """Slides whose size and time are those of their one file; others are looked at each time."""
@@ -49,6 +50,7 @@ def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Rea
         [record.supervision, record.positive, record.mpp_override],
         [outlines.suffix, hashlib.sha256(outlines.read_bytes()).hexdigest()] if outlines else [],
         [asdict(spec), asdict(params), reader],
+        mask_digest(Path(params.tissue.masks), record.slide) if params.tissue.masks else "",
     ]
     return hashlib.sha256(json.dumps(said, default=sorted).encode()).hexdigest()
 

@@ -15,11 +15,13 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.patches import SlidePlan
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Reader
+from wsi_fl.stages.prepare.quality import Quality, quality_of_plan
 from wsi_fl.stages.prepare.tile_plans import Plans
 from wsi_fl.stages.prepare.tile_rows import NoStream, Unreadable, native_streams, new_streams, pixel_batches
 from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.contents import SlideSource, quality_of
+from wsi_fl.stores.fields import Marked
 from wsi_fl.stores.shards import (
     ShardMeta,
     content_of,
@@ -63,11 +65,13 @@ class Written:
         number: of the slide in the site's plan.
         content: what its shard holds for pixels; None when it has none.
         reason: why it, or some of its patches, were set aside.
+        quality: how many patches have which fault, and how tissue was found.
     """
 
     number: int
     content: str | None = None
     reason: str | None = None
+    quality: Quality | None = None
 
 
 def write_each(
@@ -96,16 +100,14 @@ def _write(number: int, keep: NDArray[np.bool_], plans: Plans, wanted: Wanted) -
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
         return Written(number, None, reason_of(error))
-    return Written(number, content, partly(unread, int(keep.sum())))
+    return Written(number, content, partly(unread, int(keep.sum())), quality_of_plan(plan))
 
 
 def shard_path(folder: Path, slide: str) -> Path:
     return folder / "slides" / f"{slide}.h5"
 
 
-def _write_slide(
-    plan: SlidePlan, keep: NDArray[np.bool_], wanted: Wanted
-) -> tuple[str, list[tuple[int, int, str]]]:
+def _write_slide(plan: SlidePlan, keep: NDArray[np.bool_], wanted: Wanted) -> tuple[str, Marked]:
     """One shard, unless it is there and current; what `content_of` says of it."""
     record = plan.record
     shard = shard_path(wanted.folder, record.slide)
@@ -118,6 +120,9 @@ def _write_slide(
         plan.quickhash,
         _source(plan, wanted.reader),
         wanted.content,
+        tuple(
+            (x, y, str(why)) for (x, y), why in zip(plan.aside_xy_l0.tolist(), plan.aside_reason, strict=True)
+        ),
     )
     n = int(keep.sum())
     table = PatchTable(

@@ -1,0 +1,398 @@
+"""Faults of patches are found where they were made, sound tissue is kept, and stores say what was set aside."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+
+import artefacts
+import h5py
+import numpy as np
+import pytest
+from conftest import SHARED, refused
+from PIL import Image
+
+from wsi_fl.demo import phantom
+from wsi_fl.slides.choosing.areas import area_mean
+from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
+from wsi_fl.slides.choosing.quality import KINDS, QualityParams, blurred_share, first_reason
+from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, find_tissue, tissue_fraction
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers.view import gallery
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stores.fields import read_marked
+from wsi_fl.study.folder import Study
+from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+
+MPP = 0.5
+SPEC = GridSpec(64, 1.0, 64)
+PATCH_PX = 128
+"""Of level 0."""
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quality") / "archive"
+    return phantom.paint_archive(folder, n_sites=1, patients_per_site=2, size_px=1536)
+
+
+@pytest.fixture(scope="module")
+def painted(archive):
+    """The pixels of painted slides."""
+    pictures = []
+    for path in sorted(archive.rglob("*.tif"))[:4]:
+        with Slide(path) as slide:
+            pictures.append(slide.thumbnail(1536)[0])
+    return pictures
+
+
+@pytest.fixture(scope="module")
+def sound(painted):
+    return painted[0]
+
+
+def real_tissue():
+    """Real tissue at about 0.5 µm per pixel, on glass."""
+    if not (SHARED / "data/centres").exists():
+        pytest.skip("real slides are not here")
+    rng, pictures = np.random.default_rng(0), []
+    with Slide(SHARED / "data/slides/CMU-1-Small-Region.svs") as slide:
+        pictures.append(slide.thumbnail(3000)[0])
+    for path in sorted((SHARED / "data/centres").glob("*.jpeg")):
+        tissue = np.asarray(Image.open(path).convert("RGB").reduce(2))
+        glass = np.clip(rng.normal(artefacts.GLASS, 1.5, (1536, 1536, 3)), 0, 255).astype(np.uint8)
+        glass[256:1280, 256:1280] = tissue
+        pictures.append(glass)
+    return pictures
+
+
+def planned(folder, picture, kinds=(), **params):
+    """The plan of a slide with this picture."""
+    path = folder / "a.tif"
+    phantom.write_pyramid(path, np.ascontiguousarray(picture), MPP, quality=92)
+    record = SlideRecord(path, "a", "p", "C1", "negative", False)
+    return plan_slide(record, SPEC, PlanParams(quality=QualityParams(kinds), **params))
+
+
+def rows(corners):
+    return {(int(x), int(y)) for x, y in corners}
+
+
+def counts(folder, picture, hurt, where, kind):
+    """(found, hurt patches, wrongly found, sound patches) of the patches that the sound picture has."""
+    kept = planned(folder, picture).xy_l0
+    share = area_mean(where, kept.astype(np.float64), PATCH_PX)
+    plan = planned(folder, hurt, (kind,))
+    good, blamed = rows(plan.xy_l0), rows(plan.aside_xy_l0)
+    gone = rows(kept[share >= 0.5]) - good  # set aside, or no tissue any more
+    return len(gone), int((share >= 0.5).sum()), len(blamed & rows(kept[share == 0])), int((share == 0).sum())
+
+
+def of_all(folder, pictures, make, kind):
+    """Recall and false alarms of a fault over pictures."""
+    found = np.zeros(4)
+    for picture in pictures:
+        found += counts(folder, picture, *make(picture), kind)
+    assert found[1] >= 20 and found[3] >= 20
+    return found[0] / found[1], found[2] / found[3]
+
+
+def stroked(seed):
+    return lambda picture: artefacts.stroke(picture.shape[:2], MPP, np.random.default_rng(seed), 220)
+
+
+def middle(picture):
+    height, width = picture.shape[:2]
+    return artefacts.disc((height, width), (0.45 * width, 0.5 * height), 0.3 * min(height, width))
+
+
+def made_with(where, hurt):
+    return lambda picture: (hurt(picture, where(picture)), where(picture))
+
+
+FAULTS = {
+    **{
+        f"{colour} pen": ("pen", made_with(stroked(k), lambda p, w, c=colour: artefacts.inked(p, w, c)))
+        for k, colour in enumerate(artefacts.INKS)
+    },
+    "black": ("black", made_with(stroked(7), artefacts.blackened)),
+    **{
+        f"blur of {sigma} µm": (
+            "blur",
+            made_with(middle, lambda p, w, s=sigma: artefacts.blurred(p, w, s, MPP)),
+        )
+        for sigma in (2, 4, 8)
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_pen_black_and_blur_are_found_on_painted_tissue(painted, tmp_path, fault):
+    kind, make = FAULTS[fault]
+    recall, false = of_all(tmp_path, painted, make, kind)
+    assert recall >= 0.9 and false <= 0.02, (recall, false)
+
+
+@pytest.mark.parametrize("fault", ["black pen", "red pen", "black", "blur of 2 µm", "blur of 8 µm"])
+def test_pen_black_and_blur_are_found_on_real_tissue(tmp_path, fault):
+    kind, make = FAULTS[fault]
+    recall, false = of_all(tmp_path, real_tissue(), make, kind)
+    assert recall >= 0.9 and false <= 0.02, (recall, false)
+
+
+def test_nothing_is_found_on_sound_tissue(sound, tmp_path):
+    plan = planned(tmp_path, sound, tuple(kind for kind in KINDS if kind != "fold"))
+    assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
+    assert len(planned(tmp_path, sound).aside_xy_l0) == 0
+
+
+def test_a_bubble_is_found(sound, tmp_path):
+    centre = (0.45 * sound.shape[1], 0.45 * sound.shape[0])
+    bubble = artefacts.bubbled(sound, centre, 400, MPP)
+    inside = artefacts.disc(sound.shape[:2], centre, 400)
+    found, of, false, _ = counts(tmp_path, sound, bubble, inside, "bubble")
+    assert found >= 0.8 * of > 5 and false == 0
+
+
+def test_a_fold_is_found_where_tissue_is_even(tmp_path):
+    rng = np.random.default_rng(0)
+    even = np.full((1536, 1536, 3), 243.0)
+    even[200:1336, 200:1336] = np.array((205, 150, 190)) + rng.normal(0, 12, (1136, 1136, 1))
+    picture = even.clip(0, 255).astype(np.uint8)
+    where = artefacts.disc(picture.shape[:2], (700, 800), 300)
+    found, of, false, clean = counts(tmp_path, picture, artefacts.folded(picture, where, 40), where, "fold")
+    assert found >= 0.9 * of > 5 and false == 0 < clean
+
+
+def test_the_first_fault_of_a_patch_is_its_reason():
+    found = {
+        "blur": np.array([0.9, 0.9, 0.0, 0.4], np.float32),
+        "pen": np.array([0.9, 0.0, 0.0, 0.05], np.float32),
+    }
+    assert first_reason(found, QualityParams(("blur", "pen"))).tolist() == ["pen", "blur", "", ""]
+
+
+@pytest.mark.parametrize("side", [1, 5, 17, 64])
+def test_patches_of_any_size_have_a_share_of_blur(side):
+    patches = np.random.default_rng(0).integers(90, 200, (3, side, side, 3)).astype(np.uint8)
+    share = blurred_share(patches, 240.0)
+    assert share.shape == (3,) and (share == 0).all()
+    assert (blurred_share(np.full_like(patches, 150), 240.0) == (side >= 4)).all()
+
+
+# pale tissue
+
+
+def pale(picture):
+    """The picture with its saturation divided by three."""
+    hsv = np.asarray(Image.fromarray(picture).convert("HSV")).copy()
+    hsv[..., 1] //= 3
+    return np.asarray(Image.fromarray(hsv, "HSV").convert("RGB"))
+
+
+def immunostained(picture):
+    """Haematoxylin stays, eosin becomes the brown of DAB."""
+    density = -np.log((picture.astype(float) + 1) / 256)
+    blue = density[..., :1] / 0.65
+    brown = np.clip(density[..., 1:2] - 0.704 * blue, 0, None) / 0.95
+    over = blue * np.array([0.65, 0.704, 0.286]) + brown * np.array([0.268, 0.570, 0.776])
+    return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
+
+
+def kept_of(pictures, change, side_px=32, um_per_px=4.0):
+    """Which share of the patches that tissue by saturation keeps on each picture is kept on the changed one."""
+    kept, still = 0, 0
+    for picture in pictures:
+        small = np.asarray(Image.fromarray(picture).reduce(8))
+        height, width = (extent // side_px * side_px for extent in small.shape[:2])
+        y, x = np.mgrid[0:height:side_px, 0:width:side_px]
+        corners = np.stack([x.ravel(), y.ravel()], 1)
+        before = find_tissue(small, um_per_px, TissueParams(method="saturation")).mask
+        after = find_tissue(change(small), um_per_px).mask
+        was, now = (tissue_fraction(mask, corners, side_px, 1.0) >= 0.2 for mask in (before, after))
+        kept, still = kept + was.sum(), still + (was & now).sum()
+    assert kept > 20
+    return still / kept
+
+
+def test_pale_painted_tissue_is_kept(painted):
+    assert kept_of(painted, pale) >= 0.95
+
+
+@pytest.mark.parametrize("change", [pale, immunostained])
+def test_pale_real_tissue_is_kept(change):
+    assert kept_of(real_tissue(), change) >= 0.95
+
+
+def test_ordinary_tissue_is_found_by_saturation_as_ever(sound):
+    small = np.asarray(Image.fromarray(sound).reduce(4))
+    found = find_tissue(small, 2.0)
+    assert found.method == "saturation" and found.gain == 1.0
+    np.testing.assert_array_equal(found.mask, find_tissue(small, 2.0, TissueParams(method="saturation")).mask)
+
+
+def test_what_only_absorbs_light_is_found_by_density_and_its_gain_is_told():
+    rng = np.random.default_rng(0)
+    grey = np.full((300, 400, 3), 240.0)
+    grey[60:240, 80:320] = 225 + rng.normal(0, 8, (180, 240, 1))
+    picture = np.clip(grey + rng.normal(0, 1, grey.shape), 0, 255).astype(np.uint8)
+    found = find_tissue(picture, 8.0)
+    assert found.method == "density" and found.gain == float("inf")
+    assert found.mask[70:230, 90:310].mean() > 0.97 and found.mask[:50].mean() < 0.01
+
+
+def test_a_smooth_shadow_is_no_tissue():
+    shade = np.linspace(244, 215, 400)[None, :, None] * np.ones((300, 1, 3))
+    picture = np.clip(shade + np.random.default_rng(0).normal(0, 1, shade.shape), 0, 255).astype(np.uint8)
+    for method in ("auto", "density", "texture"):
+        with pytest.raises(NoTissueError):
+            find_tissue(picture, 8.0, TissueParams(method=method))
+
+
+# tile
+
+
+SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
+QC = [*SETTINGS, 'tile.qc=["pen","black","blur"]']
+
+
+@pytest.fixture
+def hurt(archive, tmp_path):
+    """A study whose first slide has a blue stroke across, and its record."""
+    copy = tmp_path / "archive"
+    shutil.copytree(archive, copy)
+    path = sorted(copy.rglob("*.tif"))[0]
+    with Slide(path) as slide:
+        picture = slide.thumbnail(1536)[0]
+    phantom.write_pyramid(path, artefacts.inked(picture, stroked(1)(picture), "blue"), MPP)
+    init(tmp_path / "study", archive=copy)
+    return Study(tmp_path / "study"), path.stem
+
+
+def shard(study, slide):
+    return study.root / "stores/C1/slides" / f"{slide}.h5"
+
+
+def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
+    study, slide = hurt
+    row = tile(study, site="C1", overrides=QC)["sites"][0]
+    with h5py.File(shard(study, slide)) as file:
+        aside = read_marked(file, "aside")
+        kept = rows(file["xy_l0"][:])
+    pens = {(x, y) for x, y, why in aside if why == "pen"}
+    assert len(pens) >= 5 and not pens & kept
+    assert row["set_aside"]["pen"] == len(pens)
+    assert row["tissue"]["saturation"]["slides"] >= 1
+    with (study.root / "stores/C1/quality.csv").open(newline="") as file:
+        lines = {line["slide"]: line for line in csv.DictReader(file)}
+    assert int(lines[slide]["pen"]) == len(pens) and int(lines[slide]["good"]) == len(kept)
+    picture = np.asarray(Image.open(study.root / f"stores/C1/overview/{slide}.png").convert("RGB")).astype(
+        int
+    )
+    assert (np.abs(picture - (213, 94, 0)).sum(-1) < 60).sum() > 50
+    first = shard(study, slide).read_bytes()
+    tile(study, site="C1", overrides=QC)
+    assert shard(study, slide).read_bytes() == first
+    layers = {one.name: one for one in gallery(study, site="C1").exhibits[0].overlays}
+    assert "set aside" in layers
+
+
+def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
+    study, slide = hurt
+    tile(study, site="C1", overrides=SETTINGS)
+    plain = shard(study, slide).read_bytes()
+    assert not (study.root / "stores/C1/quality.csv").exists()
+    with h5py.File(shard(study, slide)) as file:
+        assert not [name for name in file if name.startswith("aside")]
+        n = len(file["label"])
+    tile(study, site="C1", overrides=QC)
+    with h5py.File(shard(study, slide)) as file:
+        assert len(file["label"]) < n
+        some = len(file["aside_reason"])
+    tile(study, site="C1", overrides=[*QC, "quality.max_pen=1", "quality.max_blur=1", "quality.max_black=1"])
+    assert shard(study, slide).read_bytes() == plain  # nothing set aside: the very same shard
+    tile(study, site="C1", overrides=[*QC, "quality.max_pen=0.6"])
+    with h5py.File(shard(study, slide)) as file:
+        assert 0 < len(file["aside_reason"]) < some
+
+
+def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
+    study, slide = hurt
+    tile(study, site="C1", overrides=QC)
+    whole = shard(study, slide).read_bytes()
+    with h5py.File(shard(study, slide), "r+") as file:
+        file["aside_xy_l0"][0, 0] += 1
+    tile(study, site="C1", overrides=QC)
+    assert shard(study, slide).read_bytes() == whole
+
+
+def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt):
+    study, _ = hurt
+    overrides = [*SETTINGS, 'tile.qc=["blur"]', "quality.min_sharpness=10"]
+    refused(
+        lambda: tile(study, site="C1", overrides=overrides), "set aside", "blur", "tile.qc", error=WsiFlError
+    )
+
+
+# masks that others made
+
+
+def masked(study, tmp_path, write):
+    folder = tmp_path / "masks"
+    folder.mkdir()
+    for path in sorted((study.root.parent / "archive").rglob("*.tif")):
+        write(folder, path.stem)
+    return [*SETTINGS, f'tissue.masks="{folder}"']
+
+
+def outlined(folder, slide):
+    ring = [[256, 256], [1280, 256], [1280, 1280], [256, 1280], [256, 256]]
+    hole = [[512, 512], [1024, 512], [1024, 1024], [512, 1024], [512, 512]]
+    (folder / f"{slide}.geojson").write_text(
+        json.dumps({"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [ring, hole]}})
+    )
+
+
+def drawn(folder, slide):
+    mask = np.zeros((96, 96), np.uint8)
+    mask[16:80, 16:80] = 255
+    mask[32:64, 32:64] = 0
+    Image.fromarray(mask).save(folder / f"{slide}.png")
+
+
+@pytest.mark.parametrize("write", [outlined, drawn])
+def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
+    study, _ = hurt
+    row = tile(study, site="C1", overrides=masked(study, tmp_path, write))["sites"][0]
+    assert set(row["tissue"]) == {"masks"}
+    with h5py.File(study.root / "stores/C1/patches.h5") as file:
+        corners = file["xy_l0"][:] + PATCH_PX / 2
+    inside = ((corners > 256 - 64) & (corners < 1280 + 64)).all(1)
+    hole = ((corners > 512 + 64) & (corners < 1024 - 64)).all(1)
+    assert inside.all() and not hole.any()
+
+
+def test_a_changed_mask_is_noticed_and_what_is_no_mask_is_named(hurt, tmp_path):
+    study, slide = hurt
+    overrides = masked(study, tmp_path, drawn)
+    tile(study, site="C1", overrides=overrides)
+    first = shard(study, slide).read_bytes()
+    path = tmp_path / "masks" / f"{slide}.png"
+    mask = np.zeros((96, 96), np.uint8)
+    mask[16:48, 16:48] = 255
+    Image.fromarray(mask).save(path)
+    tile(study, site="C1", overrides=overrides)
+    assert shard(study, slide).read_bytes() != first
+    for content, words in ((b"no picture", "not a readable PNG"), (None, "no mask of")):
+        path.unlink()
+        if content:
+            path.write_bytes(content)
+        row = tile(study, site="C1", overrides=overrides)["sites"][0]
+        (reason,) = [one["reason"] for one in row["failed"] if one["slide"] == slide]
+        assert words in reason and "\n" not in reason
+    Image.fromarray(np.zeros((10, 90), np.uint8)).save(path)
+    row = tile(study, site="C1", overrides=overrides)["sites"][0]
+    assert any("not of the slide's shape" in one["reason"] for one in row["failed"])
+    refused(lambda: tile(study, site="C1", overrides=[*SETTINGS, 'tissue.masks="nowhere"']), "no such folder")

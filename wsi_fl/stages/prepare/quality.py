@@ -1,0 +1,129 @@
+"""Tissue and quality: what the pipeline asks of slides, and what `tile` tells of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections import Counter
+from collections.abc import Mapping
+from math import isfinite
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
+from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
+from wsi_fl.slides.choosing.quality import KINDS, QualityParams
+from wsi_fl.slides.choosing.tissue import TissueParams
+from wsi_fl.stages.work.console import say
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import write_text
+from wsi_fl.types import UsageError
+
+
+def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
+    """Return what makes a patch worth keeping, as the pipeline says."""
+    tiling, quality = pipeline.tile, pipeline.quality
+    return PlanParams(
+        min_tissue=tiling.min_tissue,
+        min_tumor=tiling.min_tumor,
+        tissue=tissue_of(study, pipeline),
+        tumor_groups=tiling.tumor_groups or TUMOR_GROUPS,
+        hole_groups=tiling.hole_groups or HOLE_GROUPS,
+        ignored_groups=tiling.ignored_groups,
+        quality=QualityParams(tuple(tiling.qc), **quality.model_dump()),
+    )
+
+
+def tissue_of(study: Study, pipeline: Pipeline) -> TissueParams:
+    """Return how tissue is told from background, as the pipeline says.
+
+    Raises:
+        UsageError: when the folder of masks is not there.
+    """
+    masks = study.resolve(pipeline.tissue.masks) if pipeline.tissue.masks else None
+    if masks is not None and not masks.is_dir():
+        raise UsageError(f"tissue.masks = {pipeline.tissue.masks!r}: no such folder")
+    return TissueParams(method=pipeline.tissue.method, masks=str(masks or ""))
+
+
+class Quality(TypedDict):
+    """Of one slide: patches that are good, patches set aside by fault, how its tissue was found, and its area for each
+    of that by saturation."""
+
+    good: int
+    aside: dict[str, int]
+    tissue_by: str
+    tissue_gain: float
+
+
+def quality_of_plan(plan: SlidePlan) -> Quality:
+    """Return what a plan says of its slide's quality."""
+    kinds, counts = np.unique(plan.aside_reason, return_counts=True)
+    return {
+        "good": len(plan.xy_l0),
+        "aside": dict(zip(kinds.tolist(), counts.tolist(), strict=True)),
+        "tissue_by": plan.tissue_by,
+        "tissue_gain": plan.tissue_gain,
+    }
+
+
+def quality_row(seen: Mapping[str, Quality]) -> dict[str, Any]:
+    """Return what the document of `tile` says of a site.
+
+    It is how many patches were set aside for which fault, and by which method tissue was found on how many slides,
+    with the median of their gains.
+
+    Args:
+        seen: the quality of each slide.
+    """
+    aside: Counter[str] = Counter()
+    gains: dict[str, list[float]] = {}
+    for one in seen.values():
+        aside.update(one["aside"])
+        gains.setdefault(one["tissue_by"], []).append(one["tissue_gain"])
+    median = {name: float(np.median(gain)) for name, gain in sorted(gains.items())}
+    return {
+        "set_aside": dict(sorted(aside.items())),
+        "tissue": {
+            name: {"slides": len(gains[name]), "gain": gain if isfinite(gain) else None}
+            for name, gain in median.items()
+        },
+    }
+
+
+def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
+    """Write a line per slide; no file where nothing was set aside and all tissue was found by saturation."""
+    if not any(one["aside"] or one["tissue_by"] != "saturation" for one in seen.values()):
+        path.unlink(missing_ok=True)
+        return
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["slide", "good", *KINDS, "tissue_by", "tissue_gain"])
+    for slide, one in seen.items():
+        counts = [one["aside"].get(kind, 0) for kind in KINDS]
+        table.writerow([slide, one["good"], *counts, one["tissue_by"], f"{one['tissue_gain']:.3g}"])
+    write_text(path, text.getvalue())
+
+
+def say_quality(row: Mapping[str, Any]) -> None:
+    """Say what patches of a site were set aside for, and where tissue was not found by saturation."""
+    where = Path(row["store"]).parent / "quality.csv"
+    if aside := row["set_aside"]:
+        said = ", ".join(f"{n} {kind}" for kind, n in aside.items())
+        say(
+            f"  {row['site']}: {sum(aside.values())} patches set aside ({said}); by slide: {where}",
+            style="yellow",
+        )
+    for name, one in row["tissue"].items():
+        if name != "saturation":
+            area = (
+                "where saturation finds none"
+                if one["gain"] is None
+                else f"{one['gain']:.2g} × that by saturation"
+            )
+            say(
+                f"  {row['site']}: tissue of {one['slides']} slides by {name}, its area {area}; by slide: {where}"
+            )
