@@ -6,6 +6,7 @@ were chosen on real tissue that was inked, folded and blurred (docs/quality.md).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -58,19 +59,29 @@ class QualityParams:
     min_sharpness: float = 0.35
 
 
-def area_mask(
-    kind: Kind, thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """Return where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble, as bool[h, w].
+def area_masks(
+    kinds: Iterable[Kind], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]
+) -> dict[Kind, NDArray[np.bool_]]:
+    """Return masks bool[h, w] of where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble.
 
     Args:
-        kind: which of these four.
+        kinds: which; blur is no area of the thumbnail and is passed over.
         um_per_px: of the thumbnail.
         tissue: bool[h, w], the thumbnail's tissue; folds are told from its usual density.
     """
-    found = {"pen": _pen, "black": _black, "bubble": _bubbles}
-    mask = _folds(thumbnail, um_per_px, tissue) if kind == "fold" else found[kind](thumbnail, um_per_px)
-    return without_small(mask, max(4, _MIN_SPOT_UM2 / um_per_px**2))
+    seen = colours(thumbnail, _SMOOTH_UM / um_per_px) if {"pen", "black"} & set(kinds) else None
+    least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
+    found: dict[Kind, NDArray[np.bool_]] = {}
+    for kind in kinds:
+        if kind == "pen" and seen is not None:  # and the pixel around it, which is mixed of ink and tissue
+            found[kind] = dilated(without_small(is_ink(seen), least_px), 1.0)
+        elif kind == "black" and seen is not None:
+            found[kind] = without_small(is_black(seen), least_px)
+        elif kind == "fold":
+            found[kind] = without_small(_folds(thumbnail, um_per_px, tissue), least_px)
+        elif kind == "bubble":
+            found[kind] = without_small(_bubbles(thumbnail, um_per_px), least_px)
+    return found
 
 
 def blurred_share(
@@ -103,13 +114,10 @@ def blurred_share(
 
 def shares(look: Look, kinds: tuple[Kind, ...]) -> dict[Kind, NDArray[np.float32]]:
     """Return the share float32[n] of each patch of the grid that is pen, black, fold or bubble, for those asked for."""
-    um_per_px = look.downsample * look.mpp
-
-    def share(kind: Kind) -> NDArray[np.float32]:
-        mask = area_mask(kind, look.thumbnail, um_per_px, look.found.mask)
-        return tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample)
-
-    return {kind: share(kind) for kind in kinds if kind != "blur"}
+    masks = area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found.mask)
+    return {
+        kind: tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample) for kind, mask in masks.items()
+    }
 
 
 def first_reason(found: dict[Kind, NDArray[np.float32]], params: QualityParams) -> NDArray[np.str_]:
@@ -143,21 +151,19 @@ def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _block_means(grey: NDArray[np.float32], side: int) -> NDArray[np.float32]:
-    """Return the means of [b, h, w] over squares of this side; what is left over at the edge is left out."""
-    n, (rows, columns) = len(grey), (extent // side for extent in grey.shape[1:])
-    whole = grey[:, : rows * side, : columns * side].reshape(n, rows, side, columns, side)
-    return np.asarray(whole.mean((2, 4)), np.float32)
+    """Return the means of [b, h, w] over squares of this side; what is left over at the edge is left out.
 
-
-def _pen(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
-    """Ink of markers and the pixel around it, which is mixed of ink and tissue."""
-    seen = colours(thumbnail, _SMOOTH_UM / um_per_px)
-    ink = is_ink(seen)
-    return dilated(without_small(ink, max(4, _MIN_SPOT_UM2 / um_per_px**2)), 1.0)
-
-
-def _black(thumbnail: NDArray[np.uint8], um_per_px: float) -> NDArray[np.bool_]:
-    return is_black(colours(thumbnail, _SMOOTH_UM / um_per_px))
+    By halves, which is several times faster than a sum over axes.
+    """
+    rows, columns = (extent // side * side for extent in grey.shape[1:])
+    out, n = grey[:, :rows, :columns], side
+    while n % 2 == 0:
+        out = out[:, 0::2] + out[:, 1::2]
+        out = out[:, :, 0::2] + out[:, :, 1::2]
+        n //= 2
+    if n > 1:
+        out = out.reshape(len(out), rows // side, n, columns // side, n).sum((2, 4))
+    return np.asarray(out / side**2, np.float32)
 
 
 def _folds(thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]) -> NDArray[np.bool_]:
