@@ -373,6 +373,15 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
     told(lambda: opened(path), words)
 
 
+@pytest.mark.parametrize("said", ["[]", "3", "null", '"x"', "{", '{"a": 1'])
+def test_an_attribute_that_is_other_json_is_damage(study, said):
+    write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train"] * 4)
+    with h5py.File(study.features("S0"), "r+") as file:
+        file.attrs["stains"] = said
+        seal(file, PatchFeatures.rows)
+    told(lambda: PatchFeatures(study.features("S0")), "features.h5: damaged")
+
+
 @pytest.mark.parametrize("column", ["label", "patient", "split", "slide"])
 @pytest.mark.parametrize(
     "cut", [lambda old: old[:-1], lambda old: np.stack([old, old], 1)], ids=["short", "square"]
