@@ -15,7 +15,7 @@ from typing_extensions import Buffer
 ROWS, HEAD = "crc32", "head_crc32"
 """The dataset of the rows' checksums, and the attribute of the checksum of everything else."""
 CHANGED = "not the bytes that were written"
-DAMAGE = (AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+DAMAGE = (IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading a damaged HDF5 file raises."""
 _AT_ONCE = 1 << 16
 

@@ -16,7 +16,14 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, DAMAGE, ROWS, crc_of, seal, sums_of
 from wsi_fl.stores.columns import created
-from wsi_fl.stores.fields import encoded_text, first_line, read_spec, require_sound, spec_attrs
+from wsi_fl.stores.fields import (
+    encoded_text,
+    first_line,
+    json_attribute,
+    read_spec,
+    require_sound,
+    spec_attrs,
+)
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.system.files import atomic
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
@@ -181,9 +188,10 @@ class FeatureStore(StoreFile):
     def _load(self, file: h5py.File) -> None:
         attrs, self._grouped = file.attrs, "cluster" in file
         spec = read_spec(attrs)
-        types = {name: tuple(classes) for name, classes in json.loads(attrs["tumor_types"]).items()}
-        classes = tuple(json.loads(attrs["classes"]))
-        recipe = json.loads(attrs.get("recipe", "{}"))
+        known = json_attribute(attrs, "tumor_types", dict)
+        types = {name: tuple(classes) for name, classes in known.items()}
+        classes = tuple(json_attribute(attrs, "classes", list))
+        recipe = json_attribute(attrs, "recipe", dict) if "recipe" in attrs else {}
         self.meta = FeatureMeta(str(attrs["site"]), classes, types, str(attrs["encoder"]), spec, recipe)
         text = {name: np.asarray(file[name].asstr()[:], np.str_) for name in _TEXTS}
         self.table = BagTable(file["label"][:], **text)

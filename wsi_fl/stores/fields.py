@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import h5py
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
+T = TypeVar("T")
 STORE_FORMAT = "wsi-fl patch store"
 
 
@@ -107,12 +108,30 @@ def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) ->
         )
 
 
+def json_attribute(attrs: Any, name: str, kind: type[T]) -> T:
+    """Return the JSON document of an attribute.
+
+    Raises:
+        KeyError: when there is no such attribute.
+        ValueError: when it is no JSON, or not of that kind.
+    """
+    try:
+        value = json.loads(attrs[name])
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(f"attribute {name} is not JSON") from None
+    if not isinstance(value, kind):
+        raise ValueError(f"attribute {name} is no JSON {'object' if kind is dict else 'list'}")
+    return value
+
+
 def read_meta(file: h5py.File) -> StoreMeta:
     attrs = file.attrs
     spec = read_spec(attrs)
     generator = str(attrs["generator"]) if "generator" in attrs else None
     min_tissue = float(attrs["min_tissue"]) if "min_tissue" in attrs else None
-    return StoreMeta(str(attrs["site"]), tuple(json.loads(attrs["classes"])), spec, generator, min_tissue)
+    return StoreMeta(
+        str(attrs["site"]), tuple(json_attribute(attrs, "classes", list)), spec, generator, min_tissue
+    )
 
 
 def read_table(file: h5py.File, n_classes: int) -> PatchTable:

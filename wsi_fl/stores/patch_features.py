@@ -29,6 +29,7 @@ from wsi_fl.stores.fields import (
     StoreMeta,
     check_format,
     first_line,
+    json_attribute,
     origin_attrs,
     read_meta,
     read_table,
@@ -220,7 +221,9 @@ class PatchFeatures(StoreFile):
         self.table = read_table(file, len(self.meta.classes))
         self.encoder = str(attrs["encoder"])
         self.encoder_head = encoder_head(self.encoder)
-        self.stains = {str(site): str(digest) for site, digest in json.loads(attrs["stains"]).items()}
+        self.stains = {
+            str(site): str(digest) for site, digest in json_attribute(attrs, "stains", dict).items()
+        }
         n, self.n_features = file["features"].shape
         n_train = int((self.table.split == "train").sum())
         if n != len(self.table):
