@@ -31,6 +31,45 @@ def text(given: bytes, rng: random.Random) -> bytes:
     return blob(data, rng) if rng.random() < 0.1 else data
 
 
+def tiff(given: bytes, rng: random.Random) -> bytes:
+    """Return a TIFF in whose directories one to three numbers are others: tags, types, counts, values, offsets."""
+    data = bytearray(given)
+    entries = _entries(given)
+    if not entries:
+        return blob(given, rng)
+    for _ in range(rng.randint(1, 3)):
+        at, wide = rng.choice(entries)
+        field, width = rng.choice(
+            [(0, 2), (2, 2), (4, 8 if wide else 4), *[(12 if wide else 8, 8 if wide else 4)] * 3]
+        )
+        known = int.from_bytes(data[at + field : at + field + width], "little")
+        odd = rng.choice(
+            [0, 1, known + 1, known * 2, known // 2, 1 << 16, 1 << 20, (1 << 31) - 1, 1 << 40, (1 << 64) - 1]
+        )
+        data[at + field : at + field + width] = (odd % (1 << 8 * width)).to_bytes(width, "little")
+        if rng.random() < 0.3 and known + 8 < len(
+            data
+        ):  # what the entry points to: offsets and lengths of tiles
+            data[known : known + 8] = rng.choice([0, 1 << 40, 1 << 31, len(data), 17]).to_bytes(8, "little")
+    return bytes(data)
+
+
+def _entries(data: bytes) -> list[tuple[int, bool]]:
+    """Return where the entries of a little-endian TIFF's directories lie, and whether it is a BigTIFF."""
+    wide = data[2:4] == b"+\x00"
+    size, head, count = (20, 8, 8) if wide else (12, 4, 2)
+    at = int.from_bytes(data[8:16] if wide else data[4:8], "little")
+    found: list[tuple[int, bool]] = []
+    for _ in range(16):
+        if not 0 < at < len(data) - count:
+            break
+        n = int.from_bytes(data[at : at + count], "little")
+        found += [(at + count + k * size, wide) for k in range(min(n, 64))]
+        after = at + count + n * size
+        at = int.from_bytes(data[after : after + head], "little")
+    return [one for one in found if one[0] + size <= len(data)]
+
+
 def _put(said: str, rng: random.Random) -> str:
     at = rng.randint(0, len(said))
     return said[:at] + rng.choice(ODD) + said[at:]

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 from wsi_fl.view.layers import Layer
@@ -143,6 +144,7 @@ class Gallery:
         exhibit = self.exhibits[number]
         assert exhibit.path is not None
         # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
+        vouch_for(exhibit.path, exhibit.mpp_override, "openslide")
         self._open[number] = _Open(Slide(exhibit.path, exhibit.mpp_override, "openslide"))
         return self._open[number]
 

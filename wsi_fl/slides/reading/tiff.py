@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from tifffile import TiffPage
 
 _JPEG, _RGB, _YCBCR = 7, 2, 6
+logging.getLogger("tifffile").addHandler(logging.NullHandler())
+"""What it finds odd in a file is no user's business: OpenSlide judges the file."""
 
 
 @dataclass(frozen=True)

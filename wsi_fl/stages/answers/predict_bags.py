@@ -21,6 +21,7 @@ from wsi_fl.runs import RunFolder
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.pictures.heat import Heat, patch_boxes
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
+from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.trained import Answering, answering
@@ -138,7 +139,9 @@ def predict_bag(
     path = slide_file(study, predictor.site, record) if bag.placed else None
     size_l0 = None
     if path is not None:
-        with Slide(path, record.mpp_override, predictor.pipeline.slides.reader) as slide:
+        reader = predictor.pipeline.slides.reader
+        vouch_for(path, record.mpp_override, reader)
+        with Slide(path, record.mpp_override, reader) as slide:
             write_bytes(folder / "heatmap.png", _picture(predictor, record, slide, bag, answer))
             size_l0 = size_in_l0(meta.spec, slide.mpp)
     _write_patches(folder / "patches.csv", bag, answer, size_l0)

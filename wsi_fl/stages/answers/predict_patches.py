@@ -20,6 +20,7 @@ from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
+from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering
 from wsi_fl.stages.prepare.quality import params_of
@@ -124,6 +125,7 @@ def predict_patches(
     watcher.update(record.slide, 0, 1, "finding tissue")
     inputs, reader = predictor.inputs, predictor.pipeline.slides.reader
     params = replace(params_of(study, predictor.pipeline), min_tissue=inputs.min_tissue)
+    vouch_for(record.path, record.mpp_override, reader)
     plan = plan_slide(record, inputs.spec, params, reader=reader)
     heat, aside = heat_of(predictor, plan, watcher)
     if aside:

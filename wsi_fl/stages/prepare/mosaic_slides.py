@@ -19,6 +19,7 @@ from wsi_fl.slides.choosing.masks import mask_digest
 from wsi_fl.slides.choosing.mosaic import MosaicParams, MosaicPlan, plan_mosaic
 from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
+from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import say
@@ -137,6 +138,7 @@ def _look(work: Work, record: SlideRecord) -> _Looked | Done:
     """Plan a slide's mosaic, unless its shard is there and current."""
 
     def look() -> _Looked | Done:
+        vouch_for(record.path, record.mpp_override, work.reader)
         with Slide(record.path, record.mpp_override, "openslide") as slide:
             quickhash, mpp = slide.quickhash, slide.mpp
         wanted = _fingerprint(record, quickhash, mpp, work)

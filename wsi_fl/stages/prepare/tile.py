@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import plan_slide
+from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.stages.prepare.quality import params_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
@@ -133,7 +134,11 @@ def _plan_all(
     params = params_of(listed.study, listed.pipeline)
     n, name = len(records), listed.site.name
     spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
-    plan = partial(plan_slide, spec=spec, params=params, reader=reader)
+
+    def plan(record: SlideRecord) -> SlidePlan:
+        vouch_for(record.path, record.mpp_override, reader)
+        return plan_slide(record, spec, params, reader=reader)
+
     made = partial(made_of, spec=spec, params=params, reader=reader)
     reasons = job.share(
         range(n),

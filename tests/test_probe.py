@@ -1,0 +1,169 @@
+"""A slide that lies ends a child process, never the command; damaged slides give no wrong pixel."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import refused
+from PIL import Image
+
+from wsi_fl.demo import phantom
+from wsi_fl.slides.reading import probe
+from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.study.folder import Study
+from wsi_fl.types import WsiFlError
+
+OPENSLIDE = """
+import sys, openslide
+openslide.OpenSlide(sys.argv[1]).read_region((0, 0), 0, (64, 64))
+"""
+
+
+def lying(path: Path, *, tile_px=256, n_bytes=None) -> Path:
+    """A BigTIFF of one tile that states its size or its bytes."""
+    picture = io.BytesIO()
+    Image.fromarray(np.full((256, 256, 3), 180, np.uint8)).save(picture, "JPEG")
+    data = picture.getvalue()
+    numbers = [(256, 4, tile_px), (257, 4, tile_px), (259, 3, 7), (262, 3, 6), (277, 3, 3), (284, 3, 1)]
+    numbers += [(322, 4, tile_px), (323, 4, tile_px), (324, 16, 16), (325, 16, n_bytes or len(data))]
+    entries = [struct.pack("<HHQQ", tag, kind, 1, value) for tag, kind, value in numbers]
+    entries.insert(2, struct.pack("<HHQHHHH", 258, 3, 3, 8, 8, 8, 0))
+    head = b"II" + struct.pack("<HHHQ", 43, 8, 0, 16 + len(data))
+    path.write_bytes(head + data + struct.pack("<Q", len(entries)) + b"".join(entries) + bytes(8))
+    return path
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A child of the test's own."""
+    child = probe._Child()
+    monkeypatch.setattr(probe, "_CHILD", child)
+    monkeypatch.setattr(probe, "_FINE", set())
+    yield child
+    child.close()
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("probe") / "archive"
+    return phantom.paint_archive(folder, n_sites=1, patients_per_site=1, size_px=512)
+
+
+LIES = {"bytes": {"n_bytes": 1 << 40}, "pixels": {"tile_px": 1 << 20}}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
+    path = lying(tmp_path / "a.tif", **LIES[lie])
+    bare = subprocess.run([sys.executable, "-c", OPENSLIDE, path], capture_output=True, check=False)
+    assert bare.returncode == -signal.SIGABRT  # what would become of the command
+    refused(lambda: vouch_for(path), "a.tif", "ended the reader (SIGABRT)", "damaged", error=WsiFlError)
+    vouch_for(lying(tmp_path / "b.tif"))
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"), [("bytes", "more than the file"), ("pixels", f"tiles have {1 << 40} pixels")]
+)
+def test_a_lie_is_told_before_it_is_read(tmp_path, lie, words):
+    path = lying(tmp_path / "a.tif", **LIES[lie])
+    side = LIES[lie].get("tile_px", 256)
+    assert words in probe._lie(path, [(side, side)])
+    assert probe._lie(path, []) == "" == probe._lie(lying(tmp_path / "b.tif"), [(256, 256)])
+
+
+def test_one_child_serves_many_slides_and_each_once(archive, tmp_path, fresh):
+    slides = [tmp_path / f"{k}.tif" for k in range(5)]
+    for path in slides:
+        path.write_bytes(next(archive.rglob("*.tif")).read_bytes())
+        vouch_for(path)
+    child = fresh._process
+    for path in slides:
+        vouch_for(path)
+    assert fresh._process is child and len(probe._FINE) == 5
+    lying(tmp_path / "lie.tif", n_bytes=1 << 40)
+    with pytest.raises(WsiFlError):
+        vouch_for(tmp_path / "lie.tif")
+    os.utime(slides[0], (0, 0))  # another file, for all that is known
+    vouch_for(slides[0])
+    assert fresh._process is not child and len(probe._FINE) == 6
+
+
+def test_what_is_merely_wrong_is_for_the_slide_to_say(tmp_path, fresh):
+    (tmp_path / "a.tif").write_bytes(b"no slide")
+    vouch_for(tmp_path / "a.tif")
+    vouch_for(tmp_path / "missing.tif")
+    assert (fresh._process is not None) and fresh._process.poll() is None
+
+
+def test_a_slide_that_takes_too_long_is_set_aside(archive, fresh, monkeypatch, tmp_path):
+    path = next(archive.rglob("*.tif"))
+    monkeypatch.setattr(
+        probe,
+        "_started",
+        lambda: subprocess.Popen(
+            [sys.executable, "-c", "import signal, time; signal.alarm(1); time.sleep(60)"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ),
+    )
+    refused(lambda: vouch_for(path), path.name, "takes more than 60 s", error=WsiFlError)
+
+
+def test_the_child_goes_when_its_parent_is_killed(archive):
+    code = "import sys, time; from pathlib import Path; from wsi_fl.slides.reading import probe\n"
+    code += "probe.vouch_for(Path(sys.argv[1])); print(probe._CHILD._process.pid, flush=True); time.sleep(60)"
+    path = next(archive.rglob("*.tif"))
+    parent = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(200):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("the child lives on")
+
+
+def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, tmp_path):
+    init(tmp_path / "study", archive=archive)
+    study = Study(tmp_path / "study")
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    (folder / "good.tif").write_bytes(next(archive.rglob("*.tif")).read_bytes())
+    lying(folder / "lie.tif", n_bytes=1 << 40)
+    (study.root / "slides.csv").write_text(
+        "slide,patient,site,label\ngood.tif,p,G,normal\nlie.tif,q,G,normal\n"
+    )
+    (study.root / "sites" / "G.toml").write_text(
+        f'name = "G"\nreal = false\nslides = "{folder}/*.tif"\nlayout = "generic"\nlabels = "slides.csv"\n'
+    )
+    settings = ["tile.size_px=32", "tile.mpp=1.0", "tile.balance=false"]
+    row = tile(study, site="G", overrides=settings)["sites"][0]
+    (aside,) = row["failed"]
+    assert aside["slide"] == "lie" and "SIGABRT" in aside["reason"] and row["patches"] > 0
+
+
+def test_damaged_slides_give_no_wrong_pixel(tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "slides_fuzz.py"
+    done = subprocess.run(
+        [sys.executable, script, "--files", "25", "--seed", "7"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"WRONG": 0' in done.stdout and '"refused": 0' not in done.stdout
+    assert done.stderr.split("\n", 1)[1] == ""  # and nothing but the seed is said

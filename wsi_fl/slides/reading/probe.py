@@ -1,0 +1,183 @@
+"""Opening a slide first where it does no harm: a damaged one can end the process that reads it.
+
+OpenSlide aborts where a file says that a tile has 2⁴⁰ bytes, and nobody can catch that. So a child process with little
+memory opens each slide before anybody else does. One child serves many slides; it is started again when a slide has
+ended it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from wsi_fl.types import WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.slides.reading.reader import Reader
+
+SECONDS, BYTES = 60, 2 << 30
+"""What opening a slide may take."""
+_READ_PX = 64
+_MOST_TILE_PX = 1 << 28
+
+
+def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
+    """Open a slide in the child process, and read a little of each level, unless this process has done so before.
+
+    What is merely wrong with a slide is for `Slide` to say.
+
+    Raises:
+        WsiFlError: when that ends the child, takes too long or needs too much memory, or where the file lies about its
+            tiles.
+    """
+    try:
+        status = path.stat()
+    except OSError:
+        return
+    known = (str(path), status.st_size, status.st_mtime_ns)
+    with _LOCK:
+        if known not in _FINE:
+            if reason := _CHILD.asked(path, mpp_override, reader):
+                raise WsiFlError(f"{path.name}: {reason}; the file is damaged")
+            _FINE.add(known)
+
+
+class _Child:
+    """The process that opens slides; nothing runs until the first is asked for."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def asked(self, path: Path, mpp_override: float | None, reader: str) -> str:
+        """Return what is wrong with a slide; "" where nothing is."""
+        process = self._running()
+        assert process.stdin is not None and process.stdout is not None
+        answer = ""
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps([str(path.absolute()), mpp_override, reader]) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        if answer.endswith("\n"):
+            return str(json.loads(answer))
+        code = self._ended()
+        slow = code == -signal.SIGALRM
+        return (
+            f"opening it takes more than {SECONDS} s"
+            if slow
+            else f"opening it ended the reader ({_named(code)})"
+        )
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._owner != os.getpid():  # a forked process has a child of its own
+            self._process, self._owner = _started(), os.getpid()
+        return self._process
+
+    def _ended(self) -> int:
+        """Wait for the end of the child, and forget it; return its exit status."""
+        assert self._process is not None
+        process, self._process = self._process, None
+        for pipe in (process.stdin, process.stdout):
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return process.wait()
+
+    def close(self) -> None:
+        """End the child of this process."""
+        if self._process is not None and self._owner == os.getpid():
+            self._ended()
+
+
+def _started() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "wsi_fl.slides.reading.probe"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+
+
+def _named(code: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"exit status {code}"
+
+
+_CHILD, _LOCK = _Child(), threading.Lock()
+_FINE: set[tuple[str, int, int]] = set()
+atexit.register(_CHILD.close)
+
+
+def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
+    """Open a slide and read the middle of each level, in the child; return what nobody else should try."""
+    from wsi_fl.slides.reading.reader import Slide
+
+    try:
+        with Slide(path, mpp_override, reader) as slide:
+            if lie := _lie(path, slide.openslide_levels()):
+                return lie
+            for downsample in slide.level_downsamples:
+                corner = (slide.size_l0[0] / 2, slide.size_l0[1] / 2)
+                slide.area(corner, downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
+    except MemoryError:
+        return f"opening it needs more than {BYTES / 1e9:.0f} GB"
+    except Exception:  # it will be said by whoever uses the slide
+        return ""
+    return ""
+
+
+def _lie(path: Path, sizes_px: list[tuple[int, int]]) -> str:
+    """Return what a TIFF says of its tiles, in the pictures of these sizes, that cannot be; "" where all can be."""
+    from tifffile import TiffFile, TiffPage
+
+    n_bytes = path.stat().st_size
+    try:
+        with TiffFile(path) as tif:
+            pages = [page for page in tif.pages if isinstance(page, TiffPage)]
+            pages = [page for page in pages if (page.imagewidth, page.imagelength) in sizes_px]
+            most = max((int(max(page.databytecounts, default=0)) for page in pages), default=0)
+            tile_px = max((page.tilewidth * page.tilelength for page in pages if page.is_tiled), default=0)
+    except MemoryError:
+        raise
+    except Exception:  # no TIFF, or one that only OpenSlide understands
+        return ""
+    if most > n_bytes:
+        return f"it says that one of its tiles has {most} bytes, more than the file"
+    if tile_px > _MOST_TILE_PX:
+        return f"it says that its tiles have {tile_px} pixels"
+    return ""
+
+
+def main() -> None:
+    """Answer for a slide per line until the other side is gone; a slide that takes too long ends the process."""
+    import resource
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
+    most = pages * resource.getpagesize() + BYTES
+    with suppress(ValueError, OSError):  # a stricter limit is there already
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    for line in sys.stdin:
+        path, mpp_override, reader = json.loads(line)
+        signal.alarm(SECONDS)
+        said = _opened(Path(path), mpp_override, reader)
+        signal.alarm(0)
+        print(json.dumps(said), flush=True)
+
+
+if __name__ == "__main__":
+    main()
