@@ -77,9 +77,8 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
 )
 def test_a_lie_is_told_before_it_is_read(tmp_path, lie, words):
     path = lying(tmp_path / "a.tif", **LIES[lie])
-    side = LIES[lie].get("tile_px", 256)
-    assert words in probe._lie(path, [(side, side)])
-    assert probe._lie(path, []) == "" == probe._lie(lying(tmp_path / "b.tif"), [(256, 256)])
+    assert words in probe._lie(path, natively=False)
+    assert probe._lie(path, natively=True) == "" == probe._lie(lying(tmp_path / "b.tif"), natively=False)
 
 
 def test_one_child_serves_many_slides_and_each_once(archive, tmp_path, fresh):

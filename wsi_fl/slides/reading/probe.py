@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from wsi_fl.slides.reading.tiff import is_readable
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
@@ -127,11 +128,12 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
 
     try:
         with Slide(path, mpp_override, reader) as slide:
-            if lie := _lie(path, slide.openslide_levels()):
+            if lie := _lie(path, natively=slide.reader == "native"):
                 return lie
+        with Slide(path, mpp_override, "openslide") as slide:
+            x, y = (extent / 2 for extent in slide.size_l0)
             for downsample in slide.level_downsamples:
-                corner = (slide.size_l0[0] / 2, slide.size_l0[1] / 2)
-                slide.area(corner, downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
+                slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
     except MemoryError:
         return f"opening it needs more than {BYTES / 1e9:.0f} GB"
     except Exception:  # it will be said by whoever uses the slide
@@ -139,15 +141,19 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
     return ""
 
 
-def _lie(path: Path, sizes_px: list[tuple[int, int]]) -> str:
-    """Return what a TIFF says of its tiles, in the pictures of these sizes, that cannot be; "" where all can be."""
+def _lie(path: Path, *, natively: bool) -> str:
+    """Return what a TIFF says of its tiles that cannot be; "" where all can be.
+
+    Args:
+        natively: whether JPEG tiles are read by `native`, which looks at each tile's length itself.
+    """
     from tifffile import TiffFile, TiffPage
 
     n_bytes = path.stat().st_size
     try:
         with TiffFile(path) as tif:
             pages = [page for page in tif.pages if isinstance(page, TiffPage)]
-            pages = [page for page in pages if (page.imagewidth, page.imagelength) in sizes_px]
+            pages = [page for page in pages if not (natively and is_readable(page))]
             most = max((int(max(page.databytecounts, default=0)) for page in pages), default=0)
             tile_px = max((page.tilewidth * page.tilelength for page in pages if page.is_tiled), default=0)
     except MemoryError:

@@ -87,12 +87,6 @@ class Slide:
         """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
 
-    def openslide_levels(self) -> list[tuple[int, int]]:
-        """Return (width, height) of the levels whose pixels OpenSlide reads."""
-        sizes = self._handle.level_dimensions
-        native = (None if self._native is None else self._native.level(k) for k in range(len(sizes)))
-        return [size for size, level in zip(sizes, native, strict=True) if level is None]
-
     @cached_property
     def mpp(self) -> float:
         """Micrometres per level-0 pixel: the override, else OpenSlide's number, else the TIFF resolution tags.

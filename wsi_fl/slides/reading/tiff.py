@@ -56,7 +56,9 @@ def tiled_images(path: Path) -> list[TiledImage]:
     found: list[TiledImage] = []
     try:
         with TiffFile(path) as tif:
-            found.extend(_image(page) for page in tif.pages if isinstance(page, TiffPage) and _suits(page))
+            found.extend(
+                _image(page) for page in tif.pages if isinstance(page, TiffPage) and is_readable(page)
+            )
     except Exception:  # whatever a parser stumbles over in a damaged or foreign file: OpenSlide judges it
         return []
     return [image for image in found if len(image.offset) == image.n_columns * image.n_rows]
@@ -75,7 +77,8 @@ def levels_of(
     return levels
 
 
-def _suits(page: TiffPage) -> bool:
+def is_readable(page: TiffPage) -> bool:
+    """Return whether a directory's tiles are 8-bit colour JPEG."""
     return (
         page.is_tiled
         and page.compression == _JPEG
