@@ -314,6 +314,10 @@ def test_run_is_found_by_path_name_and_number(study, monkeypatch):
     for name in ("12", "00012", "00012-proxyfl-p", "runs/00012-proxyfl-p", str(run)):
         assert study.run(name) == run, name
     refused(lambda: study.run("1"), "no run '1'", "00012-proxyfl-p")
+    (study.runs / "00013-proxyfl-p").mkdir()
+    for name in ("13", "00013-proxyfl-p"):
+        refused(lambda: study.run(name), "runs/00013-proxyfl-p", "ended before its run began", "delete it")  # noqa: B023
+    refused(lambda: study.run("14"), "the last are 00012-proxyfl-p")
 
 
 def test_simulated_site_lets_all_go_and_a_real_one_what_it_lists():

@@ -94,7 +94,7 @@ def _killed(command: tuple[str, ...], study: Path, after: float) -> Ended:
 
 def _again(stage: str, study: Path) -> tuple[str, ...]:
     """The command that goes on: a run is resumed, once it is known what it is."""
-    begun = [path for path in (study / "runs").glob("0*") if (path / "manifest.json").exists()]
+    begun = [path for path in (study / "runs").glob("0*") if (path / "config.toml").exists()]
     if not stage.startswith("train") or not begun:
         return STAGES[stage]
     local = ("--backend", "local") if "local" in STAGES[stage] else ()

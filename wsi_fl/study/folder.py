@@ -105,9 +105,13 @@ class Study:
             if (candidate / "config.toml").is_file():
                 return candidate.resolve()
         matches = sorted(self.runs.glob(f"{name.zfill(5)}-*")) if name.isdigit() else []
-        if len(matches) == 1:
-            return matches[0]
-        known = sorted(p.name for p in self.runs.glob("*-*"))[-5:]
+        begun = [path for path in matches if (path / "config.toml").is_file()]
+        if len(begun) == 1:
+            return begun[0]
+        if not begun and (killed := [path for path in (*matches, self.runs / name) if path.is_dir()]):
+            where = self.relative(killed[0])
+            raise UsageError(f"{where}: was ended before its run began; delete it and train again")
+        known = sorted(path.parent.name for path in self.runs.glob("*-*/config.toml"))[-5:]
         raise UsageError(f"no run {name!r}; {'the last are ' + ', '.join(known) if known else 'none yet'}")
 
     def site_names(self) -> list[str]:

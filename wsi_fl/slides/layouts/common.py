@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
+from wsi_fl.slides.reading.sources import is_zarr
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, UsageError
 
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
@@ -98,7 +99,7 @@ def slide_files(sources: Sources) -> list[Path]:
             Path(name)
             for pattern in sources.slides
             for name in glob.glob(pattern, recursive=True)  # noqa: PTH207 absolute patterns
-            if Path(name).is_file()
+            if Path(name).is_file() or is_zarr(Path(name))
         }
     )
     if not files:

@@ -1,4 +1,4 @@
-"""Slides as arrays. The only module that knows OpenSlide.
+"""Slides as arrays. The only module that knows OpenSlide; what OpenSlide does not read, `sources` does.
 
 OpenSlide says what a slide is and is the authority on its pixels. Where a level's own JPEG tiles were found to
 decode to the same pixels, they are read by `native` instead, which takes a fraction of the time.
@@ -21,6 +21,7 @@ from PIL import Image
 from wsi_fl.slides.reading.levels import Levels
 from wsi_fl.slides.reading.native import Box, NativeLevel
 from wsi_fl.slides.reading.pixels import Failures, resampled, rgb
+from wsi_fl.slides.reading.sources import Source, SourceError, is_czi, is_ome, is_zarr, open_source
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
@@ -37,14 +38,14 @@ _UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
 class Slide:
     """A whole-slide image; use it as a context manager. Reads may come from several threads.
 
-    `path` is a slide file, or a folder with the files of one DICOM slide.
+    `path` is a slide file, or a folder: an OME-Zarr, or the files of one DICOM slide.
 
     Attributes:
         path: as given.
         size_l0: (width, height) in level-0 pixels.
         level_downsamples: level-0 pixels per pixel of each level.
         vendor: OpenSlide's name of the format.
-        quickhash: OpenSlide's quickhash-1, or "".
+        quickhash: OpenSlide's quickhash-1, a digest by `sources` where OpenSlide does not read the slide, or "".
 
     Raises:
         WsiFlError: when the file is missing, unreadable or of an unknown format.
@@ -60,16 +61,24 @@ class Slide:
         self.path = path
         self._override = mpp_override
         self._lock = threading.Lock()
-        self._file = _dicom_member(path) if path.is_dir() else path
+        self._file = _dicom_member(path) if path.is_dir() and not is_zarr(path) else path
         self._handle = _open(self._file)
         self.size_l0: tuple[int, int] = self._handle.dimensions
         self.level_downsamples: tuple[float, ...] = self._handle.level_downsamples
         self._levels = Levels(self.level_downsamples)
         self._properties: dict[str, str] = dict(self._handle.properties)
-        self.vendor = self._properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
+        self.vendor = _vendor(self._handle)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
         self._background = _background(self._properties)
-        self._native = None if reader == "openslide" else self._trusted(required=reader == "native")
+        foreign = not isinstance(self._handle, openslide.OpenSlide)
+        if foreign and reader == "native":
+            self._handle.close()
+            raise WsiFlError(
+                f"{path.name}: {self.vendor} has no tiles that are read natively; set slides.reader = auto"
+            )
+        self._native = (
+            None if foreign or reader == "openslide" else self._trusted(required=reader == "native")
+        )
 
     def __enter__(self) -> Slide:
         return self
@@ -277,13 +286,13 @@ class Slide:
         region: Image.Image
         try:
             region = handle.read_region((corner[0], corner[1]), level, size)
-        except openslide.OpenSlideError:
+        except (openslide.OpenSlideError, SourceError):
             # The handle may have died of another thread's region: a handle of its own judges this one.
             with self._lock:
                 own = _open(self._file)
                 try:
                     region = own.read_region((corner[0], corner[1]), level, size)
-                except openslide.OpenSlideError as error:
+                except (openslide.OpenSlideError, SourceError) as error:
                     raise self._unreadable(corner, error) from None
                 finally:
                     # Nobody closes the dead handle: others may be in it, and it goes with its last user.
@@ -297,15 +306,31 @@ class Slide:
         return WsiFlError(f"{where}: {one_line(error)}")
 
 
-def _open(path: Path) -> openslide.OpenSlide:
+def _open(path: Path) -> Source:
+    """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misses its pyramid."""
     if not path.exists():
         raise WsiFlError(f"{path}: no such slide")
+    found: Source | None = None
     try:
-        return openslide.OpenSlide(str(path))
+        if not path.is_dir():
+            found = openslide.OpenSlide(str(path))
     except openslide.OpenSlideUnsupportedFormatError:
-        raise WsiFlError(f"{path.name}: not a slide format that OpenSlide knows") from None
+        found = None
     except openslide.OpenSlideError as error:
+        if is_czi(path) and (found := open_source(path)) is not None:  # OpenSlide reads some
+            return found
         raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
+    if found is not None and not (_vendor(found) == "generic-tiff" and is_ome(path)):
+        return found
+    if found is not None:
+        found.close()
+    if (found := open_source(path)) is None:
+        raise WsiFlError(f"{path.name}: not a slide format that is known here")
+    return found
+
+
+def _vendor(source: Source) -> str:
+    return source.properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown")
 
 
 def _dicom_member(folder: Path) -> Path:

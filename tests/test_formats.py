@@ -1,0 +1,305 @@
+"""Slides that OpenSlide does not read: size, mpp, levels and pixels are their writers'; what is wrong is one line."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from conftest import refused
+from PIL import Image
+
+from wsi_fl.demo import phantom
+from wsi_fl.slides.reading import sources
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.study.folder import Study
+from wsi_fl.types import UsageError, WsiFlError
+
+MPP = 0.5
+PER_CM = 1e4 / MPP
+
+
+@pytest.fixture(scope="module")
+def picture():
+    """uint8[1100, 1300, 3]"""
+    slide = phantom.paint_slide(phantom.plan_slides(1, 1, 1536, 0)[0])
+    return np.ascontiguousarray(slide[:1100, :1300])
+
+
+def halves(picture, n=3):
+    levels = [picture]
+    for _ in range(n - 1):
+        levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
+    return levels
+
+
+def png(folder, picture):
+    path = folder / "a.png"
+    Image.fromarray(picture).save(path, dpi=(25_400 / MPP, 25_400 / MPP))
+    return path
+
+
+def jpeg(folder, picture):
+    path = folder / "a.jpg"
+    Image.fromarray(picture).save(
+        path, quality=95, dpi=(25_400, 25_400)
+    )  # JPEG holds 65 535 dpi at most, and whole ones
+    return path
+
+
+def strips(compression):
+    def write(folder, picture):
+        if compression in {"lzw", "jpeg"}:
+            pytest.importorskip("imagecodecs")
+        path = folder / "a.tif"
+        how = {"photometric": "rgb", "rowsperstrip": 64, "compression": compression}
+        tifffile.imwrite(path, picture, resolution=(PER_CM, PER_CM), resolutionunit="CENTIMETER", **how)
+        return path
+
+    return write
+
+
+def ome_tiff(folder, picture):
+    pytest.importorskip("zarr")
+    pytest.importorskip("imagecodecs")
+    path = folder / "a.ome.tif"
+    levels = halves(picture)
+    said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeXUnit": "µm"}
+    said |= {"PhysicalSizeY": MPP * 1000, "PhysicalSizeYUnit": "nm"}
+    with tifffile.TiffWriter(path, bigtiff=True, ome=True) as tif:
+        how = {"photometric": "rgb", "tile": (256, 256), "compression": "deflate"}
+        tif.write(levels[0], subifds=len(levels) - 1, metadata=said, **how)
+        for level in levels[1:]:
+            tif.write(level, subfiletype=1, **how)
+    return path
+
+
+def ome_zarr(version, axes="cyx"):
+    def write(folder, picture):
+        zarr = pytest.importorskip("zarr")
+        path = folder / "a.zarr"
+        group = zarr.open_group(str(path), mode="w", zarr_format=2 if version == "0.4" else 3)
+        datasets = []
+        for k, level in enumerate(halves(picture)):
+            data = np.moveaxis(level, [0, 1, 2], [axes.index(axis) for axis in "yxc"])
+            chunks = tuple(3 if axis == "c" else 256 for axis in axes)
+            array = group.create_array(str(k), shape=data.shape, chunks=chunks, dtype="uint8")
+            array[...] = data
+            scale = [1.0 if axis == "c" else MPP * 2**k for axis in axes]
+            datasets.append(
+                {"path": str(k), "coordinateTransformations": [{"type": "scale", "scale": scale}]}
+            )
+        units = [
+            {"name": axis, "type": "channel"}
+            if axis == "c"
+            else {"name": axis, "type": "space", "unit": "micrometer"}
+            for axis in axes
+        ]
+        said = {"multiscales": [{"version": version, "axes": units, "datasets": datasets}]}
+        group.attrs.update(said if version == "0.4" else {"ome": {"version": version, **said}})
+        return path
+
+    return write
+
+
+def czi(folder, picture):
+    library = pytest.importorskip("pylibCZIrw.czi")
+    path = folder / "a.czi"
+    with library.create_czi(str(path)) as writer:
+        writer.write(np.ascontiguousarray(picture[..., ::-1]), location=(70, -30))
+        writer.write_metadata("a", scale_x=MPP * 1e-6, scale_y=MPP * 1e-6)
+    return path
+
+
+WRITERS = {
+    "png": png,
+    "jpeg": jpeg,
+    "tiff": strips("none"),
+    "tiff deflate": strips("deflate"),
+    "tiff lzw": strips("lzw"),
+    "ome-tiff": ome_tiff,
+    "ome-zarr 0.4": ome_zarr("0.4"),
+    "ome-zarr 0.5": ome_zarr("0.5"),
+    "ome-zarr yxc": ome_zarr("0.5", "yxc"),
+    "czi": czi,
+}
+LOSSY = {"jpeg": 6.0}
+"""Grey levels on average; the others are exact."""
+
+
+@pytest.fixture(params=WRITERS)
+def written(request, picture, tmp_path):
+    """(format, file, µm per pixel)"""
+    path = WRITERS[request.param](tmp_path, picture)
+    return request.param, path, 1.0 if request.param == "jpeg" else MPP
+
+
+def test_size_mpp_levels_and_pixels_are_the_writers(written, picture):
+    form, path, mpp = written
+    with Slide(path) as slide:
+        assert slide.size_l0 == (1300, 1100)
+        assert slide.mpp == pytest.approx(mpp, rel=1e-3)
+        levels = (1,) if form == "czi" else (1, 2, 4)  # its writer here makes no pyramid
+        assert slide.level_downsamples == pytest.approx(levels, rel=0.01)
+        assert slide.reader == "openslide" and len(slide.quickhash) == 64
+        error = LOSSY.get(form, 0.0)
+        for x, y in ((0, 0), (513, 255), (1000, 800)):
+            seen = slide.read((x, y), 200, mpp).astype(int)
+            assert np.abs(seen - picture[y : y + 200, x : x + 200]).mean() <= error
+        beyond = slide.read((1250, 1050), 100, mpp)
+        assert (beyond[60:, 60:] == 255).all()
+        assert np.abs(beyond[:50, :50].astype(int) - picture[1050:1100, 1250:1300]).mean() <= error
+        small, step = slide.thumbnail(325)
+        mean = np.asarray(Image.fromarray(picture).resize((325, 275), Image.Resampling.BOX)).astype(int)
+        assert step == 4.0 and np.abs(small - mean).mean() <= error + 1.5
+
+
+def test_tile_cuts_the_same_patches_from_each_format(written, picture, tmp_path):
+    form, path, mpp = written
+    study = Study(tmp_path / "study")
+    init(study.root)
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    shutil.move(path, slides / path.name)
+    name = path.name.split(".")[0]
+    (study.root / "slides.csv").write_text(f"slide,patient,site,label\n{path.name},p,G,normal\n")
+    (study.root / "sites" / "G.toml").write_text(
+        f'name = "G"\nreal = false\nslides = "{slides}/*"\nlayout = "generic"\nlabels = "slides.csv"\n'
+    )
+    settings = ["tile.size_px=64", f"tile.mpp={mpp}", "tile.balance=false", "tile.test_fraction=0"]
+    row = tile(study, site="G", overrides=settings)["sites"][0]
+    assert row["patches"] > 20 and not row["failed"], row["failed"]
+    import h5py
+
+    shard = next((study.root / "stores/G/slides").glob(f"{name}*.h5"))
+    with h5py.File(shard) as file:
+        for (x, y), patch in zip(file["xy_l0"][:20].tolist(), file["pixels"][:20], strict=True):
+            if x + 64 <= 1300 and y + 64 <= 1100:
+                difference = np.abs(patch.astype(int) - picture[y : y + 64, x : x + 64]).mean()
+                assert difference <= LOSSY.get(form, 0.0)
+
+
+def test_what_a_file_is_its_content_says(picture, tmp_path):
+    path = png(tmp_path, picture).rename(tmp_path / "a.svs")
+    with Slide(path) as slide:
+        assert slide.vendor == "plain picture" and slide.size_l0 == (1300, 1100)
+    (tmp_path / "b.png").write_text("no picture")
+    refused(
+        lambda: Slide(tmp_path / "b.png"), "b.png", "not a slide format that is known here", error=WsiFlError
+    )
+    refused(lambda: Slide(path, reader="native"), "plain picture", "slides.reader = auto", error=WsiFlError)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_cut_file_is_one_line_and_no_wrong_pixel(written, picture, share):
+    form, path, _ = written
+    if path.is_dir():
+        pytest.skip("a folder")
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+    try:
+        with Slide(path, MPP) as slide:
+            seen = slide.read((1000, 850), 200, MPP).astype(int)
+    except WsiFlError as error:
+        assert path.name in str(error) and "\n" not in str(error)
+    else:
+        assert share == 0.9  # the part that was lost lies elsewhere
+        assert np.abs(seen - picture[850:1050, 1000:1200]).mean() <= LOSSY.get(form, 0.0)
+
+
+def test_a_zarr_without_a_chunk_or_without_scales_is_told(picture, tmp_path):
+    path = ome_zarr("0.5")(tmp_path, picture)
+    chunk = max(one for one in (path / "0").rglob("*") if one.is_file() and one.name != "zarr.json")
+    chunk.write_bytes(b"\x00" * 10)
+
+    def read():
+        with Slide(path) as slide:
+            slide.thumbnail(1300)
+
+    refused(lambda: read_all(path), "a.zarr", "cannot be read", error=WsiFlError)
+    (path / "zarr.json").write_text('{"zarr_format": 3, "node_type": "group", "attributes": {}}')
+    refused(lambda: Slide(path), "without multiscales", error=WsiFlError)
+
+
+def read_all(path):
+    with Slide(path) as slide:
+        for y in range(0, 1100, 100):
+            for x in range(0, 1300, 100):
+                slide.read((x, y), 100, MPP)
+
+
+@pytest.mark.parametrize(
+    ("form", "module", "extra"),
+    [
+        ("ome-tiff", "imagecodecs", "formats"),
+        ("ome-zarr 0.5", "zarr", "formats"),
+        ("czi", "pylibCZIrw.czi", "czi"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    monkeypatch, picture, tmp_path, form, module, extra
+):
+    path = WRITERS[form](tmp_path, picture)
+    without(monkeypatch, module)
+    refused(lambda: Slide(path), path.name, f"pip install 'wsi-fl[{extra}]'", error=UsageError)
+
+
+def without(monkeypatch, module):
+    def missing(name):
+        if name == module:
+            raise ImportError(name)
+        return builtins.__import__(name, fromlist=["x"])
+
+    monkeypatch.setattr(sources, "import_module", missing)
+
+
+def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
+    """By a stand-in: there is no writer of iSyntax."""
+
+    class ISyntax:
+        level_dimensions = ((1300, 1100), (650, 550), (325, 275))
+        mpp_x = mpp_y = MPP
+
+        @staticmethod
+        def open(path):
+            return ISyntax()
+
+        def read_region(self, x, y, width, height, level):
+            alpha = np.full((height, width, 1), 255, np.uint8)
+            return np.concatenate([halves(picture)[level][y : y + height, x : x + width], alpha], 2)
+
+        def close(self):
+            pass
+
+    path = tmp_path / "a.isyntax"
+    path.write_bytes(b'<?xml version="1.0"?>\n<DataObject ObjectType="DPUfsImport">\n')
+    without(monkeypatch, "isyntax")
+    refused(lambda: Slide(path), "a.isyntax", "wsi-fl[isyntax]", error=UsageError)
+    monkeypatch.setattr(sources, "import_module", lambda name: type("module", (), {"ISyntax": ISyntax}))
+    with Slide(path) as slide:
+        assert (slide.size_l0, slide.mpp, slide.vendor) == ((1300, 1100), MPP, "philips isyntax")
+        np.testing.assert_array_equal(slide.read((400, 300), 128, MPP), picture[300:428, 400:528])
+
+
+def test_a_part_of_a_dicom_concatenation_is_named_as_what_it_is(tmp_path):
+    path = tmp_path / "a.dcm"
+    path.write_bytes(bytes(128) + b"DICM" + bytes(40) + b"\x20\x00\x62\x91UI\x04\x001.2\0" + bytes(100))
+    refused(lambda: Slide(path), "a.dcm", "DICOM concatenation", error=WsiFlError)
+
+
+def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path):
+    monkeypatch.setattr(sources, "MOST_PLAIN_PX", 1 << 20)
+    for path in (png(tmp_path, picture), strips("none")(tmp_path, picture)):
+        refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid", error=WsiFlError)  # noqa: B023
+
+
+def test_pixels_that_are_no_colours_are_refused(tmp_path):
+    path = tmp_path / "a.tif"
+    tifffile.imwrite(path, np.zeros((600, 600), np.uint16))
+    refused(lambda: Slide(path), "a.tif", "8-bit", error=WsiFlError)
+    assert Path(path).exists()
