@@ -41,7 +41,8 @@ def spend(study, plan, rounds=2):
     folder = study.runs / RUN
     write_json(folder / "manifest.json", {"id": "a" * 32})
     (folder / "sites" / "S0").mkdir(parents=True)
-    lines = [{"round": number, "bytes": 1000 + number} for number in range(1, rounds + 1)]
+    cost = {"seconds": 0.5, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
+    lines = [{"round": number, "bytes": 1000 + number, **cost} for number in range(1, rounds + 1)]
     (folder / "sites" / "S0" / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
     own = {"auroc": 0.51, "interval": [0.45, 0.57]}
     model = {"model": "proxy", "membership": {"own": own}, "canaries": {"epsilon_lower": 0.2}}
