@@ -29,6 +29,7 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
+from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
 QUICK = ["train.rounds=2", "train.lr=0.002", "evaluate.bootstrap=0"]
@@ -285,7 +286,7 @@ def test_where_a_run_has_no_merged_test_set_all_are_measured_on_their_own_part(s
     shutil.copytree(study.root, tmp_path / "study")
     study = type(study)(tmp_path / "study")
     path = study.runs / "00002-fedavg-small" / "evaluation.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"merged": None}))
+    write_sealed(path, json.loads(path.read_text()) | {"merged": None})
     own = compare(study, ["1-6"])
     assert own["on"] == "own"
     assert any("own site's test part" in note for note in own["notes"])
@@ -300,10 +301,10 @@ def test_a_lost_site_is_left_out_of_both_sides_of_a_pair(series, tmp_path):
     study = type(study)(tmp_path / "study")
     name = "00002-fedavg-small"
     whole = evaluation(study, name)
-    (study.runs / name / "evaluation.json").write_text(json.dumps(whole | {"sites": whole["sites"][1:]}))
+    write_sealed(study.runs / name / "evaluation.json", whole | {"sites": whole["sites"][1:]})
     summary = json.loads((study.runs / name / "summary.json").read_text())
     summary |= {"lost": ["S0"], "sites": summary["sites"][1:]}
-    (study.runs / name / "summary.json").write_text(json.dumps(summary))
+    write_sealed(study.runs / name / "summary.json", summary)
     later = (study.runs / name / "summary.json").stat().st_mtime + 1
     os.utime(study.runs / name / "evaluation.json", (later, later))
     found = compare(study, ["1-6"])
@@ -327,7 +328,7 @@ def test_a_run_that_went_on_after_its_evaluation_is_evaluated_again(series, tmp_
     study = type(study)(tmp_path / "study")
     folder = study.runs / "00002-fedavg-small"
     early = json.loads((folder / "evaluation.json").read_text())
-    (folder / "evaluation.json").write_text(json.dumps(early | {"sites": early["sites"][:1]}))
+    write_sealed(folder / "evaluation.json", early | {"sites": early["sites"][:1]})
     later = (folder / "evaluation.json").stat().st_mtime + 1
     os.utime(folder / "summary.json", (later, later))
     assert row_of(compare(study, ["1-6"]), "fedavg")["accuracy"] == row_of(document, "fedavg")["accuracy"]

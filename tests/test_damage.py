@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import struct
 
 import h5py
 import numpy as np
@@ -15,13 +16,14 @@ from conftest import make_study, refused
 from safetensors.torch import save_file
 
 from wsi_fl.demo import phantom
-from wsi_fl.runs import SiteFolder
+from wsi_fl.runs import RunFolder, SiteFolder
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
+from wsi_fl.stores import hdf5
 from wsi_fl.stores.checksums import HEAD, ROWS
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, write_mosaic
@@ -489,3 +491,49 @@ def test_a_generators_document_knows_its_content(tmp_path):
     assert folder.document() == document
     path.write_text("[]")
     refused(folder.document, "gan.json: damaged", error=WsiFlError)
+
+
+def test_a_runs_answers_know_their_content(tmp_path):
+    run = RunFolder(tmp_path / "00001-proxyfl-small")
+    summary = {"run": "r", "method": "m", "seconds": 1.5, "sites": [], "lost": [], "communication": {}}
+    evaluation = {"run": "r", "sites": [], "merged": {"accuracy": 0.75}}
+    run.write_summary(summary)
+    run.write_evaluation(evaluation)
+    assert (run.summary(), run.evaluation()) == (summary, evaluation)
+    for name, old, new, read, advice in (
+        ("summary", '"seconds"', '"sEconds"', run.summary, "train --resume 00001-proxyfl-small"),
+        ("evaluation", "0.75", "0.95", run.evaluation, "evaluate --run 00001-proxyfl-small"),
+    ):
+        path = run.path / f"{name}.json"
+        path.write_text(path.read_text().replace(old, new))
+        refused(read, f"{name}.json: damaged", advice, error=WsiFlError)
+    (run.path / "summary.json").write_text(json.dumps(summary))
+    assert run.summary() == summary, "earlier versions kept no digest"
+
+
+def test_a_header_of_a_store_that_changed_is_refused_by_hdf5_itself(tmp_path):
+    path = tmp_path / "one.h5"
+    with hdf5.created(path, 100) as file:
+        file["label"] = np.arange(3)
+        file.attrs["site"] = "C1"
+    whole = path.read_bytes()
+    at = whole.index(b"site")
+    path.write_bytes(whole[:at] + b"S" + whole[at + 1 :])
+    with pytest.raises((OSError, KeyError, RuntimeError)), hdf5.opened(path) as file:
+        dict(file.attrs)
+
+
+@pytest.mark.parametrize("size", [0, 1 << 62, (1 << 64) - 16, (1 << 64) - 24])
+def test_a_heap_that_hdf5_would_read_for_ever_is_refused(tmp_path, size):
+    path = tmp_path / "one.h5"
+    with hdf5.created(path, 100) as file:
+        file.attrs["site"] = "C1"
+    with hdf5.opened(path) as file:
+        assert file.attrs["site"] == "C1"
+    whole = path.read_bytes()
+    free = (
+        whole.index(b"GCOL") + 16 + 16 + 8 + 8
+    )  # the heap's head, the text's head and its 8 bytes, to the free room
+    path.write_bytes(whole[:free] + struct.pack("<Q", size) + whole[free + 8 :])
+    with pytest.raises(OSError, match="heap of its text is damaged"):
+        hdf5.opened(path)

@@ -37,12 +37,12 @@ def test_a_deeply_nested_json_file_is_refused_by_its_name(tmp_path):
 
 def test_a_deeply_nested_line_is_damaged_and_as_the_last_one_unfinished(tmp_path):
     path = tmp_path / "lines.jsonl"
-    path.write_text(f"1\n{NESTED}\n2\n")
+    path.write_text(f"{{}}\n{NESTED}\n{{}}\n")
     refused(lambda: read_lines(path), "lines.jsonl", "line 2 is damaged", error=WsiFlError)
-    path.write_text(f"1\n{NESTED}")
-    assert read_lines_from(path, 0) == ([1], 2)
-    append_line(path, 3)
-    assert read_lines(path) == [1, 3]
+    path.write_text(f"{{}}\n{NESTED}")
+    assert read_lines_from(path, 0) == ([{}], 3)
+    append_line(path, {"a": 3})
+    assert read_lines(path) == [{}, {"a": 3}]
 
 
 @pytest.mark.parametrize("text", [f"x = {NESTED}", "x = " + "{a = " * DEEP + "1" + "}" * DEEP])

@@ -111,7 +111,11 @@ def test_a_slide_that_takes_too_long_is_set_aside(archive, fresh, monkeypatch, t
         probe,
         "_started",
         lambda: subprocess.Popen(
-            [sys.executable, "-c", "import signal, time; signal.alarm(1); time.sleep(60)"],
+            [
+                sys.executable,
+                "-c",
+                "import signal, time; print('ready', flush=True); signal.alarm(1); time.sleep(60)",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -120,6 +120,8 @@ def tile_document(n_sites: int, n_failed: int = 0) -> dict:
             "train": 7,
             "table": table,
             "store": "s",
+            "set_aside": {},
+            "tissue": {},
         }
         for k in range(n_sites)
     ]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.system.files import append_line, read_json, read_lines, remove_leftovers, write_json, write_text
+from wsi_fl.system.files import (
+    append_line,
+    read_json,
+    read_lines,
+    read_sealed,
+    remove_leftovers,
+    write_json,
+    write_sealed,
+    write_text,
+)
 from wsi_fl.system.locks import alone
 from wsi_fl.system.tensors import load_tensors, load_weights, save_tensors
 from wsi_fl.types import UsageError, WsiFlError
@@ -37,6 +46,8 @@ _ROUND = {
     "bytes": int,
     "communication_seconds": int | float,
 }
+_SUMMARY = ("run", "method", "seconds", "sites", "lost", "communication")
+_EVALUATION = ("run", "sites", "merged")
 _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int | float}
 """What the lines of a run's files have."""
 """The last round, and the one before for peers that had not finished theirs."""
@@ -120,12 +131,30 @@ class RunFolder:
             )
 
     def summary(self) -> dict[str, Any] | None:
-        """The document of a finished run."""
-        return _optional(self.path / "summary.json")
+        """Return the document of a finished run; None where it has not finished.
+
+        Raises:
+            WsiFlError: when it is damaged.
+        """
+        advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
+        return _sealed(self.path / "summary.json", _SUMMARY, advice)
+
+    def write_summary(self, document: Mapping[str, Any]) -> None:
+        """Write the document that says that the run has finished."""
+        write_sealed(self.path / "summary.json", document)
 
     def evaluation(self) -> dict[str, Any] | None:
-        """Return the document of `evaluate`; None where the run was not evaluated."""
-        return _optional(self.path / "evaluation.json")
+        """Return the document of `evaluate`; None where the run was not evaluated.
+
+        Raises:
+            WsiFlError: when it is damaged.
+        """
+        advice = f"run `wsi-fl evaluate --run {self.path.name}` again"
+        return _sealed(self.path / "evaluation.json", _EVALUATION, advice)
+
+    def write_evaluation(self, document: Mapping[str, Any]) -> None:
+        """Write the document of `evaluate`."""
+        write_sealed(self.path / "evaluation.json", document)
 
     @property
     def roster_path(self) -> Path:
@@ -379,6 +408,10 @@ def hold_alone(folder: Path) -> Iterator[None]:
 
 def _optional(path: Path) -> dict[str, Any] | None:
     return dict(read_json(path)) if path.exists() else None
+
+
+def _sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
+    return read_sealed(path, keys, advice) if path.exists() else None
 
 
 def _now() -> str:

@@ -19,16 +19,12 @@ from wsi_fl.stores.fields import (
     spec_attrs,
     write_root,
 )
-from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.files import atomic, reserve
+from wsi_fl.stores.hdf5 import SLIDE_BYTES, created, opened
+from wsi_fl.system.files import atomic
 from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
 
-SLIDE_BYTES = 1 << 14
-"""Room for a slide's attributes, link and group."""
 ROW_BYTES = 256
 """Room for a patch's columns and its place in the index of chunks."""
-_ALIGNED_BYTES = 1 << 14
-"""Whatever takes as much lies where it can be written directly."""
 _NUMBERS = ("xy_l0", "label", "tumor_fraction")
 _TEXTS = ("slide", "patient", "split")
 
@@ -91,14 +87,8 @@ def table_bytes(table: PatchTable) -> int:
     return len(table) * (text + ROW_BYTES) + len(np.unique(table.slide)) * SLIDE_BYTES
 
 
-def created(path: Path, n_bytes: int) -> h5py.File:
-    """A new HDF5 file on a disk that can hold it."""
-    reserve(path, n_bytes + SLIDE_BYTES)
-    return h5py.File(path, "w", alignment_threshold=_ALIGNED_BYTES, alignment_interval=ALIGNMENT)
-
-
 def _head(path: Path, spec: GridSpec) -> _Head:
-    with h5py.File(path, "r") as file:
+    with opened(path) as file:
         check_format(file, SHARD_FORMAT, path)
         if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
             raise WsiFlError(f"{path}: tiled on another grid than its store; tile the site again")
@@ -110,7 +100,7 @@ def _head(path: Path, spec: GridSpec) -> _Head:
 
 def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> str:
     """One shard's rows; returns its slide."""
-    with h5py.File(shard, "r") as source:
+    with opened(shard) as source:
         for name in _NUMBERS:
             file[name][rows] = source[name][:]
         for name in _TEXTS:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, DAMAGE, ROWS, crc_of, seal, sums_of
-from wsi_fl.stores.columns import created
 from wsi_fl.stores.fields import (
     encoded_text,
     first_line,
@@ -25,6 +24,7 @@ from wsi_fl.stores.fields import (
     spec_attrs,
 )
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.stores.hdf5 import created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 

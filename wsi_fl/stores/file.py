@@ -9,6 +9,7 @@ import h5py
 
 from wsi_fl.stores.checksums import DAMAGE, HEAD, check_seal
 from wsi_fl.stores.fields import check_format, first_line, too_large
+from wsi_fl.stores.hdf5 import opened
 from wsi_fl.types import WsiFlError
 
 
@@ -36,7 +37,7 @@ class StoreFile:
         if not path.exists():
             raise WsiFlError(f"{path}: no such store; make it with `wsi-fl {self.command}`")
         try:
-            self._file = h5py.File(path, "r")
+            self._file = opened(path)
         except OSError as error:
             raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)}); {self.mend}") from None
         try:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.stores.fields import too_large
+from wsi_fl.stores.hdf5 import opened
 from wsi_fl.system.memory import free_bytes
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -130,7 +131,7 @@ def _refuse_too_large(path: Path, n_bytes: int) -> None:
 
 
 def _from_hdf5(path: Path) -> dict[str, Any]:
-    with h5py.File(path, "r") as file:
+    with opened(path) as file:
         arrays = {name: node for name, node in file.items() if isinstance(node, h5py.Dataset)}
         wanted = {name: node for name, node in arrays.items() if name.startswith(("x", "y"))}
         _refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in wanted.values()))

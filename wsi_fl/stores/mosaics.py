@@ -13,10 +13,10 @@ import numpy as np
 
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, ROWS, seal, sums_of
-from wsi_fl.stores.columns import created
 from wsi_fl.stores.features import BAG, Bag
 from wsi_fl.stores.fields import Marked, marked_columns, read_marked, read_spec, spec_attrs
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.stores.hdf5 import created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, WsiFlError
 

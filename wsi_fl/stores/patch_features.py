@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from wsi_fl.stores.checksums import (
     seal,
     sums_of,
 )
-from wsi_fl.stores.columns import created, table_bytes, write_table
+from wsi_fl.stores.columns import table_bytes, write_table
 from wsi_fl.stores.fields import (
     StoreMeta,
     check_format,
@@ -36,6 +36,7 @@ from wsi_fl.stores.fields import (
     spec_attrs,
 )
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.stores.hdf5 import created, opened
 from wsi_fl.system.files import atomic
 from wsi_fl.types import PatchTable, WsiFlError, encoder_head
 
@@ -76,6 +77,7 @@ def write_shard(path: Path, fingerprint: str, features: Features, variants: Mapp
         file.attrs["fingerprint"] = fingerprint
         file["features"] = features
         file[ROWS] = crc_of_rows(features)
+        _variant_groups(file, variants)
         for site, values in variants.items():
             file[f"variants/{site}"] = values
             file[f"{_VARIANTS}/{site}"] = crc_of_rows(values)
@@ -113,7 +115,7 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
     """Writes `features.h5` from the shards of all slides, in the table's order; holds one slide's at a time."""
     others = sorted(set(meta.stains) - {meta.store.site})
     n, n_train = len(table), int((table.split == "train").sum())
-    with h5py.File(shards[0], "r") as first:
+    with opened(shards[0]) as first:
         d = int(first["features"].shape[1])
     n_bytes = (n + n_train * len(others)) * d * 4 + table_bytes(table)
     with atomic(path) as temporary, created(temporary, n_bytes) as file:
@@ -129,6 +131,7 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
         write_table(file, table)
         seal(file)
         whole = _column(file, "features", ROWS, n, d)
+        _variant_groups(file, others)
         variants = {one: _column(file, f"variants/{one}", f"{_VARIANTS}/{one}", n_train, d) for one in others}
         row = train_row = 0
         for features, of_site in _read_shards(shards):
@@ -144,7 +147,7 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
 
 def _read_whole(path: Path) -> tuple[str, bool]:
     """A shard's fingerprint, and whether it has checksums, after all of it was read."""
-    with h5py.File(path, "r") as file:
+    with opened(path) as file:
         check_format(file, SHARD_FORMAT, path, FEATURES_VERSION)
         check_seal(file, _FEATURES)
         _read_shard(file)
@@ -167,10 +170,16 @@ def _column(file: h5py.File, name: str, sums: str, n: int, d: int) -> _Column:
     return _Column(file.create_dataset(name, (n, d), np.float32), file.create_dataset(sums, (n,), np.uint32))
 
 
+def _variant_groups(file: h5py.File, others: Collection[str]) -> None:
+    """Make the groups of the variants by name: those that HDF5 makes by itself hold the time, and differ each time."""
+    for name in ("variants", _VARIANTS) if others else ():
+        file.create_group(name)
+
+
 def _read_shards(shards: Sequence[Path]) -> Iterator[tuple[Features, dict[str, Features]]]:
     for path in shards:
         try:
-            with h5py.File(path, "r") as file:
+            with opened(path) as file:
                 yield _read_shard(file)
         except DAMAGE as error:
             site = path.absolute().parents[1].name

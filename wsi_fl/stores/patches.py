@@ -33,6 +33,7 @@ from wsi_fl.stores.fields import (
     too_large,
 )
 from wsi_fl.stores.file import StoreFile
+from wsi_fl.stores.hdf5 import opened
 from wsi_fl.system.memory import Recycled
 from wsi_fl.types import WsiFlError
 
@@ -159,7 +160,7 @@ class PatchStore(StoreFile):
         """By the link's own path: HDF5 would go on to look in the current folder, where another site's may lie."""
         link = self._file["slides"].get(slide, getlink=True)
         if isinstance(link, h5py.ExternalLink):
-            return h5py.File(self.path.parent / link.filename, "r")["/"]
+            return opened(self.path.parent / link.filename)["/"]
         return self._file["slides"][slide]
 
     def _check_columns(self, slide: str, group: h5py.Group, patches: Rows) -> None:

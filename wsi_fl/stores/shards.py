@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import DAMAGE, ROWS, check_seal, crc_of, seal
-from wsi_fl.stores.columns import ROW_BYTES, created, link_shards, table_bytes, write_table
+from wsi_fl.stores.columns import ROW_BYTES, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
@@ -35,6 +35,7 @@ from wsi_fl.stores.fields import (
     spec_attrs,
     write_root,
 )
+from wsi_fl.stores.hdf5 import created, opened
 from wsi_fl.stores.patches import PatchStore, damaged_rows
 from wsi_fl.system.bulk import BulkFile, pile_in
 from wsi_fl.system.files import atomic
@@ -89,7 +90,7 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
     if not path.exists():
         return ""
     try:
-        with h5py.File(path, "r") as file:
+        with opened(path) as file:
             check_format(file, SHARD_FORMAT, path)
             check_seal(file, PIXELS)
             if file.attrs["fingerprint"] != fingerprint(meta, table):
@@ -131,7 +132,7 @@ def _patients(shard: h5py.File, n: int) -> NDArray[np.str_]:
 
 def content_of(path: Path) -> tuple[str, Marked]:
     """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
-    with h5py.File(path, "r") as file:
+    with opened(path) as file:
         return str(file.attrs.get("content", "raw")), read_marked(file, "unread")
 
 

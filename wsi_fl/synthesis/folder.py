@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.synthesis.state import TrainingState
-from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.system.files import append_line, read_json, read_lines, read_sealed, write_sealed, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, one_line
 
@@ -31,7 +31,6 @@ Network = TypeVar("Network", bound=nn.Module)
 
 _KEPT = 2
 _KEYS = ("site", "settings", "store", "phases", "finished")
-_DIGEST = "digest"
 
 
 class GeneratorFolder:
@@ -52,20 +51,14 @@ class GeneratorFolder:
         """Return what is known of the training; None before it has begun.
 
         Raises:
-            WsiFlError: when it is damaged. Documents of earlier versions have no digest, but all the same keys.
+            WsiFlError: when it is damaged.
         """
         path = self.path / self.name
-        if not path.exists():
-            return None
-        document = read_json(path)
-        whole = isinstance(document, dict) and all(key in document for key in _KEYS)
-        if not whole or document.pop(_DIGEST, _digest(document)) != _digest(document):
-            raise WsiFlError(f"{path}: damaged; {self._advice}")
-        return dict(document)
+        return read_sealed(path, _KEYS, self._advice) if path.exists() else None
 
     def write_document(self, document: Mapping[str, Any]) -> None:
         """Write what is known of the training, and a digest of it."""
-        write_json(self.path / self.name, {**document, _DIGEST: _digest(document)})
+        write_sealed(self.path / self.name, document)
 
     @property
     def _advice(self) -> str:
@@ -153,12 +146,6 @@ class GeneratorFolder:
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
-
-
-def _digest(document: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a document without its digest, as JSON reads it back."""
-    rest = {key: value for key, value in document.items() if key != _DIGEST}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def _restore(

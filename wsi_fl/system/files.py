@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ from wsi_fl.types import DiskFull, WsiFlError
 _TEMPORARY = ".partial"
 _OF_SAFETENSORS = ".tmp??????"
 """What that library writes to before it renames."""
+_DIGEST = "digest"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What `posix_fallocate` says of a file system, or C library, without it."""
@@ -113,6 +115,34 @@ def write_bytes(path: Path, data: bytes) -> None:
 def write_json(path: Path, document: Any) -> None:
     """Writes one JSON document atomically; NaN and infinities are refused, as JSON has none."""
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_sealed(path: Path, document: Mapping[str, Any]) -> None:
+    """Write one JSON object atomically, with a digest of the rest of it in `digest`."""
+    write_json(path, {**document, _DIGEST: _digest(document)})
+
+
+def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
+    """Return what `write_sealed` wrote, without the digest.
+
+    Args:
+        keys: what it has at least; documents of earlier versions have no digest, but all the same keys.
+        advice: what to do where it is damaged.
+
+    Raises:
+        WsiFlError: when it is missing or damaged.
+    """
+    document = read_json(path)
+    whole = isinstance(document, dict) and all(key in document for key in keys)
+    if not whole or document.pop(_DIGEST, _digest(document)) != _digest(document):
+        raise WsiFlError(f"{path}: damaged; {advice}")
+    return dict(document)
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a document as JSON, without what it says of its digest."""
+    rest = {key: value for key, value in document.items() if key != _DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
 def read_json(path: Path) -> Any:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SECONDS, BYTES = 60, 2 << 30
 """What opening a slide may take."""
+_READY = "ready\n"
 _READ_PX = 64
 _MOST_TILE_PX = 1 << 28
 
@@ -38,14 +39,14 @@ def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "a
     What is merely wrong with a slide is for `Slide` to say.
 
     Raises:
-        WsiFlError: when that ends the child, takes too long or needs too much memory, or where the file lies about its
-            tiles.
+        WsiFlError: when that ends the child, takes too long or needs too much memory, where the file lies about its
+            tiles, or when no child can be started.
     """
     try:
         status = path.stat()
     except OSError:
         return
-    known = (str(path), status.st_size, status.st_mtime_ns)
+    known = (str(path), status.st_size, status.st_mtime_ns, reader)
     with _LOCK:
         if known not in _FINE:
             if reason := _CHILD.asked(path, mpp_override, reader):
@@ -65,10 +66,14 @@ class _Child:
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         answer = ""
-        with suppress(BrokenPipeError):
-            process.stdin.write(json.dumps([str(path.absolute()), mpp_override, reader]) + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(json.dumps([str(path.absolute()), mpp_override, reader]) + "\n")
+                process.stdin.flush()
+                answer = process.stdout.readline()
+        except BaseException:  # Ctrl-C: nobody may take this answer for that to the next question
+            self.close()
+            raise
         if answer.endswith("\n"):
             return str(json.loads(answer))
         code = self._ended()
@@ -82,6 +87,11 @@ class _Child:
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._owner != os.getpid():  # a forked process has a child of its own
             self._process, self._owner = _started(), os.getpid()
+            assert self._process.stdout is not None
+            if self._process.stdout.readline() != _READY:
+                raise WsiFlError(
+                    f"the process that opens slides first did not start ({_named(self._ended())})"
+                )
         return self._process
 
     def _ended(self) -> int:
@@ -97,6 +107,7 @@ class _Child:
     def close(self) -> None:
         """End the child of this process."""
         if self._process is not None and self._owner == os.getpid():
+            self._process.kill()  # it may be busy with a slide
             self._ended()
 
 
@@ -118,7 +129,7 @@ def _named(code: int) -> str:
 
 
 _CHILD, _LOCK = _Child(), threading.Lock()
-_FINE: set[tuple[str, int, int]] = set()
+_FINE: set[tuple[str, int, int, str]] = set()
 atexit.register(_CHILD.close)
 
 
@@ -171,18 +182,24 @@ def main() -> None:
     """Answer for a slide per line until the other side is gone; a slide that takes too long ends the process."""
     import resource
 
+    import wsi_fl.slides.reading.reader  # noqa: F401 before the first slide's time begins
+
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if Path("/proc/self/statm").exists() else 0
     most = pages * resource.getpagesize() + BYTES
     with suppress(ValueError, OSError):  # a stricter limit is there already
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    print(_READY, end="", file=answers, flush=True)
     for line in sys.stdin:
         path, mpp_override, reader = json.loads(line)
         signal.alarm(SECONDS)
         said = _opened(Path(path), mpp_override, reader)
         signal.alarm(0)
-        print(json.dumps(said), flush=True)
+        print(json.dumps(said), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def is_readable(page: TiffPage) -> bool:
     """Return whether a directory's tiles are 8-bit colour JPEG."""
     return (
         page.is_tiled
+        and min(page.imagewidth, page.imagelength, page.tilewidth, page.tilelength) > 0
         and page.compression == _JPEG
         and page.photometric in {_RGB, _YCBCR}
         and page.samplesperpixel == 3

@@ -39,7 +39,6 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import write_json
 from wsi_fl.types import BagTable, WsiFlError
 
 
@@ -59,7 +58,7 @@ def evaluate(
     study = as_begun(study, run)
     with Party.of_run(study, run, settings_of(study, run, overrides)) as party:
         document = _document(party, watcher)
-    write_json(run.path / "evaluation.json", document)
+    run.write_evaluation(document)
     return document
 
 

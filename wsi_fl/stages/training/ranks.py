@@ -56,7 +56,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     summary = _summary(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
         track(run, party.pipeline.report.trackers, watcher)
-        write_json(run.path / "summary.json", summary)
+        run.write_summary(summary)
     return summary
 
 

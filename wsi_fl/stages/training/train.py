@@ -37,7 +37,7 @@ from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _TRIES = 10
@@ -160,7 +160,7 @@ def resumed(
         raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
     if not set(names) - set(without):
         raise UsageError("--without leaves no site to train")
-    finished: dict[str, Any] | None = run.summary()
+    finished = run.summary()
     wanted = set(party.here) - set(without)
     if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
         say(f"{finished['run']} has finished already; nothing is sent again")
@@ -251,7 +251,9 @@ def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
             for name, reason in lost.reasons.items():
                 loss = run.note_loss(name, reason)
                 watcher.say(f"  {name} was lost in round {loss['round']}: {reason}; the others go on")
-    summary: dict[str, Any] = read_json(run.path / "summary.json")
+    summary = run.summary()
+    if summary is None:
+        raise WsiFlError(f"the ranks ended without a summary; continue with `{again}`")
     return summary
 
 

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.stores import hdf5
 from wsi_fl.stores.features import UNPLACED, Bag, FeatureStore
 from wsi_fl.stores.fields import first_line, too_large
 from wsi_fl.types import UsageError, WsiFlError
@@ -83,7 +84,7 @@ class Foreign:
 def opened(path: Path) -> Iterator[h5py.File]:
     """Open an HDF5 file of another tool; whatever is wrong with it ends in a WsiFlError of one line."""
     try:
-        with h5py.File(path, "r") as file:
+        with hdf5.opened(path) as file:
             yield file
     except WsiFlError:
         raise

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.stores.columns import created
 from wsi_fl.stores.exchange.foreign import (
     Facts,
     Foreign,
@@ -28,6 +27,7 @@ from wsi_fl.stores.exchange.foreign import (
     write_besides,
 )
 from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.hdf5 import created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.stores.columns import created
 from wsi_fl.stores.exchange.foreign import (
     MAGNIFIED,
     Facts,
@@ -28,6 +27,7 @@ from wsi_fl.stores.exchange.foreign import (
     write_besides,
 )
 from wsi_fl.stores.features import Bag, FeatureStore
+from wsi_fl.stores.hdf5 import created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, UsageError
 
