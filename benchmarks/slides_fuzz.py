@@ -1,9 +1,10 @@
-"""Damaged slides: what a header or a tile says is changed, and the slide is looked at and read as `tile` does.
+"""Damaged slides of all formats: what a header or a tile says is changed, and the slide is read as `tile` does.
 
 python benchmarks/slides_fuzz.py --files 200 --seed 1 [--slides FOLDER]
 
-A file is well where it is refused in one line, or gives the pixels of the sound slide, or those that OpenSlide itself
-gives for the damaged file (then nobody can tell). Each is read in a process of its own. Other slides may be added.
+A file is well where it is refused in one line, or gives the pixels of the sound slide, or those that OpenSlide itself,
+or the library of its format, gives for the damaged file (then nobody can tell). Each is read in a process of its own.
+Other slides may be added.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -20,9 +22,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import openslide
 from attacks import mutations
 from attacks.running import own_bytes
 from numpy.typing import NDArray
+from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide, read_patches
@@ -56,14 +60,60 @@ def written(folder: Path) -> list[Path]:
                 step = 2**level
                 small = np.ascontiguousarray(picture[::step, ::step])
                 tif.write(small, resolution=(20_000 / step, 20_000 / step), subfiletype=int(level > 0), **how)
-    return sorted(folder.glob("*.tif"))
+    _write_others(folder, np.ascontiguousarray(picture[::2, ::2]))
+    return sorted(path for path in folder.iterdir())
 
 
-def damaged(path: Path, rng: random.Random) -> bytes:
-    """Return a slide's bytes with a field of its header, or a few bytes anywhere, changed."""
-    data = path.read_bytes()
-    change: Callable[[bytes, random.Random], bytes] = mutations.tiff if rng.random() < 0.7 else mutations.blob
-    return change(data, rng)
+def _write_others(folder: Path, picture: NDArray[np.uint8]) -> None:
+    """Write what OpenSlide does not read, uint8[h, w, 3] of 1 µm per pixel, without a pyramid."""
+    import tifffile
+    import zarr
+    from pylibCZIrw import czi
+
+    for name in ("a.png", "a.jpg"):
+        Image.fromarray(picture).save(folder / name, dpi=(25_400, 25_400), quality=95)
+    said = {"axes": "YXS", "PhysicalSizeX": 1.0, "PhysicalSizeY": 1.0}
+    how = {"photometric": "rgb", "tile": (256, 256), "compression": "deflate"}
+    tifffile.imwrite(folder / "a.ome.tif", picture, ome=True, metadata=said, **how)
+    with czi.create_czi(str(folder / "a.czi")) as writer:
+        writer.write(np.ascontiguousarray(picture[..., ::-1]))
+        writer.write_metadata("a", scale_x=1e-6, scale_y=1e-6)
+    group = zarr.open_group(str(folder / "a.zarr"), mode="w", zarr_format=3)
+    planes = np.moveaxis(picture, 2, 0)
+    group.create_array("0", shape=planes.shape, chunks=(3, 256, 256), dtype="uint8")[...] = planes
+    axes = [{"name": "c", "type": "channel"}]
+    axes += [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"]
+    level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 1.0, 1.0]}]}
+    group.attrs["ome"] = {
+        "version": "0.5",
+        "multiscales": [{"version": "0.5", "axes": axes, "datasets": [level]}],
+    }
+
+
+def decoded(path: Path) -> NDArray[np.uint8]:
+    """Return the picture that the library of a format gives, uint8[h, w, 3]."""
+    import tifffile
+    import zarr
+    from pylibCZIrw import czi
+
+    if path.suffix == ".zarr":
+        return np.moveaxis(np.asarray(zarr.open_array(str(path / "0"), mode="r")[...]), 0, 2)
+    if path.suffix == ".czi":
+        with czi.open_czi(str(path)) as document:
+            return np.asarray(document.read()[..., ::-1])
+    if path.suffix == ".tif":
+        with tifffile.TiffFile(path) as tif:  # later pages may be beyond what it reads
+            return np.asarray(tif.pages[0].asarray())
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def damage(path: Path, rng: random.Random) -> None:
+    """Change a field of a slide's header, or a few bytes anywhere; of a folder, in one of its files."""
+    if path.is_dir():
+        path = rng.choice(sorted(one for one in path.rglob("*") if one.is_file()))
+    headed = path.suffix in {".tif", ".tiff", ".svs"} and rng.random() < 0.7
+    change: Callable[[bytes, random.Random], bytes] = mutations.tiff if headed else mutations.blob
+    path.write_bytes(change(path.read_bytes(), rng))
 
 
 def pixels_of(path: Path) -> dict[tuple[int, int], NDArray[np.uint8]]:
@@ -89,15 +139,29 @@ def judged(path: Path, sound: dict[tuple[int, int], NDArray[np.uint8]]) -> str:
     other = [at for at, patch in found.items() if at not in sound or _differ(patch, sound[at])]
     if not other:
         return "same"
-    with Slide(path, reader="openslide") as slide:
-        for at in other[:40]:
-            if _differ(slide.read(at, _SPEC.size_px, _SPEC.mpp), found[at]):
-                return f"WRONG: pixels at {at}"
-    return "untold"
+    read = _by_its_library(path)
+    return next((f"WRONG: pixels at {at}" for at in other[:40] if _differ(read(at), found[at])), "untold")
+
+
+def _by_its_library(path: Path) -> Callable[[tuple[int, int]], NDArray[np.uint8]]:
+    """Return what gives the patch at a corner as OpenSlide, or else the library of the format, has it."""
+    size = _SPEC.size_px
+    try:
+        openslide.OpenSlide(path).close()
+    except openslide.OpenSlideError:
+        with Slide(path) as own:
+            picture, side = decoded(path), round(size * _SPEC.mpp / own.mpp)
+        return lambda at: _scaled(picture[at[1] : at[1] + side, at[0] : at[0] + side], size)
+    slide = Slide(path, reader="openslide")
+    return lambda at: slide.read(at, size, _SPEC.mpp)
+
+
+def _scaled(patch: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
+    return np.asarray(Image.fromarray(patch).resize((size_px, size_px), Image.Resampling.BOX))
 
 
 def _differ(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-    return bool(np.abs(one.astype(int) - other).mean() > _MOST_DIFFERENT)
+    return one.shape != other.shape or bool(np.abs(one.astype(int) - other).mean() > _MOST_DIFFERENT)
 
 
 def attempt(path: Path, sound: dict[tuple[int, int], NDArray[np.uint8]]) -> str:
@@ -136,11 +200,14 @@ def fuzz(folder: Path, slides: list[Path], files: int, seed: int) -> Counter[str
         rng = random.Random(seed * 1_000_000 + number)
         path = slides[number % len(slides)]
         hurt = folder / f"{seed}-{number}-{path.name}"
-        hurt.write_bytes(damaged(path, rng))
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, hurt)
+        damage(hurt, rng)
         end = attempt(hurt, sound[path])
         ends[end.split(":", maxsplit=1)[0]] += 1
         if end.startswith("WRONG"):
             print(f"{hurt.name}: {end}", file=sys.stderr, flush=True)
+        elif hurt.is_dir():
+            shutil.rmtree(hurt)
         else:
             hurt.unlink()
     return ends
