@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openslide
@@ -81,9 +82,9 @@ def _write_others(folder: Path, picture: NDArray[np.uint8]) -> None:
     group = zarr.open_group(str(folder / "a.zarr"), mode="w", zarr_format=3)
     planes = np.moveaxis(picture, 2, 0)
     group.create_array("0", shape=planes.shape, chunks=(3, 256, 256), dtype="uint8")[...] = planes
-    axes = [{"name": "c", "type": "channel"}]
+    axes: list[Any] = [{"name": "c", "type": "channel"}]
     axes += [{"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx"]
-    level = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 1.0, 1.0]}]}
+    level: Any = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1.0, 1.0, 1.0]}]}
     group.attrs["ome"] = {
         "version": "0.5",
         "multiscales": [{"version": "0.5", "axes": axes, "datasets": [level]}],
@@ -151,12 +152,15 @@ def _by_its_library(path: Path) -> Callable[[tuple[int, int]], NDArray[np.uint8]
     except openslide.OpenSlideError:
         with Slide(path) as own:
             picture, side = decoded(path), round(size * _SPEC.mpp / own.mpp)
-        return lambda at: _scaled(picture[at[1] : at[1] + side, at[0] : at[0] + side], size)
+        return lambda at: _scaled(picture[at[1] : at[1] + side, at[0] : at[0] + side], side, size)
     slide = Slide(path, reader="openslide")
     return lambda at: slide.read(at, size, _SPEC.mpp)
 
 
-def _scaled(patch: NDArray[np.uint8], size_px: int) -> NDArray[np.uint8]:
+def _scaled(found: NDArray[np.uint8], side: int, size_px: int) -> NDArray[np.uint8]:
+    """Return a patch at another scale; what is beyond the picture is white."""
+    patch = np.full((side, side, 3), 255, np.uint8)
+    patch[: found.shape[0], : found.shape[1]] = found
     return np.asarray(Image.fromarray(patch).resize((size_px, size_px), Image.Resampling.BOX))
 
 
