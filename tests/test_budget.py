@@ -20,6 +20,7 @@ from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.study.folder import Study
+from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
@@ -156,13 +157,13 @@ def test_settings_of_a_run_that_were_edited_are_refused(hospital, monkeypatch):
         assert config.read_text() != before
         refused(lambda: resume(hospital, path.name, backend="local"), "changed since the run began")
         manifest = json.loads((path / "manifest.json").read_text())
-        (path / "manifest.json").write_text(json.dumps(manifest | {"config_sha256": None}))
+        write_sealed(path / "manifest.json", manifest | {"config_sha256": None})
         refused(
             lambda: resume(hospital, path.name, backend="local"),
             "privacy plan of this run was changed",
             "steps was" if "epochs" in edit[0] else "n was",
         )
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        write_sealed(path / "manifest.json", manifest)
     config.write_text(before)
     assert row(resume(hospital, path.name, backend="local"))["epsilon"] <= 2.0
 

@@ -497,12 +497,15 @@ def test_a_runs_answers_know_their_content(tmp_path):
     run = RunFolder(tmp_path / "00001-proxyfl-small")
     summary = {"run": "r", "method": "m", "seconds": 1.5, "sites": [], "lost": [], "communication": {}}
     evaluation = {"run": "r", "sites": [], "merged": {"accuracy": 0.75}}
+    manifest = {"id": "a", "method": "m"}
+    run.write_manifest(manifest)
     run.write_summary(summary)
     run.write_evaluation(evaluation)
-    assert (run.summary(), run.evaluation()) == (summary, evaluation)
+    assert (run.manifest, run.summary(), run.evaluation()) == (manifest, summary, evaluation)
     for name, old, new, read, advice in (
+        ("manifest", '"method"', '"mEthod"', lambda: run.manifest, "start a new run"),
         ("summary", '"seconds"', '"sEconds"', run.summary, "train --resume 00001-proxyfl-small"),
-        ("evaluation", "0.75", "0.95", run.evaluation, "evaluate --run 00001-proxyfl-small"),
+        ("evaluation", "0.75", "0.95", run.evaluation, "evaluate 00001-proxyfl-small"),
     ):
         path = run.path / f"{name}.json"
         path.write_text(path.read_text().replace(old, new))

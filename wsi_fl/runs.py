@@ -103,8 +103,16 @@ class RunFolder:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Return the document that describes the run."""
-        return dict(read_json(self.path / "manifest.json"))
+        """Return the document that describes the run.
+
+        Raises:
+            WsiFlError: when it is missing or damaged.
+        """
+        return read_sealed(self.path / "manifest.json", (), "put its backup back, or start a new run")
+
+    def write_manifest(self, document: Mapping[str, Any]) -> None:
+        """Write the document that describes the run."""
+        write_sealed(self.path / "manifest.json", document)
 
     @property
     def id(self) -> str:
@@ -149,7 +157,7 @@ class RunFolder:
         Raises:
             WsiFlError: when it is damaged.
         """
-        advice = f"run `wsi-fl evaluate --run {self.path.name}` again"
+        advice = f"run `wsi-fl evaluate {self.path.name}` again"
         return _sealed(self.path / "evaluation.json", _EVALUATION, advice)
 
     def write_evaluation(self, document: Mapping[str, Any]) -> None:

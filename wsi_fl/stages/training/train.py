@@ -37,7 +37,7 @@ from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
-from wsi_fl.system.files import write_json, write_text
+from wsi_fl.system.files import write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _TRIES = 10
@@ -192,8 +192,7 @@ def _describe(
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = party.pipeline.model_copy(update={"sites": party.names})
     settings = dump_toml(complete, f"# wsi-fl train --method {party.name} --pipeline {name}")
-    write_json(
-        run.path / "manifest.json",
+    run.write_manifest(
         {
             "run": run.name,
             "id": identity,
