@@ -296,7 +296,8 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
     tile(study, site="C1", overrides=QC)
     assert shard(study, slide).read_bytes() == first
     layers = {one.name: one for one in gallery(study, site="C1").exhibits[0].overlays}
-    assert "set aside" in layers
+    drawn = gallery(study, site="C1").layer(0, list(layers).index("set aside"))
+    assert drawn["first"] == 2, "its colours are not those of the classes"
 
 
 def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):

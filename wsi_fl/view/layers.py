@@ -40,7 +40,7 @@ def tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.
 
 
 def patches(
-    xy_l0: NDArray[np.int64], side_l0: float, group: NDArray[np.int64], groups: Sequence[str]
+    xy_l0: NDArray[np.int64], side_l0: float, group: NDArray[np.int64], groups: Sequence[str], first: int = 0
 ) -> Layer:
     """Return a layer of squares, coloured by their group.
 
@@ -49,8 +49,10 @@ def patches(
         side_l0: of each, in level-0 pixels.
         group: [n] positions in `groups`.
         groups: what the page calls them: a label, or the reason for which patches were set aside.
+        first: the colour of the first group, after those of another layer.
     """
-    return {"xy": _flat(xy_l0), "side": float(side_l0), "group": group.tolist(), "groups": list(groups)}
+    said = {"group": group.tolist(), "groups": list(groups), "first": first}
+    return {"xy": _flat(xy_l0), "side": float(side_l0), **said}
 
 
 def values(

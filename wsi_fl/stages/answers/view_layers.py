@@ -95,7 +95,8 @@ class SiteLayers:
             if len(label) and (aside := read_marked(store.shard(slide), "aside")):
                 reasons, reason = np.unique([why for _, _, why in aside], return_inverse=True)
                 corners = np.array([(x, y) for x, y, _ in aside], np.int64)
-                draw = partial(_squares, store.meta.spec, corners, reason, reasons.tolist())
+                after = len(store.meta.classes)
+                draw = partial(_squares, store.meta.spec, corners, reason, reasons.tolist(), first=after)
                 layers.append(Overlay("set aside", "patches", draw))
         if self.mosaic is not None and (bag := self._bag(slide)) is not None:
             layers.append(Overlay("mosaic", "patches", partial(_mosaic, self.mosaic, bag)))
@@ -132,9 +133,14 @@ def _parts(geometry: Any) -> list[Any]:
 
 
 def _squares(
-    spec: GridSpec, xy_l0: NDArray[np.int64], group: NDArray[np.int64], groups: Sequence[str], slide: Slide
+    spec: GridSpec,
+    xy_l0: NDArray[np.int64],
+    group: NDArray[np.int64],
+    groups: Sequence[str],
+    slide: Slide,
+    first: int = 0,
 ) -> Layer:
-    return patches(xy_l0, size_in_l0(spec, slide.mpp), group, groups)
+    return patches(xy_l0, size_in_l0(spec, slide.mpp), group, groups, first)
 
 
 def _mosaic(store: FeatureStore, bag: int, slide: Slide) -> Layer:

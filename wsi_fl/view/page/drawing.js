@@ -1,7 +1,7 @@
 // Layers on a canvas: pure functions of a layer, how it is to be drawn, and where the slide lies in the picture.
 
 // Okabe and Ito's colours, told apart with every kind of colour vision; the first two as in the overviews of `tile`.
-export const GROUPS = ["#0072b2", "#e69f00", "#cc79a7", "#56b4e9", "#d55e00", "#009e73", "#f0e442", "#999999"];
+const GROUPS = ["#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#999999", "#56b4e9", "#009e73"];
 const LINES = { tissue: "#009e73", annotation: "#000000" };
 // matplotlib's inferno from light to dark, as in the heatmaps of `predict`: dark and dense is probable.
 const RAMP = [[245, 219, 75], [252, 165, 10], [236, 105, 37], [197, 62, 65], [147, 38, 103], [88, 16, 110], [40, 11, 84]];
@@ -12,6 +12,7 @@ export const colours = Array.from({ length: STEPS }, (_, k) => {
   return "rgb(" + RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low))).join(" ") + ")";
 });
 
+export const groupColour = (layer, group) => GROUPS[(layer.first + group) % GROUPS.length];
 export const lineColour = name => LINES[name] ?? LINES.annotation;
 
 /** The boxes of a layer that lie in the picture, as (number, left, top, side) in pixels of the picture.
@@ -49,7 +50,7 @@ function drawGroups(context, layer, how, view) {
   const edge = layer.side * view.zoom >= 6 * view.density, alpha = context.globalAlpha;
   context.lineWidth = view.density;
   for (const [k, x, y, side] of visible(layer, view)) {
-    context.fillStyle = context.strokeStyle = GROUPS[layer.group[k] % GROUPS.length];
+    context.fillStyle = context.strokeStyle = groupColour(layer, layer.group[k]);
     context.globalAlpha = alpha * 0.6;
     context.fillRect(x, y, side, side);
     context.globalAlpha = alpha;

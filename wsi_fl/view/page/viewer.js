@@ -1,5 +1,5 @@
 // The page: a list of slides, one of them in OpenSeadragon, layers over it. State lies in `state` and nowhere else.
-import { GROUPS, colours, draw, drawScale, lineColour, patchAt, said } from "./drawing.js";
+import { colours, draw, drawScale, groupColour, lineColour, patchAt, said } from "./drawing.js";
 
 const OPACITY = { outlines: 1, patches: 0.6, values: 0.6 };
 const by = id => document.getElementById(id);
@@ -155,7 +155,7 @@ function legend(layer, how) {
   const groups = how.kind === "patches" ? layer.groups : [];
   const counts = groups.map((_, k) => layer.group.filter(one => one === k).length);
   const keys = how.kind === "outlines" ? [swatch(lineColour(how.name), `${layer.rings.length} outline${layer.rings.length === 1 ? "" : "s"}`)]
-    : groups.flatMap((name, k) => counts[k] ? [swatch(GROUPS[k % GROUPS.length], `${counts[k]} ${name}`)] : []);
+    : groups.flatMap((name, k) => counts[k] ? [swatch(groupColour(layer, k), `${counts[k]} ${name}`)] : []);
   return [element("div", { className: "key" }, ...keys)];
 }
 
