@@ -170,6 +170,25 @@ def test_what_is_refused_is_collected_and_its_sender_hears_of_it(share, line_of)
     assert sender.written_bytes == 2
 
 
+def test_a_refusal_that_a_listing_missed_is_no_collection(share, line_of, monkeypatch):
+    """A listing may begin before the refusal is written, and come to the letter's place after it is gone."""
+    line_of("C2").listen(Desk("refused"))
+    sender, missed = line_of("C1"), []
+    sender.listen(Desk())
+    look = sender._sending.entries
+
+    def misses(*parts):
+        there = look(*parts)
+        if not missed and any(name.endswith(".refused") for name in there):
+            missed.append({name for name in there if name.startswith("C1~")})
+            return {name: one for name, one in there.items() if not name.startswith("C1~")}
+        return there
+
+    monkeypatch.setattr(sender._sending, "entries", misses)
+    assert sender.send("C2", "g0", b"a", 5.0) == "site C2 refused it"
+    assert missed
+
+
 def test_a_file_that_is_too_long_is_never_read(share, line_of):
     desk, sender = Desk(), line_of("C1")
     receiver = line_of("C2", most_bytes=1000)

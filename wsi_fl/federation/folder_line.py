@@ -154,6 +154,10 @@ class FolderLine:
             if file in there:
                 self._laid[to, file] = known | now
             elif now:
+                # once more: a listing may have begun before what its receiver left, and ended after the letter went
+                there = self._there(self._sending, to)
+                if file in there:
+                    continue
                 del self._laid[to, file]
                 if known and not known & now:
                     return "the folder was made anew"
