@@ -13,7 +13,7 @@ from conftest import refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.reading import sources
+from wsi_fl.slides.reading.formats import pictures, source
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
@@ -255,7 +255,7 @@ def without(monkeypatch, module):
             raise ImportError(name)
         return builtins.__import__(name, fromlist=["x"])
 
-    monkeypatch.setattr(sources, "import_module", missing)
+    monkeypatch.setattr(source, "import_module", missing)
 
 
 def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
@@ -280,7 +280,7 @@ def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
     path.write_bytes(b'<?xml version="1.0"?>\n<DataObject ObjectType="DPUfsImport">\n')
     without(monkeypatch, "isyntax")
     refused(lambda: Slide(path), "a.isyntax", "wsi-fl[isyntax]", error=UsageError)
-    monkeypatch.setattr(sources, "import_module", lambda name: type("module", (), {"ISyntax": ISyntax}))
+    monkeypatch.setattr(source, "import_module", lambda name: type("module", (), {"ISyntax": ISyntax}))
     with Slide(path) as slide:
         assert (slide.size_l0, slide.mpp, slide.vendor) == ((1300, 1100), MPP, "philips isyntax")
         np.testing.assert_array_equal(slide.read((400, 300), 128, MPP), picture[300:428, 400:528])
@@ -293,7 +293,7 @@ def test_a_part_of_a_dicom_concatenation_is_named_as_what_it_is(tmp_path):
 
 
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path):
-    monkeypatch.setattr(sources, "MOST_PLAIN_PX", 1 << 20)
+    monkeypatch.setattr(pictures, "MOST_PLAIN_PX", 1 << 20)
     for path in (png(tmp_path, picture), strips("none")(tmp_path, picture)):
         refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid", error=WsiFlError)  # noqa: B023
 

@@ -18,10 +18,11 @@ import openslide
 from numpy.typing import NDArray
 from PIL import Image
 
+from wsi_fl.slides.reading.formats.source import Source, SourceError
 from wsi_fl.slides.reading.levels import Levels
 from wsi_fl.slides.reading.native import Box, NativeLevel
 from wsi_fl.slides.reading.pixels import Failures, resampled, rgb
-from wsi_fl.slides.reading.sources import Source, SourceError, is_czi, is_ome, is_zarr, open_source
+from wsi_fl.slides.reading.sources import is_czi, is_ome, is_zarr, open_source
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError, one_line
 

@@ -1,0 +1,72 @@
+"""Slides in the own formats of scanners: CZI by libCZI, iSyntax by libisyntax."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, needed
+
+
+def of_czi(path: Path) -> Source:
+    """Zeiss CZI: halves of the whole as far as the file has a pyramid; beyond it libCZI would leave pixels out."""
+    czi = needed("pylibCZIrw.czi", "czi", path)
+    with ExitStack() as stack:
+        reader = stack.enter_context(czi.open_czi(str(path)))
+        bounds = reader.total_bounding_rectangle_no_pyramid
+        xml = reader.raw_metadata
+        zooms = [1.0]
+
+        def noted(_: int, block: Any) -> bool:
+            zooms.append(block.get_zoom())
+            return True
+
+        reader.enumerate_subblocks(noted)
+        close = stack.pop_all().close
+    sizes, lock = [(bounds.w, bounds.h)], threading.Lock()
+    while 0.5 ** len(sizes) >= 0.99 * min(zooms):
+        sizes.append((max(1, sizes[-1][0] // 2), max(1, sizes[-1][1] // 2)))
+
+    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
+        step = 2**level
+        roi = (bounds.x + at[0] * step, bounds.y + at[1] * step, size[0] * step, size[1] * step)
+        with lock:
+            found = reader.read(roi=roi, zoom=1 / step, pixel_type="Bgr24", background_pixel=(1.0, 1.0, 1.0))
+        return np.asarray(found[: size[1], : size[0], ::-1], np.uint8)
+
+    return Levels(sizes, read, vendor="zeiss czi", mpp=_mpp_of_czi(xml), quickhash=digest(path), close=close)
+
+
+def _mpp_of_czi(xml: str) -> Mpp:
+    """µm per pixel; CZI says it in metres."""
+    found: dict[str, float] = {}
+    for distance in ElementTree.fromstring(xml).iter("Distance"):
+        value = distance.findtext("Value")
+        if value:
+            found.setdefault(str(distance.get("Id")), float(value) * 1e6)
+    return found.get("X"), found.get("Y")
+
+
+def of_isyntax(path: Path) -> Source:
+    """Philips iSyntax."""
+    slide = needed("isyntax", "isyntax", path).ISyntax.open(path)
+    lock = threading.Lock()
+
+    def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
+        with lock:
+            return np.asarray(slide.read_region(*at, *size, level))[..., :3]
+
+    return Levels(
+        slide.level_dimensions,
+        read,
+        vendor="philips isyntax",
+        mpp=(slide.mpp_x, slide.mpp_y),
+        quickhash=digest(path),
+        close=slide.close,
+    )

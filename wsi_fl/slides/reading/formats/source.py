@@ -1,0 +1,117 @@
+"""What `Slide` needs of whatever reads a slide, and how a library's levels become it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from wsi_fl.types import UsageError, WsiFlError, one_line
+
+_HEAD = 1 << 16
+
+Mpp = tuple[float | None, float | None]
+"""µm per level-0 pixel (x, y), as far as it is known."""
+ReadLevel = Callable[[int, tuple[int, int], tuple[int, int]], NDArray[np.uint8]]
+"""(level, (x, y) in its pixels, (width, height)) → uint8[height, width, 3], all within the level."""
+
+
+class SourceError(WsiFlError):
+    """A region that a source cannot read."""
+
+
+class Source(Protocol):
+    """What `Slide` needs of whatever reads a slide; OpenSlide's own handle is one."""
+
+    dimensions: tuple[int, int]
+    level_dimensions: tuple[tuple[int, int], ...]
+    level_downsamples: tuple[float, ...]
+    properties: Mapping[str, str]
+
+    def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
+        """Return RGBA pixels from a level-0 corner on; what lies beyond the slide is transparent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Levels:
+    """A source of levels that are read by a function.
+
+    Args:
+        sizes: (width, height) of each level, the largest first.
+        read: reads a box of a level; several threads may call it.
+        vendor: name of the format.
+        mpp: µm per level-0 pixel (x, y), as far as it is known.
+        quickhash: of the content.
+        close: lets go of the file.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[tuple[int, int]],
+        read: ReadLevel,
+        *,
+        vendor: str,
+        mpp: Mpp,
+        quickhash: str,
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.level_dimensions = tuple((int(w), int(h)) for w, h in sizes)
+        self.dimensions = self.level_dimensions[0]
+        width, height = self.dimensions
+        self.level_downsamples = tuple((width / w + height / h) / 2 for w, h in self.level_dimensions)
+        self.properties: Mapping[str, str] = {
+            "openslide.vendor": vendor,
+            "openslide.quickhash-1": quickhash,
+        } | {f"openslide.mpp-{axis}": repr(value) for axis, value in zip("xy", mpp, strict=True) if value}
+        self._read, self.close = read, close
+
+    def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
+        """See `Source`.
+
+        Raises:
+            SourceError: when the file is damaged there.
+        """
+        corner = [round(v / self.level_downsamples[level]) for v in location]
+        first = [max(0, v) for v in corner]
+        last = [
+            min(v + s, most) for v, s, most in zip(corner, size, self.level_dimensions[level], strict=True)
+        ]
+        out = np.zeros((size[1], size[0], 4), np.uint8)
+        if all(a < b for a, b in zip(first, last, strict=True)):
+            box = (last[0] - first[0], last[1] - first[1])
+            try:
+                pixels = self._read(level, (first[0], first[1]), box)
+            except Exception as error:  # each library has its own
+                raise SourceError(one_line(error)) from None
+            left, top = first[0] - corner[0], first[1] - corner[1]
+            out[top : top + box[1], left : left + box[0], :3] = pixels
+            out[top : top + box[1], left : left + box[0], 3] = 255
+        return Image.fromarray(out, "RGBA")
+
+
+def needed(module: str, extra: str, path: Path) -> Any:
+    """Import a library that an extra brings."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise UsageError(
+            f"{path.name}: reading it needs {module.partition('.')[0]}; pip install 'wsi-fl[{extra}]'"
+        ) from None
+
+
+def digest(path: Path) -> str:
+    """SHA-256 over a file's size, its first and its last bytes: enough to tell slides apart, at once."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        head = file.read(_HEAD)
+        file.seek(max(0, size - _HEAD))
+        return hashlib.sha256(str(size).encode() + head + file.read(_HEAD)).hexdigest()
