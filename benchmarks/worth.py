@@ -30,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.learning.significance import clustered_ratio
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_right
 from wsi_fl.stages.training.train import train

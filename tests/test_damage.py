@@ -16,7 +16,8 @@ from conftest import make_study, refused
 from safetensors.torch import save_file
 
 from wsi_fl.demo import phantom
-from wsi_fl.runs import RunFolder, SiteFolder
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init

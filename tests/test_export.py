@@ -13,7 +13,7 @@ from wsi_fl.models import BAG_BUILDERS, build
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript
 from wsi_fl.models.shared_head import SharedHead, SolvedHead
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.export_model import export_model

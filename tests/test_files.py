@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.runs import hold_alone
+from wsi_fl.runs.site import hold_alone
 from wsi_fl.system.files import (
     append_line,
     atomic,

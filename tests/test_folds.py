@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_bags import make_bag_study
 
 from wsi_fl.learning.folds import folds_of, rare_classes
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report

@@ -11,7 +11,7 @@ from conftest import make_study, refused
 from safetensors.torch import save_file
 
 from wsi_fl import __main__ as program
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.stores.images import read_data_set

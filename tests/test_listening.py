@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from wsi_fl.federation import loop
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.validation import answered, best_answer, with_validation
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.trained import answers_with, settings_of

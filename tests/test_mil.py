@@ -13,7 +13,7 @@ from wsi_fl.learning.local import probabilities
 from wsi_fl.models import mil
 from wsi_fl.privacy.gradients import ENGINES, engine_of
 from wsi_fl.privacy.patients import summed_by_patient
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.predict_bags import answer_of, load_bag_predictor
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline

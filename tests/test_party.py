@@ -8,7 +8,7 @@ from conftest import make_study, refused
 
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site import data
 from wsi_fl.stages.site.kinds import KINDS, kind_of

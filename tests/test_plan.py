@@ -11,7 +11,7 @@ from wires import Wire
 from wsi_fl.federation import certificates
 from wsi_fl.federation.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.models import build
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans import approving
 from wsi_fl.stages.hospitals.plans import signed as signed_plans

@@ -15,7 +15,7 @@ from conftest import make_study, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.choosing.grid import grid_positions
 from wsi_fl.slides.choosing.patches import plan_slide

@@ -25,7 +25,7 @@ from wsi_fl.learning.lessons import Lesson, replayed_rows
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import build
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings as compared
 from wsi_fl.stages.answers.evaluate import evaluate

@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from wsi_fl.report import figures, pictures, words
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.train import train

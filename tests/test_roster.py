@@ -22,7 +22,7 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.privacy.accounting import epsilon, plan
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training import launch

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from wsi_fl.runs import RunFolder, SiteFolder
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 
 

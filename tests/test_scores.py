@@ -27,7 +27,7 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.terms import Terms
 from wsi_fl.report.between import section
 from wsi_fl.report.coordinator import render_coordinator
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training import checks

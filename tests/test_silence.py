@@ -23,7 +23,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.hospitals.choosing import Begun, Runs
 from wsi_fl.stages.hospitals.taking_part import Seen

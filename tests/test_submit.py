@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import REAL, make_study, refused
 
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals import submit as submitting
 from wsi_fl.stages.hospitals.submit import submit
 from wsi_fl.stages.hospitals.taking_part import known_to_all

@@ -6,7 +6,7 @@ import pytest
 from conftest import interrupted_after, make_study, refused, write_store
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare_runs import opened
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site import account

@@ -10,7 +10,7 @@ from conftest import make_study, metrics, refused
 
 from wsi_fl.report import trackers
 from wsi_fl.report.trackers import curves_of, write_mlflow
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.work.console import Silent

@@ -23,7 +23,8 @@ from wsi_fl.privacy import plan as privacy_plan
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
-from wsi_fl.runs import RunFolder, SiteFolder
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.prepare import stain as stain_stage
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.training import launch

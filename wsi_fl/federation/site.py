@@ -23,7 +23,7 @@ from wsi_fl.models import schema
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import Release, Values, digest
-from wsi_fl.runs import SiteFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 
 _CONTENT, _BUFFER = "model", "buffer"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from wsi_fl.runs import SITE_FILE
+from wsi_fl.runs.site import SITE_FILE
 from wsi_fl.study.pipeline import REMOVED, Pipeline
 from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
 from wsi_fl.study.toml import toml_or_repr, toml_value, validated

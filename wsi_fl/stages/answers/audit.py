@@ -28,7 +28,7 @@ from wsi_fl.privacy.audit import (
     tpr_at,
 )
 from wsi_fl.report.words import number
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.material import agreed_canaries, learned_from

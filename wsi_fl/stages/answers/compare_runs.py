@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.report import inputs_of
 from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.site.party import method_for

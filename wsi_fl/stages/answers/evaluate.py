@@ -26,7 +26,7 @@ from wsi_fl.learning.metrics import (
 from wsi_fl.learning.tasks import Said, Task, Truth, intervals, scored
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
 from wsi_fl.report.words import SCORES, SHORT, number
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of, print_between
 from wsi_fl.stages.answers.outside import outside
 from wsi_fl.stages.answers.predictions import write_predictions

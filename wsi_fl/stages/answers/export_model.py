@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wsi_fl.report.model_card import rendered, warning_of
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.leaving import Leaving, asked_for, require_allowed
 from wsi_fl.stages.answers.model_cards import Made, card_of
 from wsi_fl.stages.site.kept import as_begun

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wsi_fl.federation.methods import Method
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import Party
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json

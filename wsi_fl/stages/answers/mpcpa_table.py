@@ -11,7 +11,7 @@ from typing import Any
 
 from wsi_fl.learning.metrics import SCORES
 from wsi_fl.report.words import number
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare_runs import finished
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import Party

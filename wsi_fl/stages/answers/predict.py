@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
 from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
 from wsi_fl.stages.answers.trained import answers_with, trained_site

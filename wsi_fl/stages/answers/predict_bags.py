@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
 from wsi_fl.models.bags import BagModel
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.pictures.heat import Heat, patch_boxes
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, resized, unlabelled
 from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide, read_patches
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score

@@ -12,7 +12,7 @@ import numpy as np
 
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth
-from wsi_fl.runs import SiteFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.data import Table
 from wsi_fl.system.files import write_text
 from wsi_fl.types import BagTable

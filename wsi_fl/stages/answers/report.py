@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
 from wsi_fl.report.words import scores_of
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of
 from wsi_fl.stages.answers.predictions import read_said
 from wsi_fl.stages.site.data import Data

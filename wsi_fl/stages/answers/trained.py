@@ -14,7 +14,7 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.validation import STACK, answered, roles
 from wsi_fl.models import build
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import method_for
 from wsi_fl.stages.training.workshop import architecture

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.layouts import list_site
 from wsi_fl.stages.answers.view_layers import Prediction, SiteLayers
 from wsi_fl.stages.prepare.sources import sources_of

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Round
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.plans.signed import Plan, approved_at
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party

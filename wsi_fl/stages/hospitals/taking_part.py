@@ -15,7 +15,7 @@ from wsi_fl.federation.certificates import Identity
 from wsi_fl.federation.documents import Name
 from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on, own_run, refuse_once_more, require_agreed
 from wsi_fl.stages.hospitals.plans.signed import (
     Plan,

@@ -18,7 +18,7 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.planner import planned as best_plan
 from wsi_fl.privacy.terms import Terms
-from wsi_fl.runs import SiteFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError, WsiFlError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from wsi_fl.runs import SITE_FILE, RunFolder, SiteFolder
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SITE_FILE, SiteFolder
 from wsi_fl.stages.site.data import Patches
 from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.job import launched_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.terms import Terms
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json

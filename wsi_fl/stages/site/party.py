@@ -10,7 +10,7 @@ from typing import Self
 from wsi_fl.federation.methods import METHODS, SHARED, Method, oneshot, replay
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kinds import examples_of, kind_of, open_data
 from wsi_fl.stages.site.stains import Released, stains_of

@@ -12,7 +12,7 @@ from wsi_fl.learning.canaries import Canaries, canaries, tossed
 from wsi_fl.learning.examples import Examples, in_stains, joined
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.learning.validation import require_names, with_validation
-from wsi_fl.runs import SiteFolder
+from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.study.pipeline import Pipeline

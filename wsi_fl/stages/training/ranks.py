@@ -24,7 +24,8 @@ from wsi_fl.federation.relayed import Interrupted
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.book import Guarantee
 from wsi_fl.report.words import SCORES
-from wsi_fl.runs import RunFolder, hold_alone, note
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import hold_alone, note
 from wsi_fl.stages.site.account import Group, group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch

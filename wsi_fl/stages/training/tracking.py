@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 from wsi_fl.report.trackers import TRACKERS, curves_of, missing
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.types import UsageError

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm, LocalComm
 from wsi_fl.federation.documents import Words
-from wsi_fl.runs import RunFolder, pipeline_stem
+from wsi_fl.runs.run import RunFolder, pipeline_stem
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party

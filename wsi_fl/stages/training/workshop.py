@@ -20,7 +20,7 @@ from wsi_fl.models import build, schema
 from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (
     affordable_rounds,
     agreed_plan,

@@ -17,7 +17,7 @@ from wsi_fl.privacy.book import Book, Entry
 from wsi_fl.privacy.rounds import Round, rounds_of, units_of
 from wsi_fl.privacy.worth import epsilon_of, guarantee_of
 from wsi_fl.report import dossier as page
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.dossier.assessment import Part, assessment, not_protected
 from wsi_fl.stages.hospitals.dossier.network import Connection, connections
 from wsi_fl.stages.hospitals.dossier.sbom import Parts, write_parts

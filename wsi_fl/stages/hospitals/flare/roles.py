@@ -248,7 +248,7 @@ class Hospital(Executor):  # type: ignore[misc]
 def _note_failure(site: str, error: BaseException) -> None:
     import traceback
 
-    from wsi_fl.runs import note
+    from wsi_fl.runs.site import note
 
     text = "".join(traceback.format_exception(error))
     note(Study(Path(os.environ[STUDY])).runs / f"{site}.log", text)

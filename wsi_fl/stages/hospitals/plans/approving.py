@@ -11,7 +11,7 @@ from wsi_fl.federation.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.runs import RunFolder
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.plans.learned import of_store
 from wsi_fl.stages.hospitals.plans.making import (
     PlanDocument,

@@ -1,12 +1,9 @@
-"""Run directories: manifest, metrics, models and checkpoints, all written atomically and without pickle."""
+"""What one site keeps of a run: its metrics, models and checkpoints, written atomically and without pickle."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,10 +16,8 @@ from wsi_fl.system.files import (
     append_line,
     read_json,
     read_lines,
-    read_sealed,
     remove_leftovers,
     write_json,
-    write_sealed,
     write_text,
 )
 from wsi_fl.system.locks import alone
@@ -35,9 +30,8 @@ if TYPE_CHECKING:
 _BUFFER = "buffer.safetensors"
 SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
-_NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _KEPT_CHECKPOINTS = 2
-_ROSTER = {"site": str, "event": str}
+"""The last round, and the one before for peers that had not finished theirs."""
 _ROUND = {
     "round": int,
     "seconds": int | float,
@@ -46,171 +40,8 @@ _ROUND = {
     "bytes": int,
     "communication_seconds": int | float,
 }
-_SUMMARY = ("run", "method", "seconds", "sites", "lost", "communication")
-_EVALUATION = ("run", "sites", "merged")
 _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int | float}
 """What the lines of a run's files have."""
-"""The last round, and the one before for peers that had not finished theirs."""
-
-
-class RunFolder:
-    """`runs/00007-proxyfl-camelyon17`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = path.name
-
-    @staticmethod
-    def create(runs: Path, method: str, pipeline: str) -> RunFolder:
-        """The next free number, claimed under a lock: two runs started at once get two numbers."""
-        with alone(runs / ".lock"):
-            path = runs / f"{RunFolder.next_number(runs):05d}-{method}-{pipeline_stem(pipeline)}"
-            path.mkdir()
-        return RunFolder(path)
-
-    @staticmethod
-    def next_number(runs: Path) -> int:
-        """Return the number after the highest of `runs`."""
-        found = [re.match(r"(\d{5,})-", p.name) for p in runs.iterdir()] if runs.is_dir() else []
-        return max((int(m[1]) for m in found if m), default=0) + 1
-
-    @staticmethod
-    def claim(
-        runs: Path, number: int, name: str, identity: str, describe: Callable[[RunFolder], None]
-    ) -> RunFolder | None:
-        """Make the folder of a run that several hospitals agreed on, or find it made by another rank of the same job.
-
-        Args:
-            number: agreed by all.
-            name: method and pipeline, "proxyfl-camelyon17".
-            identity: the run's id, which `describe` writes into its manifest.
-
-        Returns:
-            The folder, or None where another run has the number.
-
-        Raises:
-            WsiFlError: for a name that is no single folder's.
-        """
-        if not _NAME.fullmatch(name):
-            raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
-        path = runs / f"{number:05d}-{name}"
-        with alone(runs / ".lock"):
-            if next(runs.glob(f"{number:05d}-*"), None) is None:
-                path.mkdir()
-                describe(RunFolder(path))
-            found = RunFolder(path)
-            return found if path.is_dir() and found.id == identity else None
-
-    @property
-    def manifest(self) -> dict[str, Any]:
-        """Return the document that describes the run.
-
-        Raises:
-            WsiFlError: when it is missing or damaged.
-        """
-        return read_sealed(self.path / "manifest.json", (), "put its backup back, or start a new run")
-
-    def write_manifest(self, document: Mapping[str, Any]) -> None:
-        """Write the document that describes the run."""
-        write_sealed(self.path / "manifest.json", document)
-
-    @property
-    def id(self) -> str:
-        """Return what identifies the run, whatever its folder is called; "" for a plan that is not run."""
-        return str(self.manifest.get("id", "")) if (self.path / "manifest.json").exists() else ""
-
-    @property
-    def agreement(self) -> str:
-        """Return the SHA-256 of the plan that the hospitals signed; "" where none was asked for."""
-        return str(self.manifest.get("agreement") or "") if self.id else ""
-
-    def refuse_changed_settings(self) -> None:
-        """Refuse to go on with settings that were edited since the run began.
-
-        Raises:
-            UsageError: when config.toml is no longer what the manifest remembers.
-        """
-        text = (self.path / "config.toml").read_bytes()
-        known = self.manifest.get("config_sha256")
-        if known and hashlib.sha256(text).hexdigest() != known:
-            raise UsageError(
-                f"{self.path / 'config.toml'}: changed since the run began, and a run keeps its settings; "
-                "put it back as it was, or start a new run"
-            )
-
-    def summary(self) -> dict[str, Any] | None:
-        """Return the document of a finished run; None where it has not finished.
-
-        Raises:
-            WsiFlError: when it is damaged.
-        """
-        advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
-        return _sealed(self.path / "summary.json", _SUMMARY, advice)
-
-    def write_summary(self, document: Mapping[str, Any]) -> None:
-        """Write the document that says that the run has finished."""
-        write_sealed(self.path / "summary.json", document)
-
-    def evaluation(self) -> dict[str, Any] | None:
-        """Return the document of `evaluate`; None where the run was not evaluated.
-
-        Raises:
-            WsiFlError: when it is damaged.
-        """
-        advice = f"run `wsi-fl evaluate {self.path.name}` again"
-        return _sealed(self.path / "evaluation.json", _EVALUATION, advice)
-
-    def write_evaluation(self, document: Mapping[str, Any]) -> None:
-        """Write the document of `evaluate`."""
-        write_sealed(self.path / "evaluation.json", document)
-
-    @property
-    def roster_path(self) -> Path:
-        return self.path / "roster.jsonl"
-
-    def losses(self) -> list[dict[str, Any]]:
-        """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
-        latest = {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
-        return [line for line in latest.values() if line["event"] == "lost"]
-
-    def returning(self) -> set[str]:
-        """The sites that were lost, come back, and have not finished anything since."""
-        latest = {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
-        return {
-            site
-            for site, line in latest.items()
-            if line["event"] == "returned" and self._newest(site) <= line.get("newest", 0)
-        }
-
-    def _newest(self, site: str) -> int:
-        return max(self.site(site).checkpoints(), default=0)
-
-    def note_loss(self, site: str, reason: str) -> dict[str, Any]:
-        """Writes down that a site was lost, in the round after its last one; returns the line."""
-        done = [line["round"] for line in self.site(site).metrics()]
-        round_ = max(done, default=0) + 1
-        line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
-        append_line(self.roster_path, line)
-        return line
-
-    def note_return(self, site: str) -> None:
-        """Writes down that a lost site comes back."""
-        line = {"site": site, "event": "returned", "newest": self._newest(site), "time": _now()}
-        append_line(self.roster_path, line)
-
-    def refuse_if_busy(self) -> None:
-        """One job at a time: a second one would tell the first one's sites that they were lost or came back."""
-        for lock in self.path.glob("sites/*/.lock"):
-            with hold_alone(lock.parent):
-                pass
-
-    def discard_if_unstarted(self) -> None:
-        """Removes the directory of a run that failed before any site had finished anything."""
-        if not any(self.path.glob("sites/*/state/*")):
-            shutil.rmtree(self.path)
-
-    def site(self, name: str) -> SiteFolder:
-        return SiteFolder(self.path / "sites" / name)
 
 
 Kept = Literal["plan", "spending", "canaries", "package", "choice", "tuned", "counts", "scores"]
@@ -389,16 +220,11 @@ class SiteFolder:
         return sorted(int(p.stem.split("_")[1]) for p in (self.path / "state").glob("round_*.safetensors"))
 
 
-def pipeline_stem(pipeline: str) -> str:
-    """Return what a run's folder calls a pipeline that was given by name or path."""
-    return Path(pipeline).name.removesuffix(".toml")
-
-
 def note(path: Path, text: str) -> None:
     """Append dated text to a log for people."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as handle:
-        handle.write(f"{_now()} {text}\n")
+        handle.write(f"{datetime.now(UTC).isoformat(timespec='seconds')} {text}\n")
 
 
 @contextmanager
@@ -416,11 +242,3 @@ def hold_alone(folder: Path) -> Iterator[None]:
 
 def _optional(path: Path) -> dict[str, Any] | None:
     return dict(read_json(path)) if path.exists() else None
-
-
-def _sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any] | None:
-    return read_sealed(path, keys, advice) if path.exists() else None
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

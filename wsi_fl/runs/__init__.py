@@ -1,0 +1,1 @@
+"""Run directories: what a training leaves on the disks of its sites."""
