@@ -73,6 +73,10 @@ class Quality(Section):
     min_sharpness: float = Field(0.35, ge=0, le=10)
     """Tissue is out of focus where it has less fine detail than this for each of coarse detail, at 2 µm per pixel.
     Sharp tissue has 0.5 to 2, tissue blurred by a Gaussian of 2 µm 0.13 to 0.28."""
+    segmenter: str | None = None
+    """Path of a safetensors file with a torchvision segmentation model of your own, which tells those faults of
+    `tile.qc` that it knows. Its header says what it is (docs/quality.md). By default all faults are told by classical
+    measures."""
 
 
 class Tissue(Section):

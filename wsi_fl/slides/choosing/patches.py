@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -26,6 +27,7 @@ from wsi_fl.slides.choosing.look import PICTURE_PX, Look, look_at
 from wsi_fl.slides.choosing.quality import (
     BLUR_MPP,
     QualityParams,
+    Segmenter,
     blurred_share,
     first_reason,
     said_of,
@@ -105,9 +107,17 @@ class SlidePlan:
 
 
 def plan_slide(
-    record: SlideRecord, spec: GridSpec, params: PlanParams | None = None, *, reader: Reader = "auto"
+    record: SlideRecord,
+    spec: GridSpec,
+    params: PlanParams | None = None,
+    *,
+    reader: Reader = "auto",
+    segmenter: Segmenter | None = None,
 ) -> SlidePlan:
-    """Find tissue, lay the grid and label it; reads a thumbnail and the annotation, no more.
+    """Find tissue, lay the grid and label it; reads a thumbnail and the annotation, for some faults patches too.
+
+    Args:
+        segmenter: tells the faults that it knows, of those that are looked for.
 
     Raises:
         WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
@@ -136,7 +146,7 @@ def plan_slide(
             f"{record.path.name}: no patch to keep: {_why_none(record, params, tissue, tumor, unsure)}"
         )
     aside = np.flatnonzero(keep)
-    reason = _faults(record, seen, aside, params, reader)
+    reason = _faults(record, seen, aside, params.quality, reader, segmenter)
     aside, reason = aside[reason != ""], reason[reason != ""]
     keep[aside] = False
     if not keep.any():
@@ -209,32 +219,48 @@ def _strip_size(xy_l0: NDArray[np.int64], spec: GridSpec, in_hand: int) -> int:
 
 
 def _faults(
-    record: SlideRecord, seen: Look, rows: NDArray[np.int64], params: PlanParams, reader: Reader
+    record: SlideRecord,
+    seen: Look,
+    rows: NDArray[np.int64],
+    quality: QualityParams,
+    reader: Reader,
+    segmenter: Segmenter | None,
 ) -> NDArray[np.str_]:
     """Return for each of these rows of the grid what it is set aside for, "" where it is good."""
-    kinds = params.quality.kinds
-    if not kinds:
-        return np.full(len(rows), "")
+    known = segmenter.classes if segmenter is not None else ()
+    kinds = tuple(kind for kind in quality.kinds if kind not in known)
     found = {kind: share[rows] for kind, share in shares(seen, kinds).items()}
     if "blur" in kinds:
-        found["blur"] = _blurred(record, seen, rows, params.quality, reader)
-    return first_reason(found, params.quality)
+        glass = float(np.percentile(seen.thumbnail[..., 1], 99))
+        blurred = partial(blurred_share, glass=glass, min_sharpness=quality.min_sharpness)
+        found["blur"] = _measured(blurred, record, seen, rows, BLUR_MPP, reader)
+    if segmenter is not None and (told := [kind for kind in quality.kinds if kind in known]):
+        each = _measured(segmenter.shares, record, seen, rows, segmenter.mpp, reader)
+        found |= {kind: each[:, known.index(kind)] for kind in told}
+    return first_reason(found, quality) if found else np.full(len(rows), "")
 
 
-def _blurred(
-    record: SlideRecord, seen: Look, rows: NDArray[np.int64], quality: QualityParams, reader: Reader
+def _measured(
+    measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
+    record: SlideRecord,
+    seen: Look,
+    rows: NDArray[np.int64],
+    mpp: float,
+    reader: Reader,
 ) -> NDArray[np.float32]:
-    """Return which share of each patch is out of focus; those that cannot be read are told when they are tiled."""
-    mpp = max(BLUR_MPP, seen.mpp)
+    """Return what a measure gives for each patch, read at `mpp` or as fine as the slide is.
+
+    It is 0 for those that cannot be read, which are told when they are tiled.
+    """
+    mpp = max(mpp, seen.mpp)
     side_px = max(1, round(seen.side_l0 * seen.mpp / mpp))
-    glass = float(np.percentile(seen.thumbnail[..., 1], 99))
     unread: dict[int, str] = {}
     batches = read_patches(
         record, seen.xy_l0[rows], GridSpec(side_px, mpp, side_px), threads=1, reader=reader, aside=unread
     )
-    blurred = [blurred_share(patches, glass, quality.min_sharpness) for _, patches in batches]
-    out = np.zeros(len(rows), np.float32)
-    out[np.setdiff1d(np.arange(len(rows)), list(unread))] = np.concatenate(blurred)
+    found = np.concatenate([measure(patches) for _, patches in batches])
+    out = np.zeros((len(rows), *found.shape[1:]), np.float32)
+    out[np.setdiff1d(np.arange(len(rows)), list(unread))] = found
     return out
 
 

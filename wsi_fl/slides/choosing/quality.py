@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,7 @@ class QualityParams:
         kinds: what patches are set aside for; nothing is measured for the others.
         max_pen, max_black, max_fold, max_bubble, max_blur: largest share of a patch.
         min_sharpness: least energy of fine detail for each of coarse detail; parts of a patch with less are blurred.
+        segmenter: SHA-256 of the segmenter's file; "" without one. What another found is not its finding.
     """
 
     kinds: tuple[Kind, ...] = ()
@@ -57,6 +58,26 @@ class QualityParams:
     max_bubble: float = 0.25
     max_blur: float = 0.4
     min_sharpness: float = 0.35
+    segmenter: str = ""
+
+
+class Segmenter(Protocol):
+    """What tells faults pixel by pixel, in place of the measures of this module.
+
+    Attributes:
+        classes: what it tells apart; those that are called as kinds here are faults.
+        mpp: µm per pixel of the patches that it wants.
+    """
+
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+
+    @property
+    def mpp(self) -> float: ...
+
+    def shares(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return which share float32[b, n_classes] of each of the patches uint8[b, h, w, 3] has which class."""
+        ...
 
 
 def area_masks(

@@ -17,13 +17,14 @@ from wsi_fl.learning.examples import Examples, resized, unlabelled
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide, read_patches
+from wsi_fl.slides.choosing.quality import Segmenter
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering
-from wsi_fl.stages.prepare.quality import params_of
+from wsi_fl.stages.prepare.quality import params_of, segmenter_of
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kept import remembered_patches
@@ -58,6 +59,7 @@ class Predictor:
 
     Attributes:
         encoder: of runs on features; None where models see pixels.
+        segmenter: tells faults, where the pipeline names one.
     """
 
     run: RunFolder
@@ -66,6 +68,7 @@ class Predictor:
     inputs: Inputs
     models: Answering
     encoder: Encoder | None = None
+    segmenter: Segmenter | None = None
 
     def seen(self, images: NDArray[np.uint8]) -> Examples:
         """Images uint8[b, h, w, 3] as the models see them."""
@@ -79,7 +82,7 @@ def load_predictor(
     inputs = _inputs(study, run, pipeline, site.name, watcher)
     encoder = None if kind_of(pipeline).of_images else _encoder(study, run, pipeline, site.name)
     models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
-    return Predictor(run, site, pipeline, inputs, models, encoder)
+    return Predictor(run, site, pipeline, inputs, models, encoder, segmenter_of(study, pipeline))
 
 
 def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Encoder:
@@ -126,7 +129,7 @@ def predict_patches(
     inputs, reader = predictor.inputs, predictor.pipeline.slides.reader
     params = replace(params_of(study, predictor.pipeline), min_tissue=inputs.min_tissue)
     vouch_for(record.path, record.mpp_override, reader)
-    plan = plan_slide(record, inputs.spec, params, reader=reader)
+    plan = plan_slide(record, inputs.spec, params, reader=reader, segmenter=predictor.segmenter)
     heat, aside = heat_of(predictor, plan, watcher)
     if aside:
         plan = replace(plan, xy_l0=np.delete(plan.xy_l0, list(aside), axis=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import numpy as np
 
 from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
-from wsi_fl.slides.choosing.quality import KINDS, QualityParams
+from wsi_fl.slides.choosing.quality import KINDS, QualityParams, Segmenter
 from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
@@ -33,8 +34,45 @@ def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
         tumor_groups=tiling.tumor_groups or TUMOR_GROUPS,
         hole_groups=tiling.hole_groups or HOLE_GROUPS,
         ignored_groups=tiling.ignored_groups,
-        quality=QualityParams(tuple(tiling.qc), **quality.model_dump()),
+        quality=QualityParams(
+            tuple(tiling.qc),
+            **quality.model_dump(exclude={"segmenter"}),
+            segmenter=_digest_of_segmenter(study, pipeline),
+        ),
     )
+
+
+def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
+    """Return the segmenter that the pipeline names, if it looks for faults at all.
+
+    Raises:
+        WsiFlError: when its file is missing or damaged, or does not say what it is.
+        UsageError: when it knows none of the faults that are looked for.
+    """
+    named = pipeline.quality.segmenter
+    if not (named and pipeline.tile.qc):
+        return None
+    from wsi_fl.models.segmenter import load_segmenter
+
+    segmenter = load_segmenter(study.resolve(named))
+    if not set(segmenter.classes) & set(pipeline.tile.qc):
+        raise UsageError(
+            f"quality.segmenter = {named!r} tells {', '.join(segmenter.classes)}, and nothing of tile.qc = "
+            f"{', '.join(pipeline.tile.qc)}"
+        )
+    return segmenter
+
+
+def _digest_of_segmenter(study: Study, pipeline: Pipeline) -> str:
+    """Return the SHA-256 of the segmenter's file, "" where none is used."""
+    named = pipeline.quality.segmenter
+    if not (named and pipeline.tile.qc):
+        return ""
+    try:
+        with study.resolve(named).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"quality.segmenter = {named!r}: {error.strerror}") from None
 
 
 def tissue_of(study: Study, pipeline: Pipeline) -> TissueParams:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.slides.reading.probe import vouch_for
-from wsi_fl.stages.prepare.quality import params_of, write_quality
+from wsi_fl.stages.prepare.quality import params_of, segmenter_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, made_of, plan_each
@@ -132,12 +132,13 @@ def _plan_all(
 ) -> list[int]:
     """Plan every slide; plans go to `plans`, slides without one to `failed`. Return the numbers of the others."""
     params = params_of(listed.study, listed.pipeline)
+    segmenter = segmenter_of(listed.study, listed.pipeline)
     n, name = len(records), listed.site.name
     spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
 
     def plan(record: SlideRecord) -> SlidePlan:
         vouch_for(record.path, record.mpp_override, reader)
-        return plan_slide(record, spec, params, reader=reader)
+        return plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
 
     made = partial(made_of, spec=spec, params=params, reader=reader)
     reasons = job.share(
