@@ -33,6 +33,16 @@ def inked(image, where, colour, opacity=0.85):
     return out.round().astype(np.uint8)
 
 
+def translucent(image, where, colour, strength=0.85):
+    """The picture under ink that absorbs light and hides nothing, in streaks."""
+    streaks = gaussian_filter(np.random.default_rng(5).normal(size=where.shape), 8)
+    passing = 1 - strength * (1 - np.array(INKS[colour]) / GLASS)
+    passing = passing * (1 + 0.08 * streaks / streaks.std())[..., None]
+    out = image.astype(float)
+    out[where] *= passing.clip(0, 1)[where]
+    return out.round().astype(np.uint8)
+
+
 def blackened(image, where):
     """The picture where nothing was scanned in places."""
     out = image.copy()

@@ -142,6 +142,13 @@ def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
     assert recall >= 0.9 and false <= 0.02, (recall, false)
 
 
+@pytest.mark.parametrize("colour", ["black", "green"])
+def test_ink_that_tissue_shows_through_is_found(tissue, tmp_path, colour):
+    make = made_with(stroked(2), lambda picture, where: artefacts.translucent(picture, where, colour))
+    recall, false = of_all(tmp_path, tissue, make, "pen")
+    assert recall >= 0.9 and false <= 0.02, (recall, false)
+
+
 def test_nothing_is_found_on_sound_tissue(sound, tmp_path):
     plan = planned(tmp_path, sound, tuple(kind for kind in KINDS if kind != "fold"))
     assert len(plan.aside_xy_l0) <= 0.02 * len(plan.xy_l0)
@@ -231,6 +238,34 @@ def test_ordinary_tissue_is_found_by_saturation_as_ever(sound):
     found = find_tissue(small, 2.0)
     assert found.method == "saturation" and found.gain == 1.0
     np.testing.assert_array_equal(found.mask, find_tissue(small, 2.0, TissueParams(method="saturation")).mask)
+
+
+@pytest.mark.parametrize("ink", [artefacts.inked, artefacts.translucent])
+@pytest.mark.parametrize("colour", artefacts.INKS)
+def test_ink_on_an_ordinary_slide_is_no_more_tissue_than_by_saturation(tissue, ink, colour):
+    for picture in tissue:
+        where = artefacts.stroke(picture.shape[:2], MPP, np.random.default_rng(3), 220)
+        small = np.asarray(Image.fromarray(ink(picture, where, colour)).reduce(4))
+        found, before = (
+            find_tissue(small, 4 * MPP, TissueParams(method=method)).mask for method in ("auto", "saturation")
+        )
+        inked = where[::4, ::4]
+        assert (found & inked).sum() <= (before & inked).sum() + 0.02 * inked.sum()
+
+
+def stained_blue(picture):
+    """The picture as if haematoxylin alone had stained it, bluer than beside eosin."""
+    density = -0.8 * np.log((picture.astype(float) + 1) / 256).mean(-1, keepdims=True)
+    over = density * np.array([1.3, 1.15, 0.55])
+    return (256 * np.exp(-over) - 1).clip(0, 255).round().astype(np.uint8)
+
+
+def test_a_blue_stain_is_tissue_and_no_pen(tissue, tmp_path):
+    blamed = kept = 0
+    for picture in tissue[:4]:
+        plan = planned(tmp_path, stained_blue(picture), ("pen",))
+        blamed, kept = blamed + len(plan.aside_xy_l0), kept + len(plan.xy_l0)
+    assert kept > 100 and blamed <= 0.05 * kept, (blamed, kept)
 
 
 def test_what_only_absorbs_light_is_found_by_density_and_its_gain_is_told():

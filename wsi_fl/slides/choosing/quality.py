@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.colours import colours, is_black, is_ink, optical_density
 from wsi_fl.slides.choosing.look import Look
 from wsi_fl.slides.choosing.regions import closed, dilated, without_small
-from wsi_fl.slides.choosing.tissue import tissue_fraction
+from wsi_fl.slides.choosing.tissue import Found, ink_beside_any_stain, tissue_fraction
 
 Kind = Literal["pen", "black", "fold", "bubble", "blur"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -81,25 +81,28 @@ class Segmenter(Protocol):
 
 
 def area_masks(
-    kinds: Iterable[Kind], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: NDArray[np.bool_]
+    kinds: Iterable[Kind], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: Found
 ) -> dict[Kind, NDArray[np.bool_]]:
     """Return masks bool[h, w] of where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble.
 
     Args:
         kinds: which; blur is no area of the thumbnail and is passed over.
         um_per_px: of the thumbnail.
-        tissue: bool[h, w], the thumbnail's tissue; folds are told from its usual density.
+        tissue: of the thumbnail. Folds are told from its usual density. Where it was not found by saturation, its stain
+            may have the colour of ink.
     """
     seen = colours(thumbnail, _SMOOTH_UM / um_per_px) if {"pen", "black"} & set(kinds) else None
     least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
     found: dict[Kind, NDArray[np.bool_]] = {}
     for kind in kinds:
         if kind == "pen" and seen is not None:  # and the pixel around it, which is mixed of ink and tissue
-            found[kind] = dilated(without_small(is_ink(seen), least_px), 1.0)
+            ordinary = tissue.method == "saturation"
+            ink = is_ink(seen) if ordinary else ink_beside_any_stain(thumbnail, seen, um_per_px)
+            found[kind] = dilated(without_small(ink, least_px), 1.0)
         elif kind == "black" and seen is not None:
             found[kind] = without_small(is_black(seen), least_px)
         elif kind == "fold":
-            found[kind] = without_small(_folds(thumbnail, um_per_px, tissue), least_px)
+            found[kind] = without_small(_folds(thumbnail, um_per_px, tissue.mask), least_px)
         elif kind == "bubble":
             found[kind] = without_small(_bubbles(thumbnail, um_per_px), least_px)
     return found
@@ -135,7 +138,7 @@ def blurred_share(
 
 def shares(look: Look, kinds: tuple[Kind, ...]) -> dict[Kind, NDArray[np.float32]]:
     """Return the share float32[n] of each patch of the grid that is pen, black, fold or bubble, for those asked for."""
-    masks = area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found.mask)
+    masks = area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found)
     return {
         kind: tissue_fraction(mask, look.xy_l0, look.side_l0, look.downsample) for kind, mask in masks.items()
     }
