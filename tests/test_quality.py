@@ -146,7 +146,7 @@ def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
 def test_ink_that_tissue_shows_through_is_found(tissue, tmp_path, colour):
     make = made_with(stroked(2), lambda picture, where: artefacts.translucent(picture, where, colour))
     recall, false = of_all(tmp_path, tissue, make, "pen")
-    assert recall >= 0.9 and false <= 0.02, (recall, false)
+    assert recall >= 0.8 and false <= 0.02, (recall, false)
 
 
 def test_nothing_is_found_on_sound_tissue(sound, tmp_path):

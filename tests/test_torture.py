@@ -82,6 +82,38 @@ def test_the_judge_of_torture_sees_a_different_result(attacks, tmp_path):
     assert comparable("train openly", made) != comparable("train openly", made | again | {"runs/x": ""})
 
 
+@pytest.mark.parametrize(
+    ("hears", "fault"),
+    [
+        ({}, "check --all: finds no damage"),
+        ({"check": 1, "train": 1}, "tile --all: silently different: "),
+        ({"check": 1, "train": 1, "tile": 1}, "tile --all: does not mend it"),
+        ({"check": 1}, "tile --all: silently different: "),
+    ],
+)
+def test_the_judge_of_flips_sees_damage_that_nobody_finds_or_mends(
+    attacks, tmp_path, monkeypatch, hears, fault
+):
+    from attacks import flips
+    from attacks.running import Ended
+
+    study = make_study(tmp_path / "study", n_sites=2)
+    store = next((study.root / "stores").rglob("*.h5")).relative_to(study.root).as_posix()
+
+    def nothing_done(command, _):
+        code = hears.get(command[0], 0)
+        told = "wsi-fl: error: damaged\n" * bool(code)
+        return Ended(code, "", told, 1.0, 10, killed=False, finds=command[0] == "check")
+
+    monkeypatch.setattr(flips, "prepared", lambda *_: study.root)
+    monkeypatch.setattr(flips, "_drawn", lambda *_: store)
+    monkeypatch.setattr(flips, "hurt", lambda path, _: _change_one_value(path) or "a value")
+    monkeypatch.setattr(flips, "run", nothing_done)
+    monkeypatch.setattr(flips, "result_of", lambda _, command: flips.made_by(command, study.root))
+    result = flips.attack(1, tmp_path)
+    assert result.end == "failed" and result.told.startswith(fault)
+
+
 def _change_one_value(path):
     import h5py
 

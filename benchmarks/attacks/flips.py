@@ -1,4 +1,4 @@
-"""A bit flipped, 4 kB of zeros or a cut in any file of a finished study; then whatever reads it."""
+"""A bit flipped, 4 kB of zeros or a cut in any file of a finished study; then whatever reads it, and what mends it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from attacks.running import run
 from attacks.studies import EVERYTHING, LOCAL, OPEN, copied, explained, outcome, prepared
 
 _ZEROS = 4096
+_MENDING = ("tile", "features", "mosaic")
+"""Commands that make again what a store of theirs lost."""
 _TRAIN = ("train", "--method", "fedavg", *LOCAL, *OPEN, "--set", "train.rounds=1")
 _BAGS = ("--set", "train.data=mosaics", "--set", "model.private=deepset", "--set", "model.proxy=deepset")
 _HEAD = (
@@ -46,55 +48,80 @@ def readers(name: str) -> tuple[Command, ...]:
     }
     known["denoisers"] = known["generators"][:2]
     if room == "stores" and ("mosaic" in name or "features" in name):
-        return (checked, (*_TRAIN, *(_BAGS if "mosaic" in name else _HEAD)))
+        of_mosaics = "mosaic" in name
+        mended = ("mosaic" if of_mosaics else "features", "--all")
+        return (checked, (*_TRAIN, *(_BAGS if of_mosaics else _HEAD)), mended)
     goes_on = ("train", "--resume", "1", *LOCAL)
     return known.get(room, (goes_on, ("evaluate", "1"), ("report", "1")))
 
 
-def untellable(name: str) -> bool:
-    """Return whether nothing could tell: people or other tools wrote it, or it is a protocol without a checksum."""
-    return name.startswith(("archive/", "pipelines/", "sites/", "weights/")) or name.endswith(
-        (".csv", ".txt", ".log", ".jsonl", ".json", ".toml", ".html", ".png")
-    )
+def untellable(name: str, calm: Path) -> bool:
+    """Return whether nothing could tell: people or other tools wrote it, or it is a protocol without a checksum.
+
+    Args:
+        calm: the file before it was hurt.
+    """
+    if name.startswith(("archive/", "pipelines/", "sites/", "weights/")):
+        return True
+    if name.endswith(".json"):
+        return '"digest"' not in calm.read_text()
+    return name.endswith((".csv", ".txt", ".log", ".jsonl", ".toml", ".html", ".png"))
 
 
 def attack(seed: int, folder: Path) -> Result:
     """Hurt one file and give the commands that read it.
 
-    It is well where each refuses in one line or has the result of the calm study.
+    It is well where each refuses in one line or has the result of the calm study, where `check` finds what no longer
+    holds the same in a store, and where the command that made a store makes it again what it was.
     """
     rng = random.Random(seed)
-    study = copied(prepared(folder, EVERYTHING), folder / f"flip {seed}")
-    names = sorted(
-        path.relative_to(study).as_posix()
-        for path in study.rglob("*")
-        if path.is_file() and path.stat().st_size and path.name != ".lock"
-    )
-    rooms = sorted({_room(name) for name in names})
-    room = rng.choice(rooms)
-    name = rng.choice([name for name in names if _room(name) == room])
+    before = prepared(folder, EVERYTHING)
+    study = copied(before, folder / f"flip {seed}")
+    name = _drawn(study, rng)
     how = hurt(study / name, rng)
+    spoilt = (
+        name.startswith("stores/")
+        and name.endswith(".h5")
+        and name in different(outcome(before), outcome(study))
+    )
     told, ends, seconds, most = "", [], 0.0, 0
     for command in readers(name):
         calm = result_of(folder, command)
         ended = run(command, study)
         seconds, most = max(seconds, ended.seconds), max(most, ended.n_bytes)
+        mends = command[0] in _MENDING and name.startswith("stores/")
+        changed = [one for one in different(calm, made_by(command, study)) if mends or one != name]
         if wrong := ended.wrong():
-            told = f"{' '.join(command)}: {wrong}"
-            break
-        if ended.code:
+            told = wrong
+        elif command[0] == "check" and spoilt and not ended.code:
+            told = "finds no damage"
+        elif mends and ended.code:
+            told = f"does not mend it: {explained(ended)}"
+        elif ended.code:
             ends.append("refused")
-        elif changed := [one for one in different(calm, made_by(command, study)) if one != name]:
-            ends.append("untold" if untellable(name) else "silent")
-            if ends[-1] == "silent":
-                told = f"{' '.join(command)}: silently different: {', '.join(changed[:4])}"
-                break
+        elif changed:
+            ends.append("untold")
+            told = "" if untellable(name, before / name) else f"silently different: {', '.join(changed[:4])}"
         else:
             ends.append("harmless")
+        if told:
+            told = f"{' '.join(command)}: {told}"
+            break
     end = "failed" if told else next((one for one in ("refused", "untold") if one in ends), "harmless")
     if not told:
         shutil.rmtree(study)
     return Result("flip", seed, f"{how} in {name}", end, told, seconds=seconds, n_bytes=most)
+
+
+def _drawn(study: Path, rng: random.Random) -> str:
+    """Draw a file; every kind is hurt as often as any other."""
+    names = sorted(
+        path.relative_to(study).as_posix()
+        for path in study.rglob("*")
+        if path.is_file() and path.stat().st_size and path.name != ".lock"
+    )
+    room = rng.choice(sorted({_room(name) for name in names}))
+    return rng.choice([name for name in names if _room(name) == room])
 
 
 def hurt(path: Path, rng: random.Random) -> str:
@@ -143,7 +170,7 @@ def made_by(command: Command, study: Path) -> dict[str, str]:
 
 
 def _room(name: str) -> str:
-    """Files of a kind: every kind is hurt as often as any other."""
+    """Return the kind of a file."""
     parts = name.split("/")
     return "/".join(
         (*(part for part in parts[:-1] if not part.startswith(("C", "0"))), parts[-1].split(".")[-1])

@@ -136,7 +136,8 @@ def blob(given: bytes, rng: random.Random) -> bytes:
 
 
 def hdf5(path: Path, rng: random.Random) -> None:
-    """Change what an HDF5 file says, so that it stays one: datasets lost, of other shapes and types, odd attributes."""
+    """Change what an HDF5 file says, so that it stays one: datasets lost, of other shapes and types, groups in their
+    place, odd attributes."""
     with h5py.File(path, "r+") as file:
         names = _datasets(file)
         for _ in range(rng.randint(1, 2)):
@@ -163,6 +164,9 @@ def _attribute(file: h5py.File, rng: random.Random) -> None:
 def _dataset(file: h5py.File, name: str, rng: random.Random) -> None:
     data = file[name][()]
     del file[name]
+    if rng.random() < 0.1:
+        file.create_group(name)
+        return
     changes: dict[str, Callable[[], Any]] = {
         "lost": lambda: None,
         "empty": lambda: data[:0],
