@@ -175,12 +175,46 @@ def test_the_first_line_needs_no_torch(tmp_path):
     )
 
 
-@pytest.mark.parametrize("rank", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
-def test_only_the_first_rank_says_that_it_starts(tmp_path, wsi_fl, rank):
-    assert "starting" not in wsi_fl("train", cwd=tmp_path, env={rank: "1"}).stderr
-    assert "starting" in wsi_fl("train", cwd=tmp_path, env={rank: "0"}).stderr
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ],
+)
+def test_only_the_first_rank_says_that_it_starts(tmp_path, wsi_fl, size, rank):
+    assert "starting" not in wsi_fl("train", cwd=tmp_path, env={size: "2", rank: "1"}).stderr
+    assert "starting" in wsi_fl("train", cwd=tmp_path, env={size: "2", rank: "0"}).stderr
     assert "starting" not in wsi_fl("train", "--help", cwd=tmp_path).stderr
     assert "starting" not in wsi_fl("config", cwd=tmp_path).stderr
+
+
+def test_a_batch_script_of_slurm_is_no_rank(monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.05)
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, force_terminal=False, soft_wrap=True))
+    with console.Bars("tile"):
+        time.sleep(0.3)
+    assert "tile: preparing" in capsys.readouterr().err
+
+
+def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
+    from wsi_fl.stages.training import ranks
+
+    taken = []
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    for name, value in (("SIZE", "4"), ("LOCAL_SIZE", "4"), ("RANK", "0")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    ranks._share_threads()
+    assert taken == [2] and "each takes 2" in capsys.readouterr().err
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    ranks._share_threads()
+    assert taken == [2, 2] and not capsys.readouterr().err
 
 
 def test_without_a_terminal_progress_is_told_from_the_start(monkeypatch, capsys):
@@ -204,7 +238,7 @@ def test_progress_of_many_sites_is_one_short_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "taken", "said"), [("8", "2", True), ("2", "2", False), ("1", "1", False)]
+    ("wanted", "taken", "said"), [("8", "2", True), ("8,2", "2", True), ("2", "2", False), ("1", "1", False)]
 )
 def test_threads_beyond_the_cores_are_capped_in_one_line(monkeypatch, wanted, taken, said):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))

@@ -1,6 +1,7 @@
 """`train --seeds`: a series of runs, completed by resuming any of them."""
 
 import json
+import re
 
 import pytest
 from conftest import make_study, refused
@@ -46,6 +47,23 @@ def test_an_interrupted_series_is_completed_by_resuming_one_of_its_runs(study, m
     assert document["seeds"] == [0, 1, 2] == seeds_of(study)
     assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [3] * 6
     assert resume_series(study, "3", backend="local") == document
+
+
+def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch):
+    real = series.begin
+
+    def begin(study, pipeline, *args, **kwargs):
+        if pipeline.train.seed == 1:  # before its run has a name
+            raise KeyboardInterrupt
+        return real(study, pipeline, *args, **kwargs)
+
+    monkeypatch.setattr(series, "begin", begin)
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        train_series(study, seeds=2, method="regular", backend="local")
+    monkeypatch.undo()
+    (run,) = re.findall(r"`wsi-fl train --resume (\S+)`", str(stopped.value))
+    resume_series(study, run, backend="local")
+    assert seeds_of(study) == [0, 1]
 
 
 def test_a_run_alone_is_no_series(study):

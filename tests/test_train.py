@@ -26,7 +26,7 @@ from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work import console
-from wsi_fl.stages.work.job import launched_ranks
+from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]

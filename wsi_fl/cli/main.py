@@ -76,7 +76,7 @@ def config(
 _LONG = {
     *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.stain, prepare.partition, prepare.pack),
     *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
-    *(answers.audit, answers.report, answers.view),
+    *(answers.audit, answers.report, answers.view, prepare.check, prepare.encoders, doctor),
 }
 """Commands that read, train or import for longer than a second."""
 

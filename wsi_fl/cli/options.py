@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
+from wsi_fl.system.ranks import is_first
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ def show(document: dict[str, Any], as_json: bool, for_people: Callable[[dict[str
         for_people(document)
 
 
-_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 C = TypeVar("C", bound=Callable[..., None])
 
 
@@ -64,7 +63,7 @@ def announced(command: C, name: str = "") -> C:
 
     @functools.wraps(command)
     def told(*args: Any, **kwargs: Any) -> None:
-        if all(os.environ.get(rank, "0") == "0" for rank in _RANKS):
+        if is_first():
             print(f"wsi-fl {name or command.__name__}: starting …", file=sys.stderr, flush=True)
         try:
             command(*args, **kwargs)

@@ -8,9 +8,9 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SITE_FILE, SiteFolder
 from wsi_fl.stages.site.data import Patches
 from wsi_fl.stages.work.console import say
-from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.stores.features import FeatureMeta
 from wsi_fl.study.folder import Study
+from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import Bags, GridSpec, UsageError
 
 

@@ -73,7 +73,7 @@ def rank_environment(n_ranks: int) -> dict[str, str]:
 
 def threads_note(n_ranks: int) -> str:
     """Say that OMP_NUM_THREADS asks for more than the machine has; "" where it does not."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # what follows is for nested teams
     if not wanted.isdecimal() or int(wanted) <= _threads(n_ranks):
         return ""
     cores = len(os.sched_getaffinity(0))

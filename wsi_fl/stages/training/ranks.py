@@ -35,11 +35,12 @@ from wsi_fl.stages.training.going_on import naming_resume
 from wsi_fl.stages.training.material import remember_canaries
 from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
-from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
+from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
+from wsi_fl.system.ranks import is_first, share_of_threads
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
@@ -223,10 +224,23 @@ def join(
     """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
+    _share_threads()
     names = party.names
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
     summary = take_part(party, comm, run_of)
     return summary if comm.running[0] in comm.sites else {}
+
+
+def _share_threads() -> None:
+    """Take no more threads than this rank's share of the machine's cores, and say so once where more were asked for."""
+    import torch
+
+    share, wanted = share_of_threads(), torch.get_num_threads()
+    if wanted <= share:
+        return
+    torch.set_num_threads(share)
+    if is_first() and os.environ.get("OMP_NUM_THREADS"):
+        say(f"  OMP_NUM_THREADS = {wanted} in every rank is more than there are cores: each takes {share}")
 
 
 def take_part(party: Party, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -12,11 +13,12 @@ from wsi_fl.stages.site.account import spends
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
+from wsi_fl.stages.training.going_on import naming_resume
 from wsi_fl.stages.training.train import Series, begin, resume
 from wsi_fl.stages.work.console import Silent, Watcher, say
-from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError
 
 
@@ -181,14 +183,17 @@ def _complete(
     summaries = []
     for number, member in enumerate(members, 1):
         say(f"{member} ({number} of {len(members)})")
-        if member in begun and (summary := begun[member].summary()) is not None:
+        run = begun.get(member)
+        if run is not None and (summary := run.summary()) is not None:
             summaries.append(summary)
             continue
-        if member in begun:
-            summaries.append(resume(study, begun[member].name, backend=backend, watcher=watcher))
-            continue
-        own = _pipeline_of(pipeline, series, member)
-        summaries.append(begin(study, own, method, name, backend=backend, watcher=watcher, series=series))
+        first = next(iter(_begun(study, series).values()), None)
+        with naming_resume(study, first) if first is not None else nullcontext():
+            if run is not None:
+                summaries.append(resume(study, run.name, backend=backend, watcher=watcher))
+                continue
+            own = _pipeline_of(pipeline, series, member)
+            summaries.append(begin(study, own, method, name, backend=backend, watcher=watcher, series=series))
     return {
         "method": method,
         "seeds": list(series.seeds),

@@ -33,11 +33,11 @@ from wsi_fl.stages.training.checks import (
 )
 from wsi_fl.stages.training.going_on import naming_resume, resume_command
 from wsi_fl.stages.work.console import Silent, Watcher, say
-from wsi_fl.stages.work.job import launched_ranks
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import write_text
+from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 _TRIES = 10

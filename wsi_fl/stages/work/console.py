@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import WsiFlError
 
 LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
 """Sites that a line of progress tells of."""
-_RANKS = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _EVENT_EVERY_S = 0.3
 
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
@@ -63,11 +63,6 @@ class Quiet(Silent):
         (super().say if public else self._log)(text.strip())
 
 
-def _is_rank() -> bool:
-    """Whether mpiexec or srun started this process; then all of them would tell."""
-    return any(name in os.environ for name in _RANKS)
-
-
 class Bars(Silent):
     """One bar per part on a terminal; otherwise one line over all parts every five seconds, from the start."""
 
@@ -90,7 +85,7 @@ class Bars(Silent):
     def __enter__(self) -> Bars:
         if self._live:
             self._bars.start()
-        elif not _is_rank():
+        elif launched_ranks() is None:
             threading.Thread(target=self._tell, daemon=True).start()
         return self
 
@@ -107,7 +102,7 @@ class Bars(Silent):
 
     def _say(self) -> None:
         self._said = time.monotonic()
-        if self._state or not _is_rank():
+        if self._state or launched_ranks() is None:
             stderr.print(self._line(), markup=False)
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:

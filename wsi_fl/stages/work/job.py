@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.stages.work.console import Silent, Watcher
 from wsi_fl.system.files import raise_if_full
+from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 T = TypeVar("T")
@@ -197,15 +198,3 @@ def _told(error: Exception) -> str:
     except WsiFlError as full:
         return str(full)
     return reason_of(error)
-
-
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
-
-
-def launched_ranks() -> int | None:
-    """How many ranks mpiexec or srun started with this one; None when nobody did."""
-    for name in _SIZE_VARIABLES:
-        if os.environ.get(name, "").isdigit():
-            size = int(os.environ[name])
-            return size if size > 1 or name.startswith("OMPI") else None
-    return None
