@@ -170,8 +170,12 @@ def said_of(reasons: NDArray[np.str_]) -> str:
 def _laplacian(grey: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return each pixel of [b, h, w] less the mean of its four neighbours; at the edge it is its own neighbour."""
     wide = np.pad(grey, ((0, 0), (1, 1), (1, 1)), mode="edge")
-    around = wide[:, :-2, 1:-1] + wide[:, 2:, 1:-1] + wide[:, 1:-1, :-2] + wide[:, 1:-1, 2:]
-    return np.asarray(grey - around / 4, np.float32)
+    out = wide[:, :-2, 1:-1] + wide[:, 2:, 1:-1]
+    out += wide[:, 1:-1, :-2]
+    out += wide[:, 1:-1, 2:]
+    out *= -0.25
+    out += grey
+    return np.asarray(out, np.float32)
 
 
 def _block_means(grey: NDArray[np.float32], side: int) -> NDArray[np.float32]:

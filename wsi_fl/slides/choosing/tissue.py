@@ -273,6 +273,8 @@ def tissue_fraction(
         size_l0: side of the squares in level-0 pixels.
         downsample: level-0 pixels per thumbnail pixel.
     """
+    if not mask.any():
+        return np.zeros(len(xy_l0), np.float32)
     share = area_mean(mask, xy_l0 / downsample, size_l0 / downsample)
     return np.clip(share, 0, 1).astype(np.float32)
 
