@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from functools import cached_property
 from math import ceil, floor, isfinite
 from pathlib import Path
@@ -22,7 +23,14 @@ from wsi_fl.slides.reading.formats.source import Source, SourceError
 from wsi_fl.slides.reading.levels import Levels
 from wsi_fl.slides.reading.native import Box, NativeLevel
 from wsi_fl.slides.reading.pixels import Failures, resampled, rgb
-from wsi_fl.slides.reading.sources import is_czi, is_ome, is_zarr, open_source
+from wsi_fl.slides.reading.sources import (
+    is_czi,
+    is_misread_by_openslide,
+    is_ome,
+    is_zarr,
+    open_source,
+    properties_of_ome,
+)
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
@@ -34,6 +42,8 @@ _MAX_ANISOTROPY = 0.05
 _STRIP_PX = 1 << 24
 """Most level pixels held at once while a thumbnail is made."""
 _UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
+_GENERIC = "generic-tiff"
+"""OpenSlide's name of a TIFF of no known scanner."""
 
 
 class Slide:
@@ -69,6 +79,8 @@ class Slide:
         self._levels = Levels(self.level_downsamples)
         self._properties: dict[str, str] = dict(self._handle.properties)
         self.vendor = _vendor(self._handle)
+        if self.vendor == _GENERIC:
+            self._properties |= properties_of_ome(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
         self._background = _background(self._properties)
         foreign = not isinstance(self._handle, openslide.OpenSlide)
@@ -96,6 +108,11 @@ class Slide:
     def reader(self) -> Literal["native", "openslide"]:
         """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
+
+    @property
+    def has_one_reader(self) -> bool:
+        """Whether all that is ever read is read by OpenSlide, or by what stands in for it."""
+        return self._native is None
 
     @cached_property
     def mpp(self) -> float:
@@ -287,19 +304,19 @@ class Slide:
         region: Image.Image
         try:
             region = handle.read_region((corner[0], corner[1]), level, size)
-        except (openslide.OpenSlideError, SourceError):
+        except SourceError as error:
+            raise self._unreadable(corner, error) from None
+        except openslide.OpenSlideError:
             # The handle may have died of another thread's region: a handle of its own judges this one.
-            with self._lock:
-                own = _open(self._file)
+            with self._lock, closing(_open(self._file)) as own:
                 try:
                     region = own.read_region((corner[0], corner[1]), level, size)
-                except (openslide.OpenSlideError, SourceError) as error:
+                except openslide.OpenSlideError as error:
                     raise self._unreadable(corner, error) from None
                 finally:
                     # Nobody closes the dead handle: others may be in it, and it goes with its last user.
                     if self._handle is handle:
                         self._handle = _open(self._file)
-                own.close()
         return region
 
     def _unreadable(self, corner: tuple[int, ...], error: Exception) -> WsiFlError:
@@ -308,7 +325,7 @@ class Slide:
 
 
 def _open(path: Path) -> Source:
-    """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misses its pyramid."""
+    """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misreads it."""
     if not path.exists():
         raise WsiFlError(f"{path}: no such slide")
     found: Source | None = None
@@ -318,10 +335,14 @@ def _open(path: Path) -> Source:
     except openslide.OpenSlideUnsupportedFormatError:
         found = None
     except openslide.OpenSlideError as error:
-        if is_czi(path) and (found := open_source(path)) is not None:  # OpenSlide reads some
-            return found
-        raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
-    if found is not None and not (_vendor(found) == "generic-tiff" and is_ome(path)):
+        if "only one SOP instance in concatenation" in str(error):
+            raise WsiFlError(
+                f"{path.name}: a part of a DICOM concatenation whose other parts are missing; put all of them into "
+                "one folder"
+            ) from None
+        if not (is_czi(path) or is_ome(path)):  # OpenSlide reads some, and knows that it does not read others
+            raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
+    if found is not None and not (_vendor(found) == _GENERIC and is_misread_by_openslide(path)):
         return found
     if found is not None:
         found.close()
