@@ -7,7 +7,6 @@ decode to the same pixels, they are read by `native` instead, which takes a frac
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from contextlib import closing
 from functools import cached_property
 from math import ceil, floor, isfinite
@@ -31,17 +30,15 @@ from wsi_fl.slides.reading.sources import (
     open_source,
     properties_of_ome,
 )
+from wsi_fl.slides.reading.stated import background, stated_mpp
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 Reader = Literal["auto", "native", "openslide"]
 """`native` decodes a slide's own tiles, `auto` does so where they give OpenSlide's pixels."""
 
-_PLAUSIBLE_MPP = (0.05, 20.0)
-_MAX_ANISOTROPY = 0.05
 _STRIP_PX = 1 << 24
 """Most level pixels held at once while a thumbnail is made."""
-_UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
 _GENERIC = "generic-tiff"
 """OpenSlide's name of a TIFF of no known scanner."""
 
@@ -82,7 +79,7 @@ class Slide:
         if self.vendor == _GENERIC:
             self._properties |= properties_of_ome(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
-        self._background = _background(self._properties)
+        self._background = background(self._properties)
         foreign = not isinstance(self._handle, openslide.OpenSlide)
         if foreign and reader == "native":
             self._handle.close()
@@ -116,28 +113,12 @@ class Slide:
 
     @cached_property
     def mpp(self) -> float:
-        """Micrometres per level-0 pixel: the override, else OpenSlide's number, else the TIFF resolution tags.
-
-        Values outside 0.05 to 20 count as missing (a default of 72 dpi reads as 353 µm).
+        """Micrometres per level-0 pixel: the override, else what the slide states.
 
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
-        if self._override is not None:
-            return self._override
-        x, y = (_stated_mpp(self._properties, axis) for axis in "xy")
-        x, y = x or y, y or x
-        if x is None or y is None:
-            raise WsiFlError(
-                f"{self.path.name}: the slide does not say its µm per pixel{_said(self._properties)}; "
-                f"give it with mpp_override = 0.5 in sites/<site>.toml"
-            )
-        if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
-            raise WsiFlError(
-                f"{self.path.name}: pixels are not square ({x:g} by {y:g} µm); "
-                f"if that is wrong, give mpp_override = {x:g} in sites/<site>.toml"
-            )
-        return (x + y) / 2
+        return stated_mpp(self._properties, self.path.name) if self._override is None else self._override
 
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
@@ -361,37 +342,3 @@ def _dicom_member(folder: Path) -> Path:
         if path.is_file() and openslide.OpenSlide.detect_format(str(path)) == "dicom":
             return path
     raise WsiFlError(f"{folder}: a folder without DICOM slide files")
-
-
-def _number(properties: Mapping[str, str], key: str) -> float | None:
-    """A property as a finite number; None when it is absent or something else."""
-    try:
-        value = float(properties[key])
-    except (KeyError, ValueError):
-        return None
-    return value if isfinite(value) else None
-
-
-def _stated_mpp(properties: Mapping[str, str], axis: str) -> float | None:
-    """The plausible µm per pixel of one axis ("x" or "y"): OpenSlide's, else that of the TIFF tags."""
-    per_unit = _number(properties, f"tiff.{axis.upper()}Resolution")
-    unit_um = _UNIT_UM.get(properties.get("tiff.ResolutionUnit", "").lower())
-    from_tags = unit_um / per_unit if unit_um and per_unit else None
-    low, high = _PLAUSIBLE_MPP
-    candidates = (_number(properties, f"openslide.mpp-{axis}"), from_tags)
-    return next((v for v in candidates if v is not None and low <= v <= high), None)
-
-
-def _said(properties: Mapping[str, str]) -> str:
-    value = _number(properties, openslide.PROPERTY_NAME_MPP_X)
-    low, high = _PLAUSIBLE_MPP
-    return "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
-
-
-def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
-    """The slide's background colour, white where it names none."""
-    try:
-        red, green, blue = bytes.fromhex(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "FFFFFF"))
-    except ValueError:
-        return 255, 255, 255
-    return red, green, blue
