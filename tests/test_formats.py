@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import builtins
+import json
 import shutil
+import struct
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tifffile
-from conftest import refused
+from conftest import SHARED, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
@@ -22,6 +27,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 MPP = 0.5
 PER_CM = 1e4 / MPP
+DICOM = SHARED / "data" / "slides_odd" / "openslide-python_boxes_0.dcm"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +60,7 @@ def jpeg(folder, picture):
 
 def strips(compression):
     def write(folder, picture):
-        if compression in {"lzw", "jpeg"}:
+        if compression == "lzw":
             pytest.importorskip("imagecodecs")
         path = folder / "a.tif"
         how = {"photometric": "rgb", "rowsperstrip": 64, "compression": compression}
@@ -79,7 +85,21 @@ def ome_tiff(folder, picture):
     return path
 
 
-def ome_zarr(version, axes="cyx"):
+def ome_flat(**how):
+    """An OME-TIFF without a pyramid."""
+
+    def write(folder, picture):
+        pytest.importorskip("zarr")
+        pytest.importorskip("imagecodecs")
+        path = folder / "a.ome.tif"
+        said = {"axes": "YXS", "PhysicalSizeX": MPP, "PhysicalSizeY": MPP}
+        tifffile.imwrite(path, picture, ome=True, metadata=said, photometric="rgb", **how)
+        return path
+
+    return write
+
+
+def ome_zarr(version, axes="cyx", **attributes):
     def write(folder, picture):
         zarr = pytest.importorskip("zarr")
         path = folder / "a.zarr"
@@ -101,6 +121,7 @@ def ome_zarr(version, axes="cyx"):
             for axis in axes
         ]
         said = {"multiscales": [{"version": version, "axes": units, "datasets": datasets}]}
+        said |= attributes
         group.attrs.update(said if version == "0.4" else {"ome": {"version": version, **said}})
         return path
 
@@ -123,6 +144,8 @@ WRITERS = {
     "tiff deflate": strips("deflate"),
     "tiff lzw": strips("lzw"),
     "ome-tiff": ome_tiff,
+    "ome-tiff strips": ome_flat(rowsperstrip=64),
+    "ome-tiff jpeg 2000": ome_flat(tile=(256, 256), compression="jpeg2000"),
     "ome-zarr 0.4": ome_zarr("0.4"),
     "ome-zarr 0.5": ome_zarr("0.5"),
     "ome-zarr yxc": ome_zarr("0.5", "yxc"),
@@ -130,6 +153,8 @@ WRITERS = {
 }
 LOSSY = {"jpeg": 6.0}
 """Grey levels on average; the others are exact."""
+FLAT = {"czi", "ome-tiff strips", "ome-tiff jpeg 2000"}
+"""Formats that are written here without a pyramid."""
 
 
 @pytest.fixture(params=WRITERS)
@@ -144,7 +169,7 @@ def test_size_mpp_levels_and_pixels_are_the_writers(written, picture):
     with Slide(path) as slide:
         assert slide.size_l0 == (1300, 1100)
         assert slide.mpp == pytest.approx(mpp, rel=1e-3)
-        levels = (1,) if form == "czi" else (1, 2, 4)  # its writer here makes no pyramid
+        levels = (1,) if form in FLAT else (1, 2, 4)
         assert slide.level_downsamples == pytest.approx(levels, rel=0.01)
         assert slide.reader == "openslide" and len(slide.quickhash) == 64
         error = LOSSY.get(form, 0.0)
@@ -236,7 +261,7 @@ def read_all(path):
 @pytest.mark.parametrize(
     ("form", "module", "extra"),
     [
-        ("ome-tiff", "imagecodecs", "formats"),
+        ("ome-tiff strips", "imagecodecs", "formats"),
         ("ome-zarr 0.5", "zarr", "formats"),
         ("czi", "pylibCZIrw.czi", "czi"),
     ],
@@ -252,7 +277,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 def without(monkeypatch, module):
     def missing(name):
         if name == module:
-            raise ImportError(name)
+            raise ModuleNotFoundError(name=name)
         return builtins.__import__(name, fromlist=["x"])
 
     monkeypatch.setattr(source, "import_module", missing)
@@ -286,10 +311,25 @@ def test_isyntax_is_read_by_its_library(monkeypatch, picture, tmp_path):
         np.testing.assert_array_equal(slide.read((400, 300), 128, MPP), picture[300:428, 400:528])
 
 
-def test_a_part_of_a_dicom_concatenation_is_named_as_what_it_is(tmp_path):
-    path = tmp_path / "a.dcm"
-    path.write_bytes(bytes(128) + b"DICM" + bytes(40) + b"\x20\x00\x62\x91UI\x04\x001.2\0" + bytes(100))
-    refused(lambda: Slide(path), "a.dcm", "DICOM concatenation", error=WsiFlError)
+@pytest.mark.skipif(not DICOM.exists(), reason="the material beside the project is not there")
+def test_parts_of_a_dicom_concatenation_are_read_together_and_a_lone_one_is_named(tmp_path):
+    def part(number):
+        at = whole.find(b"\x28\x00\x02\x00US\x02\x00")
+        said = struct.pack("<HH2sH8s", 0x20, 0x9161, b"UI", 8, b"1.2.3.4\0")
+        said += struct.pack("<HH2sHH", 0x20, 0x9162, b"US", 2, number)
+        said += struct.pack("<HH2sHH", 0x20, 0x9163, b"US", 2, 2)
+        said += struct.pack("<HH2sHI", 0x20, 0x9228, b"UL", 4, number - 1)
+        uid = whole.find(b"\x08\x00\x18\x00UI") + 8
+        name = whole[uid : uid + struct.unpack_from("<H", whole, uid - 2)[0]].rstrip(b"\0")
+        return (whole[:at] + said + whole[at:]).replace(name, name[:-1] + str(number).encode())
+
+    whole = DICOM.read_bytes()
+    (tmp_path / "a.dcm").write_bytes(part(1))
+    for path in (tmp_path / "a.dcm", tmp_path):
+        refused(lambda: Slide(path), "a.dcm", "DICOM concatenation", "one folder", error=WsiFlError)  # noqa: B023
+    (tmp_path / "b.dcm").write_bytes(part(2))
+    with Slide(tmp_path) as slide:
+        assert slide.vendor == "dicom"
 
 
 def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(monkeypatch, picture, tmp_path):
@@ -298,8 +338,197 @@ def test_a_plain_picture_too_large_for_memory_is_refused_before_it_is_decoded(mo
         refused(lambda: Slide(path), path.name, "up to 1 million", "tiled pyramid", error=WsiFlError)  # noqa: B023
 
 
-def test_pixels_that_are_no_colours_are_refused(tmp_path):
-    path = tmp_path / "a.tif"
-    tifffile.imwrite(path, np.zeros((600, 600), np.uint16))
-    refused(lambda: Slide(path), "a.tif", "8-bit", error=WsiFlError)
-    assert Path(path).exists()
+def test_a_picture_is_refused_by_our_limit_and_not_by_pillows(tmp_path):
+    path = tmp_path / "a.png"
+    Image.new("1", (15_000, 15_000)).save(path)
+    with warnings.catch_warnings(action="error"):
+        refused(lambda: Slide(path), "a.png", "up to 33 million", error=WsiFlError)
+
+
+def test_the_largest_plain_picture_is_opened_within_400_megabytes(tmp_path):
+    path = tmp_path / "a.png"
+    Image.new("RGBA", (5792, 5792), (9, 9, 9, 200)).save(path, compress_level=1)
+    code = "import sys; from pathlib import Path; from resource import *\n"
+    code += "from wsi_fl.slides.reading.reader import Slide\n"
+    code += "before = getrusage(RUSAGE_SELF).ru_maxrss; Slide(Path(sys.argv[1]))\n"
+    code += "print(getrusage(RUSAGE_SELF).ru_maxrss - before)"
+    took = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert int(took.stdout) < 400_000 and took.stderr == ""
+
+
+# pixels that mean something else
+
+
+def saved(picture, name, **how):
+    """Saved by Pillow."""
+    return lambda folder: picture.save(folder / name, **how) or folder / name
+
+
+def written_tiff(pixels, **how):
+    return lambda folder: tifffile.imwrite(folder / "a.tif", pixels, **how) or folder / "a.tif"
+
+
+def unlike(picture):
+    """{what: (writer, the picture that is meant)}"""
+    image = Image.fromarray(picture)
+    grey = np.asarray(image.convert("L"))
+    palette, cmyk = image.quantize(64), image.convert("CMYK")
+    turn = Image.Exif()
+    turn[0x112] = 6  # to be turned clockwise
+    clear = np.dstack([picture, np.where(np.arange(1300) < 600, 0, 255)[None].repeat(1100, 0)]).astype(
+        np.uint8
+    )
+    clear[:, :600, :3] = 0
+    on_glass = picture.copy()
+    on_glass[:, :600] = 255
+    planes, separate = np.ascontiguousarray(np.moveaxis(picture, 2, 0)), {"planarconfig": "separate"}
+    tiff = {"tiffinfo": {274: 6}}
+    return {
+        "palette": (saved(palette, "a.tif"), np.asarray(palette.convert("RGB"))),
+        "dark is much": (written_tiff(255 - grey, photometric="miniswhite"), grey[..., None].repeat(3, 2)),
+        "cmyk": (saved(cmyk, "a.tif"), np.asarray(cmyk.convert("RGB"))),
+        "planes": (written_tiff(planes, photometric="rgb", **separate), picture),
+        "clear tiff": (written_tiff(clear, photometric="rgb", extrasamples=["unassalpha"]), on_glass),
+        "clear png": (saved(Image.fromarray(clear), "a.png"), on_glass),
+        "turned png": (saved(image, "a.png", exif=turn), np.rot90(picture, -1)),
+        "turned tiff": (saved(image, "a.tif", **tiff), np.rot90(picture, -1)),
+    }
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["palette", "dark is much", "cmyk", "planes", "clear tiff", "clear png", "turned png", "turned tiff"],
+)
+def test_a_plain_picture_is_seen_as_it_is_meant(picture, tmp_path, what):
+    write, meant = unlike(picture)[what]
+    with Slide(write(tmp_path), MPP) as slide:
+        assert slide.size_l0 == (meant.shape[1], meant.shape[0])
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), meant[300:700, 500:900])
+
+
+def channels_ome(n):
+    def write(folder):
+        how = {"ome": True, "metadata": {"axes": "CYX"}, "photometric": "minisblack", "tile": (256, 256)}
+        return written_tiff(np.zeros((n, 600, 600), np.uint8), **how)(folder)
+
+    return write
+
+
+def channels_zarr(n, **attributes):
+    return lambda folder: ome_zarr("0.5", "yxc", **attributes)(folder, np.zeros((600, 600, n), np.uint8))
+
+
+def channels_czi(dtype, n):
+    def write(folder):
+        library = pytest.importorskip("pylibCZIrw.czi")
+        with library.create_czi(str(folder / "a.czi")) as writer:
+            for k in range(n):
+                writer.write(np.zeros((600, 600, 1), dtype), plane={"C": k})
+        return folder / "a.czi"
+
+    return write
+
+
+NO_COLOURS = {
+    "16-bit grey png": (saved(Image.new("I;16", (600, 600)), "a.png"), "more than 8 bits"),
+    "16-bit tiff": (written_tiff(np.zeros((600, 600, 3), np.uint16), photometric="rgb"), "16-bit RGB"),
+    "16-bit grey tiff": (written_tiff(np.zeros((600, 600), np.uint16)), "more than 8 bits"),
+    "bilevel tiff": (saved(Image.new("1", (600, 600)), "a.tif"), "black and white alone"),
+    "ome-tiff of 3 channels": (channels_ome(3), "MINISBLACK"),
+    "ome-tiff of 4 channels": (channels_ome(4), "axes CYX"),
+    "16-bit ome-tiff": (
+        written_tiff(np.zeros((600, 600, 3), np.uint16), ome=True, photometric="rgb", tile=(256, 256)),
+        "3 × uint16",
+    ),
+    "ome-zarr of 4 channels": (channels_zarr(4), "three channels"),
+    "ome-zarr of other colours": (
+        channels_zarr(3, omero={"channels": [{"color": c} for c in ("0000FF", "00ff00", "FF0000")]}),
+        "0000FF, 00FF00, FF0000",
+    ),
+    "16-bit czi": (channels_czi(np.uint16, 1), "Gray16"),
+    "czi of 2 channels": (channels_czi(np.uint8, 2), "2 channel(s) of Gray8"),
+}
+
+
+@pytest.mark.parametrize("what", NO_COLOURS)
+def test_pixels_that_are_no_colours_are_refused(tmp_path, what):
+    write, words = NO_COLOURS[what]
+    path = write(tmp_path)
+    refused(lambda: Slide(path, MPP), path.name, "a slide has", words, error=WsiFlError)
+    assert path.resolve() not in {one.resolve() for one in Path("/proc/self/fd").iterdir()}
+
+
+# OME
+
+
+def test_an_ome_tiff_that_openslide_reads_whole_needs_no_extra(monkeypatch, picture, tmp_path):
+    path = ome_flat(tile=(256, 256), compression="jpeg")(tmp_path, picture)
+    without(monkeypatch, "zarr")
+    with Slide(path) as slide:
+        assert (slide.reader, slide.vendor, slide.mpp) == ("native", "generic-tiff", MPP)
+
+
+def test_without_the_extra_openslide_reads_an_ome_tiff_without_its_pyramid(monkeypatch, picture, tmp_path):
+    path = ome_tiff(tmp_path, picture)
+    without(monkeypatch, "imagecodecs")
+    with Slide(path) as slide:
+        assert slide.level_downsamples == (1.0,) and slide.mpp == pytest.approx(MPP)
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+
+
+def test_the_slide_of_an_ome_tiff_is_its_largest_picture(picture, tmp_path):
+    pytest.importorskip("zarr")
+    pytest.importorskip("imagecodecs")
+    path = tmp_path / "a.ome.tif"
+    with tifffile.TiffWriter(path, ome=True) as tif:
+        for pixels, mpp in ((picture[:300, :200], 8.0), (picture, MPP)):
+            said = {"axes": "YXS", "PhysicalSizeX": mpp, "PhysicalSizeY": mpp}
+            tif.write(np.ascontiguousarray(pixels), metadata=said, photometric="rgb", tile=(128, 128))
+    with Slide(path) as slide:
+        assert slide.size_l0 == (1300, 1100) and slide.mpp == MPP
+        np.testing.assert_array_equal(slide.read((500, 300), 400, MPP), picture[300:700, 500:900])
+
+
+def test_a_zarr_by_bioformats2raw_is_read_and_scales_multiply(picture, tmp_path):
+    doubled = {"coordinateTransformations": [{"type": "scale", "scale": [1.0, 2.0, 2.0]}]}
+    (tmp_path / "outer.zarr").mkdir()
+    (tmp_path / "outer.zarr" / ".zgroup").write_text('{"zarr_format": 2}')
+    (tmp_path / "outer.zarr" / ".zattrs").write_text('{"bioformats2raw.layout": 3}')
+    inner = ome_zarr("0.4")(tmp_path, picture)
+    said = json.loads((inner / ".zattrs").read_text())
+    said["multiscales"][0] |= doubled
+    (inner / ".zattrs").write_text(json.dumps(said))
+    inner.rename(tmp_path / "outer.zarr" / "0")
+    with Slide(tmp_path / "outer.zarr") as slide:
+        assert slide.mpp == 2 * MPP
+        np.testing.assert_array_equal(slide.read((500, 300), 400, 2 * MPP), picture[300:700, 500:900])
+
+
+# libraries
+
+
+def test_a_broken_library_is_not_taken_for_a_missing_one(monkeypatch, picture, tmp_path):
+    path = ome_zarr("0.5")(tmp_path, picture)
+
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'donfig'", name="donfig")
+
+    monkeypatch.setattr(source, "import_module", broken)
+    refused(lambda: Slide(path), "a.zarr: cannot be opened: No module named 'donfig'", error=WsiFlError)
+
+
+def test_a_region_that_fails_is_tried_once_and_a_want_of_memory_is_passed_on(monkeypatch, picture, tmp_path):
+    tried = []
+
+    def fails(self, level, at, size):
+        tried.append(at)
+        raise error
+
+    with Slide(png(tmp_path, picture)) as slide:
+        monkeypatch.setattr(slide._handle, "_read", fails.__get__(slide._handle))
+        error = ValueError("broken")
+        refused(lambda: slide.read((0, 0), 100, MPP), "a.png", "broken", error=WsiFlError)
+        assert len(tried) == 1
+        error = MemoryError()
+        with pytest.raises(MemoryError):
+            slide.read((0, 0), 100, MPP)

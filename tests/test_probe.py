@@ -17,7 +17,8 @@ from conftest import refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.reading import probe
+from wsi_fl.slides.reading import probe, sources
+from wsi_fl.slides.reading.formats import pictures
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
@@ -68,7 +69,9 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
     path = lying(tmp_path / "a.tif", **LIES[lie])
     bare = subprocess.run([sys.executable, "-c", OPENSLIDE, path], capture_output=True, check=False)
     assert bare.returncode == -signal.SIGABRT  # what would become of the command
-    refused(lambda: vouch_for(path), "a.tif", "ended the reader (SIGABRT)", "damaged", error=WsiFlError)
+    refused(
+        lambda: vouch_for(path), "a.tif", "ended the reader (SIGABRT); the file is damaged", error=WsiFlError
+    )
     vouch_for(lying(tmp_path / "b.tif"))
 
 
@@ -121,7 +124,64 @@ def test_a_slide_that_takes_too_long_is_set_aside(archive, fresh, monkeypatch, t
             text=True,
         ),
     )
-    refused(lambda: vouch_for(path), path.name, "takes more than 60 s", error=WsiFlError)
+    with pytest.raises(WsiFlError, match=r"takes more than 60 s; is its disk slow\?$"):
+        vouch_for(path)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_child_that_was_killed_costs_no_slide(archive, fresh, seen):
+    child = fresh._running()
+    child.kill()
+    if seen:
+        child.wait()
+    vouch_for(next(archive.rglob("*.tif")))
+
+
+def test_a_slide_over_which_the_child_is_killed_twice_is_set_aside(archive, fresh, monkeypatch):
+    path = next(archive.rglob("*.tif"))
+    code = "import os; print('ready', flush=True); input(); os.kill(os.getpid(), 9)"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    monkeypatch.setattr(probe, "_started", lambda: subprocess.Popen([sys.executable, "-c", code], **pipes))
+    with pytest.raises(WsiFlError, match=r"killed twice \(SIGKILL\); is there too little memory\?$"):
+        vouch_for(path)
+
+
+def test_what_needs_too_much_memory_is_set_aside_whoever_reads_it(tmp_path, fresh):
+    zarr = pytest.importorskip("zarr")
+    path, shape = tmp_path / "a.zarr", (3, 40_000, 40_000)
+    group = zarr.open_group(str(path), mode="w", zarr_format=3)
+    group.create_array("0", shape=shape, chunks=shape, dtype="uint8", compressors=None)
+    axes = [{"name": "c", "type": "channel"}, *({"name": one, "type": "space"} for one in "yx")]
+    scale = {"path": "0", "coordinateTransformations": [{"type": "scale", "scale": [1, 1, 1]}]}
+    group.attrs["ome"] = {"version": "0.5", "multiscales": [{"axes": axes, "datasets": [scale]}]}
+    chunk = path / "0/c/0/0/0"
+    chunk.parent.mkdir(parents=True)
+    with chunk.open("wb") as file:
+        file.truncate(3 * 40_000 * 40_000)
+    with pytest.raises(WsiFlError, match=r"^a\.zarr: opening it needs more than 2 GB$"):
+        vouch_for(path)
+
+
+def test_the_child_runs_nothing_of_the_current_folder(archive, tmp_path):
+    (tmp_path / "resource.py").write_text("open('ran', 'w')\n")
+    code = "import sys, os; from pathlib import Path; from wsi_fl.slides.reading.probe import vouch_for\n"
+    code += "sys.path.insert(0, os.getcwd()); vouch_for(Path(sys.argv[1]))"
+    slide = next(archive.rglob("*.tif"))
+    subprocess.run([sys.executable, "-c", code, slide], cwd=tmp_path, check=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_read_in_one_way_is_opened_once(tmp_path, monkeypatch):
+    opened = []
+
+    def counted(path, kind):
+        opened.append(path)
+        return of_picture(path, kind)
+
+    of_picture = pictures.of_picture
+    monkeypatch.setattr(sources, "of_picture", counted)
+    Image.new("RGB", (600, 600)).save(tmp_path / "a.png")
+    assert probe._opened(tmp_path / "a.png", 0.5, "auto") == "" and len(opened) == 1
 
 
 def test_the_child_goes_when_its_parent_is_killed(archive):

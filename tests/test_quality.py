@@ -15,6 +15,7 @@ from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.slides.choosing.areas import area_mean
+from wsi_fl.slides.choosing.masks import read_mask
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.quality import KINDS, QualityParams, blurred_share, first_reason
 from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, find_tissue, tissue_fraction
@@ -408,6 +409,41 @@ def test_masks_from_elsewhere_say_where_tissue_is(hurt, tmp_path, write):
     inside = ((corners > 256 - 64) & (corners < 1280 + 64)).all(1)
     hole = ((corners > 512 + 64) & (corners < 1024 - 64)).all(1)
     assert inside.all() and not hole.any()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_island_in_a_hole_is_tissue_in_whatever_order_outlines_come(tmp_path, order):
+    def square(low, high):
+        return [[low, low], [high, low], [high, high], [low, high], [low, low]]
+
+    rings = [[square(100, 900), square(300, 700)], [square(400, 600)]][::order]
+    path = tmp_path / "a.geojson"
+    path.write_text(json.dumps([{"type": "Polygon", "coordinates": one} for one in rings]))
+    mask = read_mask(path, (100, 100), 10.0)
+    assert mask[42:58, 42:58].all() and not mask[32:38, 32:68].any() and mask[12:28, 12:88].all()
+
+
+def overlay():
+    """White all over, and opaque where tissue is."""
+    pixels = np.full((100, 100, 4), 255, np.uint8)
+    pixels[..., 3] = np.pad(np.full((60, 60), 255, np.uint8), 20)
+    return pixels
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        np.pad(np.ones((60, 60), np.uint8), 20),
+        np.pad(np.full((60, 60), 65535, np.uint16), 20),
+        overlay(),
+        np.dstack([*[np.pad(np.full((60, 60), 255, np.uint8), 20)] * 3, np.full((100, 100), 255, np.uint8)]),
+    ],
+    ids=["labels", "16 bits", "overlay", "opaque"],
+)
+def test_a_mask_says_by_labels_brightness_or_opacity_where_tissue_is(tmp_path, pixels):
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    mask = read_mask(tmp_path / "a.png", (50, 50), 2.0)
+    np.testing.assert_array_equal(mask, np.pad(np.ones((30, 30), bool), 10))
 
 
 def test_a_changed_mask_is_noticed_and_what_is_no_mask_is_named(hurt, tmp_path):

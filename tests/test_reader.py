@@ -13,7 +13,7 @@ import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.slides.reading import reader
+from wsi_fl.slides.reading import reader, stated
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -155,8 +155,8 @@ def test_mpp_comes_from_tiff_resolution_tags(tmp_path, unit):
 
 def test_resolution_tags_count_where_openslide_has_no_number():
     tags = {"tiff.XResolution": "20000", "tiff.ResolutionUnit": "centimeter", "openslide.mpp-x": "n/a"}
-    assert reader._stated_mpp(tags, "x") == pytest.approx(0.5)
-    assert reader._stated_mpp(tags, "y") is None
+    assert stated._plausible_mpp(tags, "x") == pytest.approx(0.5)
+    assert stated._plausible_mpp(tags, "y") is None
 
 
 @pytest.mark.parametrize("mpp", [None, (352.8, 352.8), (0.01, 0.01)])
@@ -269,8 +269,8 @@ def test_what_is_no_slide_fails_in_one_line_that_names_it(tmp_path, kind):
 
 
 def test_a_background_colour_is_used_where_the_slide_names_one():
-    assert reader._background({"openslide.background-color": "F0E1D2"}) == (0xF0, 0xE1, 0xD2)
-    assert reader._background({}) == (255, 255, 255)
+    assert stated.background({"openslide.background-color": "F0E1D2"}) == (0xF0, 0xE1, 0xD2)
+    assert stated.background({}) == (255, 255, 255)
 
 
 def test_no_other_module_knows_openslide():

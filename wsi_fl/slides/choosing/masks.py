@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import shapely
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, UnidentifiedImageError
+from PIL import Image, ImageDraw
+from PIL.PngImagePlugin import PngImageFile
 
 from wsi_fl.slides.choosing.outlines import outlines_of
 from wsi_fl.types import WsiFlError, one_line
 
 SUFFIXES = (".geojson", ".json", ".png")
-_MOST_PX = 1 << 28
+_MOST_PX = 1 << 26
 
 
 def mask_file(folder: Path, slide: str) -> Path:
@@ -43,8 +44,8 @@ def mask_digest(folder: Path, slide: str) -> str:
 def read_mask(path: Path, shape: tuple[int, int], downsample: float) -> NDArray[np.bool_]:
     """Return a mask bool[h, w] over a slide's thumbnail.
 
-    Outlines of a GeoJSON file, of whatever class, are in level-0 pixels. A PNG covers the whole slide at any scale;
-    what is bright in it is tissue.
+    Outlines of a GeoJSON file, of whatever class, are in level-0 pixels. A PNG covers the whole slide at any scale.
+    What is opaque in it is tissue, or where all is, what is brighter than half its brightest.
 
     Args:
         shape: height and width of the thumbnail.
@@ -63,7 +64,9 @@ def _of_outlines(path: Path, shape: tuple[int, int], downsample: float) -> NDArr
     drawn = Image.new("1", (shape[1], shape[0]))
     draw = ImageDraw.Draw(drawn)
     polygons = shapely.get_parts(shapely.unary_union([polygon for _, polygon in outlines_of(path)]))
-    for one in polygons[shapely.get_type_id(polygons) == shapely.GeometryType.POLYGON]:
+    polygons = polygons[shapely.get_type_id(polygons) == shapely.GeometryType.POLYGON]
+    # The largest ring first: a hole is drawn before the island that lies in it.
+    for one in sorted(polygons, key=lambda one: shapely.Polygon(one.exterior).area, reverse=True):
         for ring, fill in [(one.exterior, 1), *((hole, 0) for hole in one.interiors)]:
             draw.polygon([(x, y) for x, y in shapely.get_coordinates(ring) / downsample], fill=fill)
     return np.array(drawn, bool)
@@ -71,7 +74,7 @@ def _of_outlines(path: Path, shape: tuple[int, int], downsample: float) -> NDArr
 
 def _of_png(path: Path, shape: tuple[int, int]) -> NDArray[np.bool_]:
     try:
-        with Image.open(path) as image:
+        with PngImageFile(path) as image:
             width, height = image.size
             if width * height > _MOST_PX:
                 raise WsiFlError(
@@ -82,6 +85,16 @@ def _of_png(path: Path, shape: tuple[int, int]) -> NDArray[np.bool_]:
                     f"{path}: {width} × {height} pixels are not of the slide's shape ({shape[1]} × {shape[0]} in its "
                     "thumbnail)"
                 )
-            return np.asarray(image.convert("L").resize((shape[1], shape[0])), np.uint8) > 127
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
+            grey = np.asarray(_brightness(image).resize((shape[1], shape[0])), np.uint8)
+            return np.asarray(grey > grey.max() / 2)
+    except (OSError, ValueError, SyntaxError) as error:
         raise WsiFlError(f"{path}: not a readable PNG ({one_line(error)})") from None
+
+
+def _brightness(image: Image.Image) -> Image.Image:
+    """How bright a picture is, or how opaque where some of it is transparent."""
+    if image.has_transparency_data:
+        alpha = image.convert("RGBA").getchannel("A")
+        if np.asarray(alpha).min() < 255:
+            return alpha
+    return image.convert("L")

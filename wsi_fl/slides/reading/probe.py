@@ -24,11 +24,12 @@ from wsi_fl.slides.reading.tiff import is_readable
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
-    from wsi_fl.slides.reading.reader import Reader
+    from wsi_fl.slides.reading.reader import Reader, Slide
 
 SECONDS, BYTES = 60, 2 << 30
 """What opening a slide may take."""
 _READY = "ready\n"
+_DAMAGED = "the file is damaged"
 _READ_PX = 64
 _MOST_TILE_PX = 1 << 28
 
@@ -50,7 +51,7 @@ def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "a
     with _LOCK:
         if known not in _FINE:
             if reason := _CHILD.asked(path, mpp_override, reader):
-                raise WsiFlError(f"{path.name}: {reason}; the file is damaged")
+                raise WsiFlError(f"{path.name}: {reason}")
             _FINE.add(known)
 
 
@@ -63,29 +64,39 @@ class _Child:
 
     def asked(self, path: Path, mpp_override: float | None, reader: str) -> str:
         """Return what is wrong with a slide; "" where nothing is."""
+        question = json.dumps([str(path.absolute()), mpp_override, reader]) + "\n"
+        found = self._answer(question)
+        if found == -signal.SIGKILL:  # from outside: the slide need not be the reason
+            found = self._answer(question)
+        if isinstance(found, str):
+            return found
+        if found == -signal.SIGALRM:
+            return f"opening it takes more than {SECONDS} s; is its disk slow?"
+        if found == -signal.SIGKILL:
+            return "the process that opens it was killed twice (SIGKILL); is there too little memory?"
+        return f"opening it ended the reader ({_named(found)}); {_DAMAGED}"
+
+    def _answer(self, question: str) -> str | int:
+        """Return what the child says, or the exit status with which it ended over it."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         answer = ""
         try:
             with suppress(BrokenPipeError):
-                process.stdin.write(json.dumps([str(path.absolute()), mpp_override, reader]) + "\n")
+                process.stdin.write(question)
                 process.stdin.flush()
                 answer = process.stdout.readline()
         except BaseException:  # Ctrl-C: nobody may take this answer for that to the next question
             self.close()
             raise
-        if answer.endswith("\n"):
-            return str(json.loads(answer))
-        code = self._ended()
-        slow = code == -signal.SIGALRM
-        return (
-            f"opening it takes more than {SECONDS} s"
-            if slow
-            else f"opening it ended the reader ({_named(code)})"
-        )
+        return str(json.loads(answer)) if answer.endswith("\n") else self._ended()
 
     def _running(self) -> subprocess.Popen[str]:
-        if self._process is None or self._owner != os.getpid():  # a forked process has a child of its own
+        if self._owner != os.getpid():  # a forked process has a child of its own
+            self._process = None
+        if self._process is not None and self._process.poll() is not None:
+            self._ended()
+        if self._process is None:
             self._process, self._owner = _started(), os.getpid()
             assert self._process.stdout is not None
             if self._process.stdout.readline() != _READY:
@@ -112,13 +123,16 @@ class _Child:
 
 
 def _started() -> subprocess.Popen[str]:
+    """Start a child, which imports nothing from the current folder: a study may hold files of any name."""
+    foreign = {Path.cwd()} - {Path(__file__).resolve().parents[3]}
+    folders = [name for name in sys.path if name and Path(name).resolve() not in foreign]
     return subprocess.Popen(
-        [sys.executable, "-m", "wsi_fl.slides.reading.probe"],
+        [sys.executable, "-P", "-m", "wsi_fl.slides.reading.probe"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
     )
 
 
@@ -140,16 +154,24 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
     try:
         with Slide(path, mpp_override, reader) as slide:
             if lie := _lie(path, natively=slide.reader == "native"):
-                return lie
+                return f"{lie}; {_DAMAGED}"
+            if slide.has_one_reader:
+                _read_levels(slide)
+                return ""
         with Slide(path, mpp_override, "openslide") as slide:
-            x, y = (extent / 2 for extent in slide.size_l0)
-            for downsample in slide.level_downsamples:
-                slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
+            _read_levels(slide)
     except MemoryError:
         return f"opening it needs more than {BYTES / 1e9:.0f} GB"
     except Exception:  # it will be said by whoever uses the slide
         return ""
     return ""
+
+
+def _read_levels(slide: Slide) -> None:
+    """Read a little in the middle of each level."""
+    x, y = (extent / 2 for extent in slide.size_l0)
+    for downsample in slide.level_downsamples:
+        slide.area((x, y), downsample, np.empty((_READ_PX, _READ_PX, 3), np.uint8), overlapping=False)
 
 
 def _lie(path: Path, *, natively: bool) -> str:

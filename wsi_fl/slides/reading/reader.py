@@ -7,7 +7,7 @@ decode to the same pixels, they are read by `native` instead, which takes a frac
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from contextlib import closing
 from functools import cached_property
 from math import ceil, floor, isfinite
 from pathlib import Path
@@ -22,18 +22,25 @@ from wsi_fl.slides.reading.formats.source import Source, SourceError
 from wsi_fl.slides.reading.levels import Levels
 from wsi_fl.slides.reading.native import Box, NativeLevel
 from wsi_fl.slides.reading.pixels import Failures, resampled, rgb
-from wsi_fl.slides.reading.sources import is_czi, is_ome, is_zarr, open_source
+from wsi_fl.slides.reading.sources import (
+    is_czi,
+    is_misread_by_openslide,
+    is_ome,
+    is_zarr,
+    open_source,
+    properties_of_ome,
+)
+from wsi_fl.slides.reading.stated import background, stated_mpp
 from wsi_fl.slides.reading.trusted import TrustedLevels
 from wsi_fl.types import UsageError, WsiFlError, one_line
 
 Reader = Literal["auto", "native", "openslide"]
 """`native` decodes a slide's own tiles, `auto` does so where they give OpenSlide's pixels."""
 
-_PLAUSIBLE_MPP = (0.05, 20.0)
-_MAX_ANISOTROPY = 0.05
 _STRIP_PX = 1 << 24
 """Most level pixels held at once while a thumbnail is made."""
-_UNIT_UM = {"centimeter": 1e4, "inch": 25_400.0}
+_GENERIC = "generic-tiff"
+"""OpenSlide's name of a TIFF of no known scanner."""
 
 
 class Slide:
@@ -69,8 +76,10 @@ class Slide:
         self._levels = Levels(self.level_downsamples)
         self._properties: dict[str, str] = dict(self._handle.properties)
         self.vendor = _vendor(self._handle)
+        if self.vendor == _GENERIC:
+            self._properties |= properties_of_ome(self._file)
         self.quickhash = self._properties.get(openslide.PROPERTY_NAME_QUICKHASH1, "")
-        self._background = _background(self._properties)
+        self._background = background(self._properties)
         foreign = not isinstance(self._handle, openslide.OpenSlide)
         if foreign and reader == "native":
             self._handle.close()
@@ -97,30 +106,19 @@ class Slide:
         """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
 
+    @property
+    def has_one_reader(self) -> bool:
+        """Whether all that is ever read is read by OpenSlide, or by what stands in for it."""
+        return self._native is None
+
     @cached_property
     def mpp(self) -> float:
-        """Micrometres per level-0 pixel: the override, else OpenSlide's number, else the TIFF resolution tags.
-
-        Values outside 0.05 to 20 count as missing (a default of 72 dpi reads as 353 µm).
+        """Micrometres per level-0 pixel: the override, else what the slide states.
 
         Raises:
             WsiFlError: when it is missing, or differs between x and y by more than 5 %.
         """
-        if self._override is not None:
-            return self._override
-        x, y = (_stated_mpp(self._properties, axis) for axis in "xy")
-        x, y = x or y, y or x
-        if x is None or y is None:
-            raise WsiFlError(
-                f"{self.path.name}: the slide does not say its µm per pixel{_said(self._properties)}; "
-                f"give it with mpp_override = 0.5 in sites/<site>.toml"
-            )
-        if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
-            raise WsiFlError(
-                f"{self.path.name}: pixels are not square ({x:g} by {y:g} µm); "
-                f"if that is wrong, give mpp_override = {x:g} in sites/<site>.toml"
-            )
-        return (x + y) / 2
+        return stated_mpp(self._properties, self.path.name) if self._override is None else self._override
 
     def thumbnail(self, max_px: int = 1024) -> tuple[NDArray[np.uint8], float]:
         """(uint8[h, w, 3] with the longer side at most max_px, level-0 pixels per thumbnail pixel).
@@ -287,19 +285,19 @@ class Slide:
         region: Image.Image
         try:
             region = handle.read_region((corner[0], corner[1]), level, size)
-        except (openslide.OpenSlideError, SourceError):
+        except SourceError as error:
+            raise self._unreadable(corner, error) from None
+        except openslide.OpenSlideError:
             # The handle may have died of another thread's region: a handle of its own judges this one.
-            with self._lock:
-                own = _open(self._file)
+            with self._lock, closing(_open(self._file)) as own:
                 try:
                     region = own.read_region((corner[0], corner[1]), level, size)
-                except (openslide.OpenSlideError, SourceError) as error:
+                except openslide.OpenSlideError as error:
                     raise self._unreadable(corner, error) from None
                 finally:
                     # Nobody closes the dead handle: others may be in it, and it goes with its last user.
                     if self._handle is handle:
                         self._handle = _open(self._file)
-                own.close()
         return region
 
     def _unreadable(self, corner: tuple[int, ...], error: Exception) -> WsiFlError:
@@ -308,7 +306,7 @@ class Slide:
 
 
 def _open(path: Path) -> Source:
-    """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misses its pyramid."""
+    """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misreads it."""
     if not path.exists():
         raise WsiFlError(f"{path}: no such slide")
     found: Source | None = None
@@ -318,10 +316,14 @@ def _open(path: Path) -> Source:
     except openslide.OpenSlideUnsupportedFormatError:
         found = None
     except openslide.OpenSlideError as error:
-        if is_czi(path) and (found := open_source(path)) is not None:  # OpenSlide reads some
-            return found
-        raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
-    if found is not None and not (_vendor(found) == "generic-tiff" and is_ome(path)):
+        if "only one SOP instance in concatenation" in str(error):
+            raise WsiFlError(
+                f"{path.name}: a part of a DICOM concatenation whose other parts are missing; put all of them into "
+                "one folder"
+            ) from None
+        if not (is_czi(path) or is_ome(path)):  # OpenSlide reads some, and knows that it does not read others
+            raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None
+    if found is not None and not (_vendor(found) == _GENERIC and is_misread_by_openslide(path)):
         return found
     if found is not None:
         found.close()
@@ -340,37 +342,3 @@ def _dicom_member(folder: Path) -> Path:
         if path.is_file() and openslide.OpenSlide.detect_format(str(path)) == "dicom":
             return path
     raise WsiFlError(f"{folder}: a folder without DICOM slide files")
-
-
-def _number(properties: Mapping[str, str], key: str) -> float | None:
-    """A property as a finite number; None when it is absent or something else."""
-    try:
-        value = float(properties[key])
-    except (KeyError, ValueError):
-        return None
-    return value if isfinite(value) else None
-
-
-def _stated_mpp(properties: Mapping[str, str], axis: str) -> float | None:
-    """The plausible µm per pixel of one axis ("x" or "y"): OpenSlide's, else that of the TIFF tags."""
-    per_unit = _number(properties, f"tiff.{axis.upper()}Resolution")
-    unit_um = _UNIT_UM.get(properties.get("tiff.ResolutionUnit", "").lower())
-    from_tags = unit_um / per_unit if unit_um and per_unit else None
-    low, high = _PLAUSIBLE_MPP
-    candidates = (_number(properties, f"openslide.mpp-{axis}"), from_tags)
-    return next((v for v in candidates if v is not None and low <= v <= high), None)
-
-
-def _said(properties: Mapping[str, str]) -> str:
-    value = _number(properties, openslide.PROPERTY_NAME_MPP_X)
-    low, high = _PLAUSIBLE_MPP
-    return "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
-
-
-def _background(properties: Mapping[str, str]) -> tuple[int, int, int]:
-    """The slide's background colour, white where it names none."""
-    try:
-        red, green, blue = bytes.fromhex(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR, "FFFFFF"))
-    except ValueError:
-        return 255, 255, 255
-    return red, green, blue

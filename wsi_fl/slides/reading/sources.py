@@ -6,17 +6,27 @@ What a file is, its content says and not its name. A source looks like an OpenSl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
-from wsi_fl.slides.reading.formats.ome import of_ome_tiff, of_zarr
-from wsi_fl.slides.reading.formats.pictures import of_picture, of_tiff
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
+from PIL.TiffImagePlugin import TiffImageFile
+
+from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff, of_zarr
+from wsi_fl.slides.reading.formats.pictures import of_picture
 from wsi_fl.slides.reading.formats.scanners import of_czi, of_isyntax
-from wsi_fl.slides.reading.formats.source import Source
+from wsi_fl.slides.reading.formats.source import Source, mpp_properties
 from wsi_fl.types import WsiFlError, one_line
+
+if TYPE_CHECKING:
+    from tifffile import TiffFile
 
 _HEAD = 1 << 16
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _CZI = b"ZISRAWFILE"
+_Answer = TypeVar("_Answer")
 
 
 def open_source(path: Path) -> Source | None:
@@ -31,16 +41,13 @@ def open_source(path: Path) -> Source | None:
         return None
     with path.open("rb") as file:
         head = file.read(_HEAD)
-    if head[128:132] == b"DICM" and b"\x20\x00\x62\x91" in head:
-        raise WsiFlError(
-            f"{path.name}: a part of a DICOM concatenation, which OpenSlide does not read; join its parts into one file"
-        )
     kinds: tuple[tuple[bool, Callable[[Path], Source]], ...] = (
         (head.startswith(_CZI), of_czi),
         (b'<DataObject ObjectType="DPUfsImport"' in head, of_isyntax),
-        (is_ome(path, head), of_ome_tiff),
-        (head.startswith(_TIFF), of_tiff),
-        (head.startswith((b"\x89PNG", b"\xff\xd8\xff")), of_picture),
+        (is_ome(path), of_ome_tiff),
+        (head.startswith(_TIFF), partial(of_picture, kind=TiffImageFile)),
+        (head.startswith(b"\x89PNG"), partial(of_picture, kind=PngImageFile)),
+        (head.startswith(b"\xff\xd8\xff"), partial(of_picture, kind=JpegImageFile)),
     )
     return next((_guarded(path, opened) for fits, opened in kinds if fits), None)
 
@@ -50,20 +57,35 @@ def is_zarr(path: Path) -> bool:
     return path.is_dir() and any((path / name).is_file() for name in (".zattrs", ".zgroup", "zarr.json"))
 
 
-def is_ome(path: Path, head: bytes | None = None) -> bool:
+def is_ome(path: Path) -> bool:
     """Return whether a TIFF says by OME-XML what it is."""
-    if head is None:
-        with path.open("rb") as file:
-            head = file.read(4)
-    if not head.startswith(_TIFF):
-        return False
+    return _asked(path, lambda tif: bool(tif.is_ome), False)
+
+
+def is_misread_by_openslide(path: Path) -> bool:
+    """Return whether OpenSlide reads an OME-TIFF, but reads another picture or less than there is."""
+    return _asked(path, lambda tif: bool(tif.is_ome) and is_misread(path, tif), False)
+
+
+def properties_of_ome(path: Path) -> dict[str, str]:
+    """Return the µm per pixel of an OME-TIFF as OpenSlide's properties, which OpenSlide does not find."""
+    return _asked(path, lambda tif: mpp_properties(mpp_of_ome(tif)) if tif.is_ome else {}, {})
+
+
+def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answer) -> _Answer:
+    """Answer a question about a TIFF; what is none, or is damaged, gets the other answer."""
+    with path.open("rb") as file:
+        if not file.read(4).startswith(_TIFF):
+            return otherwise
     from tifffile import TiffFile
 
     try:
         with TiffFile(path) as tif:
-            return bool(tif.is_ome)
+            return question(tif)
+    except MemoryError:
+        raise
     except Exception:  # whatever a parser stumbles over in a damaged file
-        return False
+        return otherwise
 
 
 def is_czi(path: Path) -> bool:
@@ -73,10 +95,10 @@ def is_czi(path: Path) -> bool:
 
 
 def _guarded(path: Path, opened: Callable[[Path], Source]) -> Source:
-    """Open a source; what its library raises becomes one line."""
+    """Open a source; what its library raises becomes one line, except a want of memory."""
     try:
         return opened(path)
-    except WsiFlError:
+    except (WsiFlError, MemoryError):
         raise
     except Exception as error:
         raise WsiFlError(f"{path.name}: cannot be opened: {one_line(error)}") from None

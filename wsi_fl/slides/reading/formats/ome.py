@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, needed
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from tifffile import TiffFile, TiffPage, TiffPageSeries
 
 _UM = {
     "m": 1e6,
@@ -27,37 +30,60 @@ _UM = {
     "nm": 1e-3,
     "nanometer": 1e-3,
 }
+_PRIMARIES = ("FF0000", "00FF00", "0000FF")
 
 
 def of_ome_tiff(path: Path) -> Source:
-    """OME-TIFF: the first series, with its pyramid in SubIFDs."""
-    needed("imagecodecs", "formats", path)
-    zarr = needed("zarr", "formats", path)
-    from tifffile import TiffFile
+    """OME-TIFF: the largest series, with its pyramid in SubIFDs."""
+    from tifffile import COMPRESSION, PHOTOMETRIC, TiffFile
 
     with ExitStack() as stack:
         tif = stack.enter_context(TiffFile(path))
-        series = tif.series[0]
+        series = _largest(tif)
+        page = series.keyframe
+        encoded = page.photometric == PHOTOMETRIC.YCBCR and page.compression != COMPRESSION.JPEG
+        if encoded or not all(_is_rgb(level.keyframe) for level in series.levels):
+            raise WsiFlError(
+                f"{path.name}: a slide has red, green and blue of 8 bits in each pixel; this OME-TIFF has "
+                f"{page.samplesperpixel} × {page.dtype} ({PHOTOMETRIC(page.photometric).name}), axes {series.axes}"
+            )
+        zarr = _zarr(path)
         arrays = [zarr.open(series.aszarr(level=k), mode="r") for k in range(len(series.levels))]
-        close = stack.pop_all().close
-    axes = series.axes.lower().replace("s", "c")
-    return _of_arrays(
-        arrays,
-        axes,
-        vendor="ome-tiff",
-        mpp=_mpp_of_ome(tif.ome_metadata),
-        quickhash=digest(path),
-        close=close,
-    )
+        return _of_arrays(
+            arrays,
+            series.axes.lower().replace("s", "c"),
+            vendor="ome-tiff",
+            mpp=mpp_of_ome(tif),
+            quickhash=digest(path),
+            close=stack.pop_all().close,
+        )
 
 
-def _mpp_of_ome(xml: str | None) -> Mpp:
-    """µm per pixel, as the first image of OME-XML states it."""
+def is_misread(path: Path, tif: TiffFile) -> bool:
+    """Return whether a reader of the first directories alone, as OpenSlide, misreads an OME-TIFF.
+
+    That is so where its slide is not the first picture or has no 8-bit colours, and where its pyramid is in SubIFDs.
+    The latter is borne with where the extra that reads them is not installed.
+    """
+    series = _largest(tif)
+    if series.keyframe.index != 0 or not _is_rgb(series.keyframe):
+        return True
     try:
-        root = ElementTree.fromstring(xml or "")
+        return len(series.levels) > 1 and _zarr(path) is not None
+    except UsageError:
+        return False
+
+
+def mpp_of_ome(tif: TiffFile) -> Mpp:
+    """Return the µm per pixel that OME-XML states of the largest series."""
+    page = _largest(tif).keyframe
+    size = str(page.imagewidth), str(page.imagelength)
+    try:
+        root = ElementTree.fromstring(tif.ome_metadata or "")
     except ElementTree.ParseError:
         return None, None
-    pixels = next((one for one in root.iter() if one.tag.endswith("}Pixels") or one.tag == "Pixels"), None)
+    all_pixels = (one for one in root.iter() if one.tag.rpartition("}")[2] == "Pixels")
+    pixels = next((one for one in all_pixels if (one.get("SizeX"), one.get("SizeY")) == size), None)
     if pixels is None:
         return None, None
 
@@ -68,30 +94,84 @@ def _mpp_of_ome(xml: str | None) -> Mpp:
     return stated("X"), stated("Y")
 
 
+def _largest(tif: TiffFile) -> TiffPageSeries:
+    """The series with the largest picture: others are macros and labels."""
+    return max(tif.series, key=lambda one: one.keyframe.imagewidth * one.keyframe.imagelength)
+
+
+def _is_rgb(page: TiffPage) -> bool:
+    from tifffile import PHOTOMETRIC
+
+    colours = page.photometric in {PHOTOMETRIC.RGB, PHOTOMETRIC.YCBCR}
+    return colours and page.samplesperpixel == 3 and page.dtype == np.uint8
+
+
+def _zarr(path: Path) -> Any:
+    """Import Zarr, through which tiles are read, once the codecs of tiles are found too."""
+    needed("imagecodecs", "formats", path)
+    return needed("zarr", "formats", path)
+
+
 def of_zarr(path: Path) -> Source:
-    """OME-Zarr (NGFF 0.4 and 0.5): the first of its multiscale images."""
-    zarr = needed("zarr", "formats", path)
-    group = zarr.open_group(str(path), mode="r")
-    attributes = dict(group.attrs)
-    scales = attributes.get("ome", attributes).get("multiscales")
-    if not scales:
+    """OME-Zarr (NGFF 0.4 and 0.5): the first of its multiscale images, also where bioformats2raw put it."""
+    group = needed("zarr", "formats", path).open_group(str(path), mode="r")
+    said = _said(group)
+    if "multiscales" not in said and "0" in group:
+        group = group["0"]
+        said = _said(group)
+    if not said.get("multiscales"):
         raise WsiFlError(f"{path.name}: a Zarr without multiscales; OME-Zarr 0.4 and 0.5 are read")
-    image = scales[0]
+    image = said["multiscales"][0]
     axes = "".join(axis["name"] for axis in image["axes"])
     arrays = [group[one["path"]] for one in image["datasets"]]
-    steps = image["datasets"][0]["coordinateTransformations"][0]["scale"]
-    units = {axis["name"]: _UM.get(axis.get("unit", "")) for axis in image["axes"]}
-
-    def stated(axis: str) -> float | None:
-        unit = units[axis]
-        return float(steps[axes.index(axis)]) * unit if unit else None
-
+    _require_rgb(path, arrays, axes, said)
     known = hashlib.sha256()
     for file in sorted(one for name in (".z*", "zarr.json") for one in path.rglob(name) if one.is_file()):
         known.update(file.relative_to(path).as_posix().encode() + file.read_bytes())
     return _of_arrays(
-        arrays, axes, vendor="ome-zarr", mpp=(stated("x"), stated("y")), quickhash=known.hexdigest()
+        arrays, axes, vendor="ome-zarr", mpp=_mpp_of_ngff(image, axes), quickhash=known.hexdigest()
     )
+
+
+def _said(group: Any) -> Mapping[str, Any]:
+    """What NGFF says of a group: NGFF 0.5 says it under a name of its own."""
+    attributes = dict(group.attrs)
+    found: Mapping[str, Any] = attributes.get("ome", attributes)
+    return found
+
+
+def _require_rgb(path: Path, arrays: Sequence[Any], axes: str, said: Mapping[str, Any]) -> None:
+    """Refuse what is not three channels of 8 bits, or has channels that are said to be other colours."""
+    shape = arrays[0].shape
+    channels = shape[axes.index("c")] if {"x", "y", "c"} <= set(axes) and len(axes) == len(shape) else 0
+    if channels != 3 or any(str(array.dtype) != "uint8" for array in arrays):
+        raise WsiFlError(
+            f"{path.name}: a slide has three channels of 8-bit colours; this Zarr has axes {axes}, shape {shape} "
+            f"and {arrays[0].dtype}"
+        )
+    colours = [
+        str(one.get("color") or "").lstrip("#").upper() for one in said.get("omero", {}).get("channels", [])
+    ]
+    if any(colour and colour != own for colour, own in zip(colours, _PRIMARIES, strict=False)):
+        raise WsiFlError(
+            f"{path.name}: a slide has red, green and blue; the channels of this Zarr are {', '.join(colours)}"
+        )
+
+
+def _mpp_of_ngff(image: Mapping[str, Any], axes: str) -> Mpp:
+    """µm per pixel of the first dataset: its own scale times that of all datasets."""
+    transformations = [
+        *image["datasets"][0]["coordinateTransformations"],
+        *image.get("coordinateTransformations", []),
+    ]
+    scales = [one["scale"] for one in transformations if one["type"] == "scale"]
+    units = {axis["name"]: _UM.get(axis.get("unit", "")) for axis in image["axes"]}
+
+    def stated(axis: str) -> float | None:
+        unit = units[axis]
+        return unit * float(np.prod([scale[axes.index(axis)] for scale in scales])) if unit else None
+
+    return stated("x"), stated("y")
 
 
 def _of_arrays(
@@ -104,12 +184,6 @@ def _of_arrays(
     close: Callable[[], None] = lambda: None,
 ) -> Source:
     """A source of arrays that are sliced, as Zarr's: of their axes x, y and c all are read, of others the first."""
-    if any(str(array.dtype) != "uint8" for array in arrays) or not {"x", "y", "c"} <= set(axes):
-        raise WsiFlError(f"a slide has 8-bit colours; this has axes {axes} of {arrays[0].dtype}")
-    if arrays[0].shape[axes.index("c")] < 3:
-        raise WsiFlError(
-            f"a slide has red, green and blue; this has {arrays[0].shape[axes.index('c')]} channels"
-        )
 
     def read(level: int, at: tuple[int, int], size: tuple[int, int]) -> NDArray[np.uint8]:
         cut = {"x": slice(at[0], at[0] + size[0]), "y": slice(at[1], at[1] + size[1]), "c": slice(0, 3)}

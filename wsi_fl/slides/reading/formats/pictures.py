@@ -2,61 +2,66 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
+from PIL.ImageFile import ImageFile
 
-from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, needed
+from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest
+from wsi_fl.slides.reading.pixels import rgb
 from wsi_fl.types import WsiFlError
 
-MOST_PLAIN_PX = 1 << 27
-"""Pixels of a plain picture, which is held in memory whole: 0.5 GB with its sub-resolutions."""
+MOST_PLAIN_PX = 1 << 25
+"""Pixels of a plain picture: it takes 134 MB with its sub-resolutions, and twice that while it is opened."""
 _LEAST_PX = 512
-_UM_OF_UNIT = {2: 25_400.0, 3: 10_000.0}
-"""TIFF's inches and centimetres."""
-_PLAIN = {1, 8, 32946}
-"""Compressions of TIFF that need no codec of their own: none and deflate."""
+_STRIP_PX = 1 << 22
+"""Pixels that are converted at once."""
+_WHITE = (255, 255, 255)
+_COLOURS = {"RGB", "RGBA", "RGBX", "YCbCr", "CMYK", "P", "PA", "L", "LA"}
+_OTHERS = {"1": "black and white alone", "I": "grey of more than 8 bits", "F": "floating point"}
+"""What Pillow's modes mean, by their first letter."""
+warnings.filterwarnings("ignore", module=r"PIL\.TiffImagePlugin")
+"""What it finds odd in a file is no user's business: pixels that it cannot read are an error."""
 
 
-def of_picture(path: Path) -> Source:
-    """PNG or JPEG."""
-    with Image.open(path) as picture:
+def of_picture(path: Path, kind: type[ImageFile]) -> Source:
+    """Open a picture by Pillow's class of its format; `Image.open` would set a limit of its own."""
+    pixels, mpp = _decoded(path, kind)
+    return _in_memory(pixels, mpp, digest(path))
+
+
+def _decoded(path: Path, kind: type[ImageFile]) -> tuple[NDArray[np.uint8], Mpp]:
+    """Return a picture as uint8[h, w, 3], turned as it says and white where it is transparent, and its µm per pixel."""
+    try:
+        picture = kind(path)
+    except SyntaxError as error:  # Pillow's, of what it does not know
+        raise WsiFlError(
+            f"{path.name}: a picture that Pillow does not read ({error}); save it as PNG or as a tiled pyramid"
+        ) from None
+    with picture:
         _require_fitting(path, *picture.size)
+        deep = ";16" in str(picture.tile)  # of which Pillow would keep the upper half
+        if deep or picture.mode not in _COLOURS:
+            said = _OTHERS.get(picture.mode[0], f"{'16-bit ' * deep}{picture.mode}")
+            raise WsiFlError(f"{path.name}: a slide has 8-bit colours; this picture is {said}")
         x, y = (float(v) for v in picture.info.get("dpi", (0, 0)))
-        mpp = (25_400 / x if x > 0 else None, 25_400 / y if y > 0 else None)
-        return _in_memory(np.asarray(picture.convert("RGB")), mpp, digest(path))
-
-
-def of_tiff(path: Path) -> Source:
-    """The first picture of a TIFF that is no slide: in strips, or without a pyramid."""
-    from tifffile import COMPRESSION, TiffFile
-
-    with TiffFile(path) as tif:
-        page = tif.pages.first
-        _require_fitting(path, page.imagewidth, page.imagelength)
-        if page.compression not in _PLAIN:
-            needed("imagecodecs", "formats", path)
-        pixels = page.asarray()
-        unit = _UM_OF_UNIT.get(int(page.resolutionunit or 0))
-        mpp = tuple(unit / per_unit if unit and per_unit else None for per_unit in page.resolution)
-        said = f"{COMPRESSION(page.compression).name}, {pixels.dtype}{pixels.shape}"
-    if (
-        pixels.dtype != np.uint8
-        or pixels.ndim not in {2, 3}
-        or (pixels.ndim == 3 and pixels.shape[2] not in {3, 4})
-    ):
-        raise WsiFlError(f"{path.name}: a slide has 8-bit colours; this TIFF is {said}")
-    rgb = pixels[..., None].repeat(3, 2) if pixels.ndim == 2 else pixels[..., :3]
-    return _in_memory(np.ascontiguousarray(rgb), (mpp[0], mpp[1]), digest(path))
+        ImageOps.exif_transpose(picture, in_place=True)
+        out = np.empty((picture.height, picture.width, 3), np.uint8)
+        step = max(1, _STRIP_PX // picture.width)
+        for top in range(0, picture.height, step):
+            strip = picture.crop((0, top, picture.width, min(top + step, picture.height)))
+            out[top : top + step] = rgb(strip.convert("RGBA"), _WHITE)
+    return out, (25_400 / x if x > 0 else None, 25_400 / y if y > 0 else None)
 
 
 def _require_fitting(path: Path, width: int, height: int) -> None:
     if width * height > MOST_PLAIN_PX:
         raise WsiFlError(
-            f"{path.name}: a plain picture of {width} × {height} pixels; up to {MOST_PLAIN_PX >> 20} million are read, "
-            "so make it a tiled pyramid (vips tiffsave --tile --pyramid)"
+            f"{path.name}: a plain picture of {width} × {height} pixels; up to {MOST_PLAIN_PX // 10**6} million are "
+            "read, so make it a tiled pyramid (vips tiffsave --tile --pyramid)"
         )
 
 

@@ -12,6 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.reading.formats.source import Levels, Mpp, Source, digest, needed
+from wsi_fl.types import WsiFlError
+
+_COLOURS = {"Bgr24", "Bgr48", "Gray8"}
+"""Pixels of CZI that libCZI turns into 8-bit colours without loss of what they mean."""
 
 
 def of_czi(path: Path) -> Source:
@@ -21,6 +25,12 @@ def of_czi(path: Path) -> Source:
         reader = stack.enter_context(czi.open_czi(str(path)))
         bounds = reader.total_bounding_rectangle_no_pyramid
         xml = reader.raw_metadata
+        kinds = list(reader.pixel_types.values())
+        if len(kinds) != 1 or kinds[0] not in _COLOURS:
+            raise WsiFlError(
+                f"{path.name}: a slide has red, green and blue in each pixel; this CZI has {len(kinds)} "
+                f"channel(s) of {', '.join(sorted(set(kinds)))}"
+            )
         zooms = [1.0]
 
         def noted(_: int, block: Any) -> bool:

@@ -70,7 +70,7 @@ class Levels:
         self.properties: Mapping[str, str] = {
             "openslide.vendor": vendor,
             "openslide.quickhash-1": quickhash,
-        } | {f"openslide.mpp-{axis}": repr(value) for axis, value in zip("xy", mpp, strict=True) if value}
+        } | mpp_properties(mpp)
         self._read, self.close = read, close
 
     def read_region(self, location: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
@@ -89,6 +89,8 @@ class Levels:
             box = (last[0] - first[0], last[1] - first[1])
             try:
                 pixels = self._read(level, (first[0], first[1]), box)
+            except MemoryError:
+                raise
             except Exception as error:  # each library has its own
                 raise SourceError(one_line(error)) from None
             left, top = first[0] - corner[0], first[1] - corner[1]
@@ -97,11 +99,23 @@ class Levels:
         return Image.fromarray(out, "RGBA")
 
 
+def mpp_properties(mpp: Mpp) -> dict[str, str]:
+    """Return µm per pixel by the names that OpenSlide gives them."""
+    return {f"openslide.mpp-{axis}": repr(value) for axis, value in zip("xy", mpp, strict=True) if value}
+
+
 def needed(module: str, extra: str, path: Path) -> Any:
-    """Import a library that an extra brings."""
+    """Import a library that an extra brings.
+
+    Raises:
+        UsageError: when it is not installed.
+        ImportError: when it is installed and broken.
+    """
     try:
         return import_module(module)
-    except ImportError:
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise
         raise UsageError(
             f"{path.name}: reading it needs {module.partition('.')[0]}; pip install 'wsi-fl[{extra}]'"
         ) from None
