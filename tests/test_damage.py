@@ -25,7 +25,7 @@ from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
 from wsi_fl.stores import hdf5
-from wsi_fl.stores.checksums import HEAD, ROWS
+from wsi_fl.stores.checksums import HEAD, ROWS, SHARDS
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, write_mosaic
 from wsi_fl.stores.patches import PatchStore
@@ -98,7 +98,7 @@ def forget(path):
     """What a file of an early version is: without checksums."""
     with h5py.File(path, "r+") as file:
         del file.attrs[HEAD]
-        for name in (ROWS, f"variants_{ROWS}"):
+        for name in (ROWS, SHARDS, f"variants_{ROWS}"):
             if name in file:
                 del file[name]
 
@@ -207,7 +207,7 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
 
 def test_streams_of_an_early_version_are_mended_too(tiled):
     study = tiled("jpeg:90")
-    for shard in (study.store("C1").parent / "slides").glob("*.h5"):
+    for shard in (study.store("C1"), *(study.store("C1").parent / "slides").glob("*.h5")):
         forget(shard)
     edit(shard, zeros)
     refused(lambda: read_all(study), "damaged", error=WsiFlError)

@@ -215,8 +215,8 @@ class PatchTable:
     def __len__(self) -> int:
         return len(self.label)
 
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> PatchTable:
-        """The chosen rows, by position or mask."""
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> PatchTable:
+        """The chosen rows, by position or mask, or between two positions."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 
