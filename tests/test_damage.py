@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_study, refused
+from conftest import make_study, refused, write_store
 from safetensors.torch import save_file
 
 from wsi_fl.demo import phantom
@@ -23,7 +23,7 @@ from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
+from wsi_fl.stages.site.data import Patches, open_features, open_mosaic, open_store
 from wsi_fl.stores import hdf5
 from wsi_fl.stores.checksums import HEAD, ROWS, SHARDS
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
@@ -425,6 +425,49 @@ def test_a_changed_model_is_found(site):
     assert site.load_model("private").keys() == TENSORS.keys()
     flip(path, -5)
     refused(lambda: site.load_model("private"), "private.safetensors", "damaged", error=WsiFlError)
+
+
+@pytest.mark.parametrize("text", ["3", "[1]", "null", '"x"', "{", b"\xff"])
+@pytest.mark.parametrize("name", ["store", "plan", "spending", "canaries", "choice", "tuned", "stains"])
+def test_a_document_of_a_run_that_is_no_object_is_named_with_a_way_on(site, name, text):
+    read = {
+        "store": lambda: site.remember_store("a", {}),
+        "stains": lambda: site.remember_released("stain", {}),
+    }.get(name, lambda: site.kept(name))
+    (site.path / f"{name}.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(read, f"{name}.json: ", "put its backup back, or start a new run", error=WsiFlError)
+
+
+def test_the_documents_of_a_run_know_their_content(site):
+    site.remember_store("a", {"classes": ["ü"]})
+    site.keep("canaries", {"n": 2, "seed": "7", "coins": [True, False]})
+    for name, read in (("store", site.store_facts), ("canaries", lambda: site.kept("canaries"))):
+        path, known = site.path / f"{name}.json", read()
+        assert "digest" not in known
+        earlier = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+        path.write_text(path.read_text().replace("true", "false").replace("ü", "u"))
+        refused(read, f"{name}.json: damaged", "backup", error=WsiFlError)
+        path.write_text(json.dumps(earlier))
+        assert read() == known, "earlier versions kept no digest"
+
+
+def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    folder = SiteFolder(study.runs / "00001-proxyfl-small" / "sites" / "S0")
+
+    def remember():
+        with Patches(study, "S0") as data:
+            folder.remember_store(data.digest(), data.facts())
+
+    remember()
+    write_store(study, "S0", seed=0)
+    remember()
+    write_store(study, "S0", seed=1)  # of the same columns
+    refused(remember, "site S0: its store was made anew since this run began", "new run")
+    (folder.path / "store.json").write_text(json.dumps({"sha256": folder.store_digest()}))
+    remember()  # an early version noted the columns alone
+    write_store(study, "S0", seed=0)
+    refused(remember, "made anew")
 
 
 def test_a_changed_generator_is_found_by_check(tmp_path):

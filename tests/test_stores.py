@@ -834,6 +834,7 @@ def test_a_shard_that_says_another_slide_patient_or_split_is_refused(tmp_path, a
     with h5py.File(shard, "r+") as file:
         file.attrs[attribute] = "val"
         seal(file, PIXELS)
+    without_sums(tmp_path / "patches.h5")
     refuses(tmp_path, "a")
 
 

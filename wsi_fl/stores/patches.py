@@ -182,15 +182,19 @@ class PatchStore(StoreFile):
         same = (
             bool(np.all(table.slide == slide))
             and {key: group.attrs[key] for key in said} == said
-            and bool(np.all(table.split == group.attrs["split"]))
-            and np.array_equal(patients_of(group, len(table)), table.patient)
             and patches.n == len(table)
             and patches.shape in {(size, size, 1), (size, size, 3)}
             and np.array_equal(group["xy_l0"], table.xy_l0)
             and np.array_equal(group["label"], table.label)
             and np.array_equal(group["tumor_fraction"], table.tumor_fraction, equal_nan=True)
-            and (self.shard_sums is None or shard_sum(group) == self.shard_sums[slide])
         )
+        if known := (self.shard_sums or {}).get(slide):
+            same = same and shard_sum(group) == known
+        else:
+            patients = patients_of(group, len(table))
+            same = same and bool(
+                np.all(patients == table.patient) and np.all(group.attrs["split"] == table.split)
+            )
         if not same:
             raise WsiFlError(
                 f"{self.path}: the shard of slide {slide} holds other patches, or is damaged; {self.mend}"
