@@ -33,6 +33,7 @@ from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
@@ -482,7 +483,68 @@ def test_a_changed_generator_is_found_by_check(tmp_path):
     )
 
 
+@pytest.fixture
+def generator(tmp_path):
+    """A study with a generator in training, checked all the same: its documents, a network and two checkpoints."""
+    study = make_study(tmp_path / "study", n_sites=1)
+    folder = GeneratorFolder(study.denoiser("S0"), "ddpm.json")
+    folder.write_document({"site": "S0", "settings": {}, "store": {}, "phases": {}, "finished": False})
+    folder.write_check({"passed": True, "reasons": [], "generator": {"sha256": "0"}})
+    folder.save_generator("denoiser", torch.nn.Linear(3, 3))
+    for iteration in (10, 20):
+        save_tensors(folder.path / "state" / f"iteration_{iteration:07d}.safetensors", TENSORS, {})
+    return study, folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ddpm.json", ("wsi-fl synthesize train --site S0 --generator ddpm --again",)),
+        ("check.json", ("wsi-fl synthesize check --site S0 --generator ddpm",)),
+        ("denoiser.safetensors", ("generator", "wsi-fl synthesize train --site S0 --generator ddpm --again")),
+        ("state/iteration_0000020.safetensors", ("checkpoint", "delete it, and training goes on")),
+    ],
+)
+@pytest.mark.parametrize("garbage", [b"{", b"[]", b"\xff\xfe", None])
+def test_check_reads_all_of_a_generator_and_advises_what_throws_nothing_away(generator, name, words, garbage):
+    study, folder = generator
+    assert check(study, site="S0")["ok"]
+    path = folder.path / name
+    path.write_bytes(garbage or path.read_bytes().replace(b"true", b"null").replace(b"S0", b"S1"))
+    if garbage is None and path.suffix != ".json":
+        flip(path, -5)
+    (line,) = check(study, site="S0")["sites"][0]["damaged"]
+    assert all(word in line for word in (name, *words)), line
+    assert ("--again" in line) == ("--again" in words[-1])
+
+
+def test_what_an_early_version_kept_of_a_generator_counts_as_unknown(generator):
+    study, folder = generator
+    assert check(study, site="S0")["sites"][0]["unknown"] == 0
+    for path in (folder.path / "ddpm.json", folder.check_path):
+        document = json.loads(path.read_text())
+        del document["digest"]
+        path.write_text(json.dumps(document))
+    save_file({"n": torch.tensor(7)}, folder.generator_path("denoiser"), metadata={"document": "{}"})
+    found = check(study, site="S0")
+    assert found["ok"] and found["sites"][0]["unknown"] == 3
+    assert folder.check() == {"passed": True, "reasons": [], "generator": {"sha256": "0"}}
+
+
 # the command
+
+
+def test_check_goes_on_after_damage_that_no_reader_foresaw(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", n_sites=2)
+
+    def fails(store, slide):
+        raise ZeroDivisionError(slide)
+
+    monkeypatch.setattr(PatchStore, "verify", fails)
+    found = check(study, site=None)["sites"]
+    assert [len(row["damaged"]) for row in found] == [4, 4] and found[1]["damaged"][0].startswith(
+        "S1: damaged"
+    )
 
 
 def test_check_tells_every_site_and_goes_on_after_damage(made, tmp_path, wsi_fl):

@@ -139,6 +139,11 @@ def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     return document
 
 
+def is_sealed(path: Path) -> bool:
+    """Return whether a document that can be read has a digest; those of early versions have none."""
+    return _DIGEST in read_json(path)
+
+
 def read_object(path: Path, advice: str) -> dict[str, Any]:
     """Return the JSON object in a file; WsiFlError, with advice, when it is missing, damaged or no object."""
     try:

@@ -49,6 +49,14 @@ def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Ten
         return _checked(file, document)
 
 
+def check_tensors(path: Path, what: str, advice: str) -> bool:
+    """Read a file as `load_tensors` does; return whether it knows its content, which those of early versions do not."""
+    with _opened(path, "pt", what, advice) as (file, document):
+        known = _DIGEST in document
+        _checked(file, document)
+        return known
+
+
 def load_document(path: Path, what: str) -> dict[str, Any]:
     """Return the document that `save_tensors` wrote, without PyTorch and without the tensors.
 

@@ -39,7 +39,7 @@ from wsi_fl.synthesis.evidence import (
     frechet_distance,
     kernel_distance,
 )
-from wsi_fl.system.files import write_bytes, write_json, write_text
+from wsi_fl.system.files import write_bytes, write_text
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -143,7 +143,7 @@ def _write(case: Case, evidence: Evidence, result: Document) -> None:
     write_text(
         place / names["page"], page.render(result, evidence.distances, rows, samples, axis=evidence.axis)
     )
-    write_json(case.folder.check_path, result)
+    case.folder.write_check(result)
 
 
 def _pixels(images: Tensor) -> NDArray[np.uint8]:
