@@ -24,6 +24,7 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import Patches, open_features, open_mosaic, open_store
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores import hdf5
 from wsi_fl.stores.checksums import HEAD, ROWS, SHARDS
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
@@ -426,6 +427,20 @@ def test_a_changed_model_is_found(site):
     assert site.load_model("private").keys() == TENSORS.keys()
     flip(path, -5)
     refused(lambda: site.load_model("private"), "private.safetensors", "damaged", error=WsiFlError)
+
+
+def test_a_changed_model_is_written_again_by_what_it_advises(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = RunFolder(study.root / train(study, method="proxyfl", backend="local")["run"])
+    paths = sorted(run.path.glob("sites/*/*.safetensors"))
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        flip(path, -5)
+    words = ("backup", "delete the run's summary.json", f"`wsi-fl train --resume {run.name}`")
+    refused(lambda: run.site("S0").load_model("private"), *words, error=WsiFlError)
+    (run.path / "summary.json").unlink()
+    resume(study, run.name, backend="local")
+    assert len(before) == 4 and [path.read_bytes() for path in paths] == before
 
 
 @pytest.mark.parametrize("text", ["3", "[1]", "null", '"x"', "{", b"\xff"])

@@ -140,7 +140,8 @@ def test_missing_shard_raises_and_never_reads_black(tmp_path):
         np.testing.assert_array_equal(store.read(np.array([3, 4])), pixels[3:])
         with pytest.raises(WsiFlError) as caught:
             store.read(np.array([4, 0]))
-    one_line(caught, "patches.h5", "slide a", "missing", "wsi-fl tile")
+    one_line(caught, "patches.h5", "the shard of slide a is missing; ", "wsi-fl tile")
+    assert str(caught.value).count(str(tmp_path)) == 1
 
 
 def test_missing_shard_is_not_taken_from_the_current_folder(tmp_path, monkeypatch):

@@ -21,6 +21,9 @@ CLASSES = ("healthy", "tumor")
 
 SPLITS = ("train", "val", "test")
 
+MPP_BOUNDS = 0.01, 1000
+"""Of plausible slides, in µm per pixel of their finest level."""
+
 Supervision = Literal["negative", "annotated", "partial", "weak"]
 """How the patches of a slide get their labels.
 

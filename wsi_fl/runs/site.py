@@ -190,13 +190,16 @@ class SiteFolder:
 
     def load_model(self, role: str) -> dict[str, Tensor]:
         """The tensors of `<role>.safetensors`."""
-        path = self.path / f"{role}.safetensors"
+        path, run = self.path / f"{role}.safetensors", self.path.parents[1].name
         if not path.exists():
-            run = self.path.parent.parent.name
             raise WsiFlError(
                 f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume {run}`"
             )
-        return load_weights(path)
+        return load_weights(
+            path,
+            "put its backup back; or delete the run's summary.json and run "
+            f"`wsi-fl train --resume {run}`, which writes it again",
+        )
 
     def checkpoint_path(self, round_: int) -> Path:
         return self.path / "state" / f"round_{round_:05d}.safetensors"

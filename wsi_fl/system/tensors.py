@@ -105,8 +105,11 @@ def _opened(path: Path, framework: str, what: str, advice: str = "") -> Iterator
         raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply){then}") from None
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
+def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
     """Return the tensors of a file, whoever wrote it.
+
+    Args:
+        advice: what to do where it is damaged.
 
     Raises:
         WsiFlError: when the file is damaged, or one of `save_tensors` that holds other bytes than were written.
@@ -115,4 +118,4 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return _checked(file, dict(json.loads((file.metadata() or {}).get("document", "{}"))))[0]
     except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:
-        raise WsiFlError(f"{path}: damaged ({error})") from None
+        raise WsiFlError(f"{path}: damaged ({error}); {advice}") from None
