@@ -316,6 +316,12 @@ def pixels_digest(store: PatchStore) -> dict[str, str]:
     return {PIXELS: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
 
 
+def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
+    """Return whether a store is the one that a generator's document knows; early versions noted no pixels."""
+    said = {"sha256": store_digest(store)} | pixels_digest(store)
+    return all(known.get(key, value) == value for key, value in said.items())
+
+
 def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     """Return the SHA-256 so far over what is known of the examples, their labels, slides, patients and splits."""
     digest = hashlib.sha256()

@@ -16,7 +16,7 @@ from torch import Tensor
 from wsi_fl.models.encoder import encode
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.synthesis.kinds import (
     HELD_OUT,
@@ -56,7 +56,7 @@ def check_generator(
     watcher, resolution = watcher or Silent(), document["settings"]["shape"]["resolution"]
     with locked(folder.path, site):
         with open_store(study, site) as store:
-            if store_digest(store) != document["store"]["sha256"]:
+            if not learned_from(store, document["store"]):
                 raise UsageError(
                     f"site {site}: its store was made anew since the generator was trained; train --again"
                 )
