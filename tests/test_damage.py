@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_study, refused
+from conftest import make_study, refused, write_store
 from safetensors.torch import save_file
 
 from wsi_fl.demo import phantom
@@ -23,9 +23,10 @@ from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
+from wsi_fl.stages.site.data import Patches, open_features, open_mosaic, open_store
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores import hdf5
-from wsi_fl.stores.checksums import HEAD, ROWS
+from wsi_fl.stores.checksums import HEAD, ROWS, SHARDS
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, write_mosaic
 from wsi_fl.stores.patches import PatchStore
@@ -33,6 +34,7 @@ from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+from wsi_fl.system.tensors import save_tensors
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 SMALL = "size_px = 64\nmpp = 1.0\nbalance = false\n"
@@ -98,7 +100,7 @@ def forget(path):
     """What a file of an early version is: without checksums."""
     with h5py.File(path, "r+") as file:
         del file.attrs[HEAD]
-        for name in (ROWS, f"variants_{ROWS}"):
+        for name in (ROWS, SHARDS, f"variants_{ROWS}"):
             if name in file:
                 del file[name]
 
@@ -207,7 +209,7 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
 
 def test_streams_of_an_early_version_are_mended_too(tiled):
     study = tiled("jpeg:90")
-    for shard in (study.store("C1").parent / "slides").glob("*.h5"):
+    for shard in (study.store("C1"), *(study.store("C1").parent / "slides").glob("*.h5")):
         forget(shard)
     edit(shard, zeros)
     refused(lambda: read_all(study), "damaged", error=WsiFlError)
@@ -427,6 +429,63 @@ def test_a_changed_model_is_found(site):
     refused(lambda: site.load_model("private"), "private.safetensors", "damaged", error=WsiFlError)
 
 
+def test_a_changed_model_is_written_again_by_what_it_advises(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = RunFolder(study.root / train(study, method="proxyfl", backend="local")["run"])
+    paths = sorted(run.path.glob("sites/*/*.safetensors"))
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        flip(path, -5)
+    words = ("backup", "delete the run's summary.json", f"`wsi-fl train --resume {run.name}`")
+    refused(lambda: run.site("S0").load_model("private"), *words, error=WsiFlError)
+    (run.path / "summary.json").unlink()
+    resume(study, run.name, backend="local")
+    assert len(before) == 4 and [path.read_bytes() for path in paths] == before
+
+
+@pytest.mark.parametrize("text", ["3", "[1]", "null", '"x"', "{", b"\xff"])
+@pytest.mark.parametrize("name", ["store", "plan", "spending", "canaries", "choice", "tuned", "stains"])
+def test_a_document_of_a_run_that_is_no_object_is_named_with_a_way_on(site, name, text):
+    read = {
+        "store": lambda: site.remember_store("a", {}),
+        "stains": lambda: site.remember_released("stain", {}),
+    }.get(name, lambda: site.kept(name))
+    (site.path / f"{name}.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(read, f"{name}.json: ", "put its backup back, or start a new run", error=WsiFlError)
+
+
+def test_the_documents_of_a_run_know_their_content(site):
+    site.remember_store("a", {"classes": ["ü"]})
+    site.keep("canaries", {"n": 2, "seed": "7", "coins": [True, False]})
+    for name, read in (("store", site.store_facts), ("canaries", lambda: site.kept("canaries"))):
+        path, known = site.path / f"{name}.json", read()
+        assert "digest" not in known
+        earlier = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+        path.write_text(path.read_text().replace("true", "false").replace("ü", "u"))
+        refused(read, f"{name}.json: damaged", "backup", error=WsiFlError)
+        path.write_text(json.dumps(earlier))
+        assert read() == known, "earlier versions kept no digest"
+
+
+def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=1)
+    folder = SiteFolder(study.runs / "00001-proxyfl-small" / "sites" / "S0")
+
+    def remember():
+        with Patches(study, "S0") as data:
+            folder.remember_store(data.digest(), data.facts())
+
+    remember()
+    write_store(study, "S0", seed=0)
+    remember()
+    write_store(study, "S0", seed=1)  # of the same columns
+    refused(remember, "site S0: its store was made anew since this run began", "new run")
+    (folder.path / "store.json").write_text(json.dumps({"sha256": folder.store_digest()}))
+    remember()  # an early version noted the columns alone
+    write_store(study, "S0", seed=0)
+    refused(remember, "made anew")
+
+
 def test_a_changed_generator_is_found_by_check(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     folder = GeneratorFolder(study.generator("S0"))
@@ -439,7 +498,68 @@ def test_a_changed_generator_is_found_by_check(tmp_path):
     )
 
 
+@pytest.fixture
+def generator(tmp_path):
+    """A study with a generator in training, checked all the same: its documents, a network and two checkpoints."""
+    study = make_study(tmp_path / "study", n_sites=1)
+    folder = GeneratorFolder(study.denoiser("S0"), "ddpm.json")
+    folder.write_document({"site": "S0", "settings": {}, "store": {}, "phases": {}, "finished": False})
+    folder.write_check({"passed": True, "reasons": [], "generator": {"sha256": "0"}})
+    folder.save_generator("denoiser", torch.nn.Linear(3, 3))
+    for iteration in (10, 20):
+        save_tensors(folder.path / "state" / f"iteration_{iteration:07d}.safetensors", TENSORS, {})
+    return study, folder
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("ddpm.json", ("wsi-fl synthesize train --site S0 --generator ddpm --again",)),
+        ("check.json", ("wsi-fl synthesize check --site S0 --generator ddpm",)),
+        ("denoiser.safetensors", ("generator", "wsi-fl synthesize train --site S0 --generator ddpm --again")),
+        ("state/iteration_0000020.safetensors", ("checkpoint", "delete it, and training goes on")),
+    ],
+)
+@pytest.mark.parametrize("garbage", [b"{", b"[]", b"\xff\xfe", None])
+def test_check_reads_all_of_a_generator_and_advises_what_throws_nothing_away(generator, name, words, garbage):
+    study, folder = generator
+    assert check(study, site="S0")["ok"]
+    path = folder.path / name
+    path.write_bytes(garbage or path.read_bytes().replace(b"true", b"null").replace(b"S0", b"S1"))
+    if garbage is None and path.suffix != ".json":
+        flip(path, -5)
+    (line,) = check(study, site="S0")["sites"][0]["damaged"]
+    assert all(word in line for word in (name, *words)), line
+    assert ("--again" in line) == ("--again" in words[-1])
+
+
+def test_what_an_early_version_kept_of_a_generator_counts_as_unknown(generator):
+    study, folder = generator
+    assert check(study, site="S0")["sites"][0]["unknown"] == 0
+    for path in (folder.path / "ddpm.json", folder.check_path):
+        document = json.loads(path.read_text())
+        del document["digest"]
+        path.write_text(json.dumps(document))
+    save_file({"n": torch.tensor(7)}, folder.generator_path("denoiser"), metadata={"document": "{}"})
+    found = check(study, site="S0")
+    assert found["ok"] and found["sites"][0]["unknown"] == 3
+    assert folder.check() == {"passed": True, "reasons": [], "generator": {"sha256": "0"}}
+
+
 # the command
+
+
+def test_check_goes_on_after_damage_that_no_reader_foresaw(tmp_path, monkeypatch):
+    study = make_study(tmp_path / "study", n_sites=2)
+
+    def fails(store, slide):
+        raise ZeroDivisionError(slide)
+
+    monkeypatch.setattr(PatchStore, "verify", fails)
+    found = check(study, site=None)["sites"]
+    assert [len(row["damaged"]) for row in found] == [4, 4] and found[1]["damaged"][0].startswith(
+        "S1: damaged"
+    )
 
 
 def test_check_tells_every_site_and_goes_on_after_damage(made, tmp_path, wsi_fl):

@@ -294,6 +294,16 @@ def write_fixture(path: Path) -> None:
     write_patch_features(path, meta, table, shards)
 
 
+def test_shards_that_lack_a_slide_leave_the_features_that_were_there(tmp_path):
+    write_fixture(path := tmp_path / "features.h5")
+    before = path.read_bytes()
+    with PatchFeatures(path) as store:
+        meta, table = FeaturesMeta(store.meta, store.encoder, store.stains), store.table
+    with pytest.raises(WsiFlError, match="2 features of 3 patches"):
+        write_patch_features(path, meta, table, [tmp_path / "a.h5"])
+    assert path.read_bytes() == before
+
+
 def test_stale_variants_are_refused(study):
     stain(study, site="S1", again=True)
     exchange = [*HEADS, "stain.exchange=true"]

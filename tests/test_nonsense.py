@@ -15,6 +15,7 @@ from PIL import Image
 
 from wsi_fl.privacy.book import Book
 from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.stages.prepare.check import check as check_stores
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.site.account import planned_round
 from wsi_fl.stages.site.party import Party
@@ -371,6 +372,56 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
         file[column][...] = change(file[column][:])
         seal(file, opened.rows)
     told(lambda: opened(path), words)
+
+
+def group_instead(file, name):
+    del file[name]
+    file.create_group(name)
+
+
+def dataset_instead(file, name):
+    del file[name]
+    file[name] = np.arange(3)
+
+
+def infinite(file, name):
+    file.attrs[name] = np.inf
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "change"),
+    [
+        *(
+            ("patches.h5", name, group_instead)
+            for name in ("slide", "label", "xy_l0", "split", "shard_crc32")
+        ),
+        ("patches.h5", "slides", dataset_instead),
+        *(("slides/S0_slide_0.h5", name, group_instead) for name in ("pixels", "crc32", "label")),
+        *(("features.h5", name, group_instead) for name in ("features", "patient", "crc32")),
+        *((file, "size_px", infinite) for file in ("patches.h5", "slides/S0_slide_0.h5", "features.h5")),
+    ],
+)
+def test_a_store_whose_parts_are_of_another_kind_is_damage_and_check_goes_on(study, where, name, change):
+    path, opened = study.store("S0"), PatchStore
+    if where == "features.h5":
+        write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train"] * 4)
+        path, opened = study.features("S0"), PatchFeatures
+    with h5py.File(path.parent / where, "r+") as file:
+        change(file, name)
+
+    def read():
+        with opened(path) as store:
+            store.read(np.arange(1))
+
+    told(read, "damaged")
+    first, second = check_stores(study, site=None)["sites"]
+    assert first["damaged"] and not any(PYTHON.search(line) for line in first["damaged"])
+    assert second["read"] and not second["damaged"]
+
+
+def test_a_store_that_does_not_open_does_not_say_that_slides_made_it(study):
+    study.store("S0").write_bytes(b"no store")
+    told(lambda: PatchStore(study.store("S0")), "backup", "wsi-fl tile --site S0", "wsi-fl partition")
 
 
 @pytest.mark.parametrize("said", ["[]", "3", "null", '"x"', "{", '{"a": 1'])

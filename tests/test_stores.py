@@ -22,7 +22,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.stores.contents import SlideSource
+from wsi_fl.stores.checksums import seal
+from wsi_fl.stores.contents import PIXELS, SlideSource
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import (
@@ -139,7 +140,8 @@ def test_missing_shard_raises_and_never_reads_black(tmp_path):
         np.testing.assert_array_equal(store.read(np.array([3, 4])), pixels[3:])
         with pytest.raises(WsiFlError) as caught:
             store.read(np.array([4, 0]))
-    one_line(caught, "patches.h5", "slide a", "missing", "wsi-fl tile")
+    one_line(caught, "patches.h5", "the shard of slide a is missing; ", "wsi-fl tile")
+    assert str(caught.value).count(str(tmp_path)) == 1
 
 
 def test_missing_shard_is_not_taken_from_the_current_folder(tmp_path, monkeypatch):
@@ -770,3 +772,90 @@ def write_v2(folder: Path) -> None:
             write_streams(shards[-1], meta, table, streams)
     write_columns(folder / "patches-v2" / "patches.h5", StoreMeta("C1", CLASSES, spec), shards)
     pack(folder / "patches-v2" / "patches.h5", folder / "patches-v2-packed.h5")
+
+
+def twins(folder: Path, splits: tuple[str, str] = ("train", "test"), image: bool = False) -> list[Path]:
+    """The shards of a store of two slides with the same columns, as images have and grids may have."""
+    shards, names = [], splits if image else ("a", "b")
+    for k, (slide, split) in enumerate(zip(names, splits, strict=True)):
+        table = table_of("a", 4)
+        table = replace(table, slide=np.full(4, slide), patient=np.full(4, slide), split=np.full(4, split))
+        shards.append(folder / "slides" / f"{slide}.h5")
+        write_shard(shards[-1], ShardMeta(slide, slide, split, SPEC, ""), table, [pixels_of(4, seed=k)])
+    write_columns(folder / "patches.h5", StoreMeta("C1", CLASSES, SPEC), shards)
+    return shards
+
+
+def without_sums(path: Path) -> None:
+    """As an early version wrote it."""
+    with h5py.File(path, "r+") as file:
+        del file["shard_crc32"]
+        seal(file)
+
+
+def refuses(folder: Path, slide: str) -> None:
+    """What trains and what checks refuse the shard of a slide."""
+    for act in (PatchStore.verify, PatchStore.shard):
+        with PatchStore(folder / "patches.h5") as store, pytest.raises(WsiFlError) as caught:
+            act(store, slide)
+        one_line(caught, f"slide {slide}", "other patches", "wsi-fl tile")
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(tmp_path, early):
+    first, second = twins(tmp_path)
+    if early:
+        without_sums(tmp_path / "patches.h5")
+    first.rename(tmp_path / "x")
+    second.rename(first)
+    (tmp_path / "x").rename(second)
+    refuses(tmp_path, "a")
+    refuses(tmp_path, "b")
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_a_shard_of_another_store_or_time_is_refused_though_its_columns_are_equal(tmp_path, image):
+    ours, _ = twins(tmp_path / "C1", image=image)
+    twins(tmp_path / "C2", image=image)
+    write_shard(
+        ours,
+        ShardMeta(ours.stem, ours.stem, "train", SPEC, ""),
+        replace(table_of("a", 4), slide=np.full(4, ours.stem), patient=np.full(4, ours.stem)),
+        [pixels_of(4, seed=5)],
+    )
+    refuses(tmp_path / "C1", ours.stem)
+    shutil.copy(tmp_path / "C2" / "slides" / ours.name, ours)
+    with PatchStore(tmp_path / "C1" / "patches.h5") as store:
+        assert store.verify(ours.stem) == ([], True)
+
+
+@pytest.mark.parametrize("attribute", ["slide", "patient", "split"])
+def test_a_shard_that_says_another_slide_patient_or_split_is_refused(tmp_path, attribute):
+    shard, _ = twins(tmp_path, ("train", "train"))
+    with h5py.File(shard, "r+") as file:
+        file.attrs[attribute] = "val"
+        seal(file, PIXELS)
+    without_sums(tmp_path / "patches.h5")
+    refuses(tmp_path, "a")
+
+
+def test_a_packed_store_knows_its_shards(tmp_path):
+    twins(tmp_path / "C1")
+    pack(tmp_path / "C1" / "patches.h5", tmp_path / "patches.h5")
+    with h5py.File(tmp_path / "patches.h5", "r+") as file:
+        slides = file["slides"]
+        for name in ("pixels", "crc32"):
+            one, other = slides["a"][name][:], slides["b"][name][:]
+            slides["a"][name][...], slides["b"][name][...] = other, one
+    refuses(tmp_path, "b")
+
+
+def test_columns_are_not_copied_from_a_damaged_shard(tmp_path):
+    shard, _ = twins(tmp_path)
+    whole = (tmp_path / "patches.h5").read_bytes()
+    with h5py.File(shard, "r+") as file:
+        file["label"][0] ^= 1
+    with pytest.raises(WsiFlError) as caught:
+        write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
+    one_line(caught, "a.h5", "damaged", "again")
+    assert (tmp_path / "patches.h5").read_bytes() == whole

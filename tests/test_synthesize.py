@@ -204,7 +204,7 @@ def test_the_paper_is_the_default():
 def test_the_verdict_has_all_that_was_asked_for(checked):
     study, document = checked
     assert document["passed"], document["reasons"]
-    assert document == json.loads((study.generator("S1") / "check.json").read_text())
+    assert document == KIND.trained(study, "S1")[0].check()
     assert document["generator"] == {
         "phase": "after",
         "sha256": KIND.trained(study, "S1")[0].digest("after"),
@@ -242,6 +242,22 @@ def test_too_few_held_out_images_fail(tmp_path):
     assert "only 12 held-out" in document["reasons"][0]
 
 
+def test_a_generator_goes_on_and_is_checked_with_the_pixels_that_it_learned_from_alone(tmp_path):
+    study, few = make_study(tmp_path / "study"), ["gan.iterations=2", "gan.privacy_iterations=0"]
+    train_generator(study, site="S1", overrides=few)
+    path, data = study.generator("S1") / "gan.json", dict(np.load(study.root / "data.npz"))
+    document = json.loads(path.read_text())
+    np.savez(study.root / "data.npz", x=255 - data["x"], y=data["y"])
+    shutil.rmtree(study.store("S1").parent)
+    (study.root / "sites" / "S1.toml").unlink()
+    partition(study, study.root / "data.npz", n_sites=1, test_fraction=0.4, seed=0)
+    refused(lambda: train_generator(study, site="S1", overrides=few), "another store of site S1")
+    refused(lambda: check(study, site="S1", overrides=few), "made anew")
+    del document["digest"], document["store"]["pixels_sha256"]
+    path.write_text(json.dumps(document))
+    train_generator(study, site="S1", overrides=few)  # as an early version noted it
+
+
 # sampling
 
 
@@ -269,6 +285,7 @@ def test_a_check_of_another_generator_does_not_count(checked, tmp_path):
     path = study.generator("S1") / "check.json"
     document = json.loads(path.read_text())
     document["generator"]["sha256"] = "0" * 64
+    del document["digest"]
     path.write_text(json.dumps(document))
     refused(lambda: sample(study, site="S1", n_per_class=2), "another generator", error=WsiFlError)
 
@@ -277,7 +294,7 @@ def test_a_check_by_earlier_criteria_does_not_count(checked, tmp_path):
     study = copied(checked[0], tmp_path)
     path = study.generator("S1") / "check.json"
     document = json.loads(path.read_text())
-    del document["criteria"]
+    del document["criteria"], document["digest"]
     path.write_text(json.dumps(document))
     refused(lambda: sample(study, site="S1", n_per_class=2), "earlier version", "again", error=WsiFlError)
 

@@ -334,7 +334,7 @@ def test_two_jobs_on_one_run_are_refused(study):
     (path / "summary.json").unlink()
     with (path / "sites" / "S1" / ".lock").open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(WsiFlError, match="another job still works on this run"):
+        with pytest.raises(WsiFlError, match="another job still works on this run; wait for it, or end it"):
             resume(study, path.name, backend="local")
 
 

@@ -21,6 +21,9 @@ CLASSES = ("healthy", "tumor")
 
 SPLITS = ("train", "val", "test")
 
+MPP_BOUNDS = 0.01, 1000
+"""Of plausible slides, in µm per pixel of their finest level."""
+
 Supervision = Literal["negative", "annotated", "partial", "weak"]
 """How the patches of a slide get their labels.
 
@@ -215,8 +218,8 @@ class PatchTable:
     def __len__(self) -> int:
         return len(self.label)
 
-    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_]) -> PatchTable:
-        """The chosen rows, by position or mask."""
+    def take(self, rows: NDArray[np.int64] | NDArray[np.bool_] | slice) -> PatchTable:
+        """The chosen rows, by position or mask, or between two positions."""
         return replace(self, **{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
 

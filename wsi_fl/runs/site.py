@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from wsi_fl.system.files import (
     append_line,
-    read_json,
     read_lines,
+    read_object,
+    read_sealed,
     remove_leftovers,
     write_json,
+    write_sealed,
     write_text,
 )
 from wsi_fl.system.locks import alone
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _BUFFER = "buffer.safetensors"
+PIXELS = "pixels_sha256"
+"""The fact of a store that tells its pixels; early versions noted none."""
 SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
+_ADVICE = "put its backup back, or start a new run"
 _KEPT_CHECKPOINTS = 2
 """The last round, and the one before for peers that had not finished theirs."""
 _ROUND = {
@@ -70,25 +75,29 @@ class SiteFolder:
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        kept = _optional(self.path / "store.json") or {}
+        kept = self._store() or {}
         known = {"sha256": digest} | kept
-        if known["sha256"] != digest:
+        pixels = facts.get(PIXELS)
+        if known["sha256"] != digest or kept.get(PIXELS, pixels) != pixels:
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
             )
         if (
             not kept or not facts.keys() <= kept.keys()
         ):  # a new run, or one of an earlier version, which noted less
-            write_json(self.path / "store.json", {**facts, **known})
+            write_sealed(self.path / "store.json", {**facts, **known})
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""
-        kept = _optional(self.path / "store.json")
+        kept = self._store()
         return str(kept["sha256"]) if kept else None
 
     def store_facts(self) -> dict[str, Any]:
         """The facts that `remember_store` noted."""
-        return {k: v for k, v in read_json(self.path / "store.json").items() if k != "sha256"}
+        return {k: v for k, v in (self._store() or {}).items() if k != "sha256"}
+
+    def _store(self) -> dict[str, Any] | None:
+        return _optional(self.path / "store.json", "sha256")
 
     def remember_released(self, what: Literal["stain", "release"], digests: Mapping[str, str]) -> None:
         """Note which stains the site's examples are shown in, or whose sums it begins with: {site: digest}.
@@ -97,9 +106,9 @@ class SiteFolder:
             UsageError: when they are others than those the run began with.
         """
         path = self.path / f"{what}s.json"
-        began = _optional(path)
+        began = read_object(path, _ADVICE) if path.exists() else None
         if began is None:
-            write_json(path, dict(digests))
+            write_json(path, dict(digests))  # a site may be called `digest`
         elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
                 f"site {self.path.name}: the {what} of {changed[0]} was released anew since this run began; start a "
@@ -118,7 +127,7 @@ class SiteFolder:
 
     def keep(self, what: Kept, document: Mapping[str, Any]) -> None:
         """Write one of the site's own documents of the run; see `Kept`."""
-        write_json(self.path / f"{what}.json", document)
+        write_sealed(self.path / f"{what}.json", document)
 
     def kept(self, what: Kept) -> dict[str, Any] | None:
         """Return what `keep` wrote; None where nothing was."""
@@ -181,13 +190,16 @@ class SiteFolder:
 
     def load_model(self, role: str) -> dict[str, Tensor]:
         """The tensors of `<role>.safetensors`."""
-        path = self.path / f"{role}.safetensors"
+        path, run = self.path / f"{role}.safetensors", self.path.parents[1].name
         if not path.exists():
-            run = self.path.parent.parent.name
             raise WsiFlError(
                 f"{path}: no such model; the run has not finished, continue it with `wsi-fl train --resume {run}`"
             )
-        return load_weights(path)
+        return load_weights(
+            path,
+            "put its backup back; or delete the run's summary.json and run "
+            f"`wsi-fl train --resume {run}`, which writes it again",
+        )
 
     def checkpoint_path(self, round_: int) -> Path:
         return self.path / "state" / f"round_{round_:05d}.safetensors"
@@ -240,5 +252,5 @@ def hold_alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _optional(path: Path) -> dict[str, Any] | None:
-    return dict(read_json(path)) if path.exists() else None
+def _optional(path: Path, *keys: str) -> dict[str, Any] | None:
+    return read_sealed(path, keys, _ADVICE) if path.exists() else None

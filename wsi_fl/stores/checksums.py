@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
-ROWS, HEAD = "crc32", "head_crc32"
-"""The dataset of the rows' checksums, and the attribute of the checksum of everything else."""
+ROWS, HEAD, SHARDS = "crc32", "head_crc32", "shard_crc32"
+"""The dataset of the rows' checksums, the attribute of the checksum of everything else, and the dataset that knows the
+shards."""
 CHANGED = "not the bytes that were written"
-DAMAGE = (IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
+DAMAGE = (ArithmeticError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError)
 """What reading a damaged HDF5 file raises."""
 _AT_ONCE = 1 << 16
 
@@ -101,6 +102,11 @@ def sums_of(node: Any, n: int, name: str = ROWS) -> Sums | None:
     if values.shape != (n,):
         raise ValueError("not a checksum for every row")
     return Sums(values, np.zeros(n, np.bool_))
+
+
+def shard_sum(shard: Any) -> int:
+    """Return the checksum of the checksums of a shard's patches, which tells its pixels; 0 where it has none."""
+    return crc_of(shard[ROWS][:]) if ROWS in shard else 0
 
 
 def seal(node: Any, rows: Collection[str] = ()) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import seal
+from wsi_fl.stores.checksums import DAMAGE, SHARDS, check_seal, seal, shard_sum
+from wsi_fl.stores.contents import PIXELS
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     StoreMeta,
     check_format,
     encoded_text,
+    first_line,
     spec_attrs,
     write_root,
 )
@@ -49,7 +52,7 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
     Shards lie below the folder of `path`.
 
     Raises:
-        WsiFlError: when a shard is of another grid or format, or the disk is full.
+        WsiFlError: when a shard is damaged or of another grid or format, or the disk is full.
     """
     heads = [_head(shard, meta.spec) for shard in shards]
     n = sum(head.n for head in heads)
@@ -64,11 +67,13 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
         for name, width in zip(_TEXTS, widths, strict=True):
             file.create_dataset(name, (n,), h5py.string_dtype("utf-8", width))
         links = file.create_group("slides", track_order=True)
-        row = 0
+        row, sums = 0, []
         for head in heads:
-            slide = _copy_columns(file, slice(row, row + head.n), head.path, counts)
+            slide, known = _copy_columns(file, slice(row, row + head.n), head.path, counts)
             links[slide] = h5py.ExternalLink(head.path.relative_to(path.parent).as_posix(), "/")
+            sums.append(known)
             row += head.n
+        file[SHARDS] = np.array(sums, np.uint32)
         seal(file)
     return counts
 
@@ -88,7 +93,7 @@ def table_bytes(table: PatchTable) -> int:
 
 
 def _head(path: Path, spec: GridSpec) -> _Head:
-    with opened(path) as file:
+    with _opened(path) as file:
         check_format(file, SHARD_FORMAT, path)
         if spec_attrs(spec) != {key: file.attrs[key] for key in spec_attrs(spec)}:
             raise WsiFlError(f"{path}: tiled on another grid than its store; tile the site again")
@@ -98,13 +103,25 @@ def _head(path: Path, spec: GridSpec) -> _Head:
         return _Head(path, len(file["label"]), int(file.attrs["version"]), tuple(widths))
 
 
-def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> str:
-    """One shard's rows; returns its slide."""
-    with opened(shard) as source:
-        for name in _NUMBERS:
-            file[name][rows] = source[name][:]
+def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> tuple[str, int]:
+    """One shard's rows; returns its slide, and what tells its pixels."""
+    with _opened(shard) as source:
+        check_seal(source, PIXELS)
+        columns = {name: source[name][:] for name in _NUMBERS}
         for name in _TEXTS:
-            file[name][rows] = source[name][:] if name in source else str(source.attrs[name]).encode()
-        split = str(source.attrs["split"])
-        counts[split] += np.bincount(source["label"][:], minlength=len(counts[split]))
-        return str(source.attrs["slide"])
+            columns[name] = source[name][:] if name in source else str(source.attrs[name]).encode()
+        slide, split, known = str(source.attrs["slide"]), str(source.attrs["split"]), shard_sum(source)
+    for name, values in columns.items():
+        file[name][rows] = values
+    counts[split] += np.bincount(columns["label"], minlength=len(counts[split]))
+    return slide, known
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[h5py.File]:
+    """A shard, whose damage is told in one line."""
+    try:
+        with opened(shard) as file:
+            yield file
+    except DAMAGE as error:
+        raise WsiFlError(f"{shard}: damaged ({first_line(error)}); run the command again") from None

@@ -141,6 +141,13 @@ def read_table(file: h5py.File, n_classes: int) -> PatchTable:
     return table
 
 
+def patients_of(shard: Any, n: int) -> NDArray[np.str_]:
+    """Return the patient of each row of a shard; the column stands for the attribute where there is one."""
+    if "patient" in shard:
+        return np.asarray(shard["patient"].asstr()[:], np.str_)
+    return np.full(n, str(shard.attrs["patient"]))
+
+
 def require_sound(
     label: NDArray[Any], patient: NDArray[np.str_], split: NDArray[np.str_], n_classes: int
 ) -> None:
@@ -175,4 +182,9 @@ def too_large(error: MemoryError) -> str:
 
 
 def first_line(error: BaseException) -> str:
+    """Return what an error says of a file, in one line; of a system call without its number and the path."""
+    if isinstance(error, ArithmeticError | AttributeError | TypeError):
+        return "a group, dataset or attribute is not what it should be"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return str(error).strip().split("\n")[0]

@@ -140,9 +140,8 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
             for one, values in of_site.items():
                 variants[one].put(train_row, values)
             train_row += len(features) if of_site else 0
-    if row != n or (others and train_row != n_train):
-        path.unlink()
-        raise WsiFlError(f"{path}: {row} features of {n} patches; run `wsi-fl features` again")
+        if row != n or (others and train_row != n_train):
+            raise WsiFlError(f"{path}: {row} features of {n} patches; run `wsi-fl features` again")
 
 
 def _read_whole(path: Path) -> tuple[str, bool]:

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import DAMAGE, Sums, check_seal
+from wsi_fl.stores.checksums import DAMAGE, SHARDS, Sums, check_seal, shard_sum
 from wsi_fl.stores.contents import PIXELS, ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
@@ -27,6 +27,7 @@ from wsi_fl.stores.fields import (
     VERSION,
     check_format,
     first_line,
+    patients_of,
     read_meta,
     read_table,
     spec_attrs,
@@ -56,6 +57,7 @@ class PatchStore(StoreFile):
         version: of the format of `patches.h5`.
         table: the columns of all n patches.
         slides: slide names in row order.
+        shard_sums: slide → what tells the pixels of its shard; None where an early version wrote the store.
     """
 
     format = STORE_FORMAT, VERSION
@@ -72,6 +74,9 @@ class PatchStore(StoreFile):
         names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]
+        self.shard_sums = (
+            dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True)) if SHARDS in file else None
+        )
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
         self._sums: dict[str, Sums] = {}
@@ -96,7 +101,12 @@ class PatchStore(StoreFile):
     @property
     def mend(self) -> str:
         meta = getattr(self, "meta", None)
-        if meta is None or (meta.generator is None and meta.spec.mpp):
+        if meta is None:  # nothing says what made it
+            return (
+                f"put its backup back, or make it anew: `wsi-fl tile --site {self.site}` for slides, "
+                "`wsi-fl partition` for images"
+            )
+        if meta.generator is None and meta.spec.mpp:
             return super().mend
         maker = "partition" if meta.generator is None else "synthesize sample"
         return f"put its backup back, or make it anew with `wsi-fl {maker}`"
@@ -142,9 +152,11 @@ class PatchStore(StoreFile):
                 check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
                 rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
                 self._check_columns(slide, group, rows)
+            except FileNotFoundError:
+                raise WsiFlError(f"{self.path}: the shard of slide {slide} is missing; {self.mend}") from None
             except DAMAGE as error:
                 raise WsiFlError(
-                    f"{self.path}: the shard of slide {slide} is missing or damaged ({first_line(error)}); {self.mend}"
+                    f"{self.path}: the shard of slide {slide} is damaged ({first_line(error)}); {self.mend}"
                 ) from None
             except MemoryError as error:
                 raise WsiFlError(
@@ -164,20 +176,29 @@ class PatchStore(StoreFile):
         return self._file["slides"][slide]
 
     def _check_columns(self, slide: str, group: h5py.Group, patches: Rows) -> None:
-        """A `tile` that was killed leaves new shards under old columns: their labels would not be the pixels'."""
-        rows = self._rows[slide]
-        size, n = self.meta.spec.size_px, rows.stop - rows.start
+        """Refuse a shard of other patches: of a `tile` that was killed, of another slide, or from an old backup."""
+        table, size = self.table.take(self._rows[slide]), self.meta.spec.size_px
+        said = spec_attrs(self.meta.spec) | {"slide": slide}
         same = (
-            bool(np.all(self.table.slide[rows] == slide))
-            and {key: group.attrs[key] for key in spec_attrs(self.meta.spec)} == spec_attrs(self.meta.spec)
-            and patches.n == n
+            bool(np.all(table.slide == slide))
+            and {key: group.attrs[key] for key in said} == said
+            and patches.n == len(table)
             and patches.shape in {(size, size, 1), (size, size, 3)}
-            and np.array_equal(group["xy_l0"], self.table.xy_l0[rows])
-            and np.array_equal(group["label"], self.table.label[rows])
-            and np.array_equal(group["tumor_fraction"], self.table.tumor_fraction[rows], equal_nan=True)
+            and np.array_equal(group["xy_l0"], table.xy_l0)
+            and np.array_equal(group["label"], table.label)
+            and np.array_equal(group["tumor_fraction"], table.tumor_fraction, equal_nan=True)
         )
+        if known := (self.shard_sums or {}).get(slide):
+            same = same and shard_sum(group) == known
+        else:
+            patients = patients_of(group, len(table))
+            same = same and bool(
+                np.all(patients == table.patient) and np.all(group.attrs["split"] == table.split)
+            )
         if not same:
-            raise WsiFlError(f"{self.path}: the shard of slide {slide} holds other patches; {self.mend}")
+            raise WsiFlError(
+                f"{self.path}: the shard of slide {slide} holds other patches, or is damaged; {self.mend}"
+            )
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.stores.checksums import DAMAGE, ROWS, check_seal, crc_of, seal
+from wsi_fl.stores.checksums import DAMAGE, ROWS, SHARDS, check_seal, crc_of, seal, shard_sum
 from wsi_fl.stores.columns import ROW_BYTES, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
 from wsi_fl.stores.fields import (
@@ -31,6 +31,7 @@ from wsi_fl.stores.fields import (
     encoded_text,
     first_line,
     marked_columns,
+    patients_of,
     read_marked,
     spec_attrs,
     write_root,
@@ -113,7 +114,7 @@ def _check_plan(file: h5py.File, meta: ShardMeta, planned: PatchTable) -> None:
     same = (
         len(table) + len(unread) == len(planned)
         and read_marked(file, "aside") == meta.aside
-        and np.array_equal(_patients(file, len(table)), table.patient)
+        and np.array_equal(patients_of(file, len(table)), table.patient)
         and all(file.attrs[name] == value for name, value in (said | spec_attrs(meta.spec)).items())
         and np.array_equal(file["xy_l0"], table.xy_l0)
         and np.array_equal(file["label"], table.label)
@@ -121,13 +122,6 @@ def _check_plan(file: h5py.File, meta: ShardMeta, planned: PatchTable) -> None:
     )
     if not same:
         raise ValueError("columns are not as planned")
-
-
-def _patients(shard: h5py.File, n: int) -> NDArray[np.str_]:
-    """Of each row; the column stands for the attribute where there is one."""
-    if "patient" in shard:
-        return np.asarray(shard["patient"].asstr()[:], np.str_)
-    return np.full(n, str(shard.attrs["patient"]))
 
 
 def content_of(path: Path) -> tuple[str, Marked]:
@@ -319,4 +313,5 @@ def _copy_into(file: h5py.File, store: PatchStore) -> None:
         group.attrs.update(shard.attrs)
         for key in shard:
             shard.copy(key, group)
+    file[SHARDS] = np.array([shard_sum(group) for group in slides.values()], np.uint32)
     seal(file)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from pydantic import Field
 
 from wsi_fl.study.toml import Section, SiteName
+from wsi_fl.types import MPP_BOUNDS
 
 Layout = Literal["camelyon17", "camelyon16", "tcga", "generic"]
 
@@ -48,7 +49,7 @@ class SiteFile(Section):
     slide_types: list[Literal["DX", "TS", "BS", "MS"]] | None = Field(None, min_length=1)
     """Kinds of slides that are taken (layout tcga). By default diagnostic slides, ["DX"]; TS and BS are frozen
     sections."""
-    mpp_override: float | None = Field(None, ge=0.01, le=1000)
+    mpp_override: float | None = Field(None, ge=MPP_BOUNDS[0], le=MPP_BOUNDS[1])
     """Resolution of the slides at their finest level, in µm per pixel, in place of what they say or leave out."""
     private_model: str | None = None
     """Architecture of this site's private model. By default `model.private` of the pipeline."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.synthesis.state import TrainingState
-from wsi_fl.system.files import append_line, read_json, read_lines, read_sealed, write_sealed, write_text
-from wsi_fl.system.tensors import load_tensors, save_tensors
+from wsi_fl.system.files import append_line, is_sealed, read_lines, read_sealed, write_sealed, write_text
+from wsi_fl.system.tensors import check_tensors, load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, one_line
 
 Phase = Literal["before", "after", "denoiser"]
@@ -30,6 +31,7 @@ Phase = Literal["before", "after", "denoiser"]
 Network = TypeVar("Network", bound=nn.Module)
 
 _KEPT = 2
+_VERDICT = ("passed", "reasons", "generator")
 _KEYS = ("site", "settings", "store", "phases", "finished")
 
 
@@ -61,14 +63,41 @@ class GeneratorFolder:
         write_sealed(self.path / self.name, document)
 
     @property
+    def _kind(self) -> str:
+        return self.name.removesuffix(".json")
+
+    @property
     def _advice(self) -> str:
-        kind = self.name.removesuffix(".json")
-        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {kind} --again`"
+        again = f"`wsi-fl synthesize train --site {self.path.name} --generator {self._kind} --again`"
         return f"put its backup back, or make it anew with {again}"
 
     def check(self) -> dict[str, Any] | None:
-        """Return the verdict; None where `check` was not run."""
-        return dict(read_json(self.check_path)) if self.check_path.exists() else None
+        """Return the verdict; None where `check` was not run.
+
+        Raises:
+            WsiFlError: when it is damaged.
+        """
+        if not self.check_path.exists():
+            return None
+        again = f"`wsi-fl synthesize check --site {self.path.name} --generator {self._kind}`"
+        return read_sealed(self.check_path, _VERDICT, f"put its backup back, or run {again} again")
+
+    def write_check(self, verdict: Mapping[str, Any]) -> None:
+        """Write the verdict, and a digest of it."""
+        write_sealed(self.check_path, verdict)
+
+    def everything(self) -> list[tuple[str, Callable[[], bool]]]:
+        """Return the name of each file, and what reads it whole: it returns whether all damage is found."""
+        documents = ((self.path / self.name, self.document), (self.check_path, self.check))
+        networks = sorted(self.path.glob("*.safetensors"))
+        states = [(self._state_path(k), "checkpoint", self._advice_of(k)) for k in self.iterations()]
+        return [
+            *((path.name, partial(_read, path, read)) for path, read in documents if path.exists()),
+            *(
+                (path.name, partial(check_tensors, path, what, advice))
+                for path, what, advice in (*((one, "generator", self._advice) for one in networks), *states)
+            ),
+        ]
 
     def sample_path(self, iteration: int) -> Path:
         return self.path / "samples" / f"iteration_{iteration:07d}.png"
@@ -122,9 +151,15 @@ class GeneratorFolder:
         """
         if not (known := self.iterations()):
             return False
-        advice = "delete it to go on from the one before" if known[1:] else "train with --again"
-        _restore(self._state_path(known[-1]), "checkpoint", advice, state.load)
+        newest = known[-1]
+        _restore(self._state_path(newest), "checkpoint", self._advice_of(newest), state.load)
         return True
+
+    def _advice_of(self, iteration: int) -> str:
+        """Return how to go on where a checkpoint is damaged."""
+        if [one for one in self.iterations() if one != iteration]:
+            return "delete it, and training goes on from the other one"
+        return self._advice
 
     def iterations(self) -> list[int]:
         """Return the iterations of all checkpoints, oldest first."""
@@ -146,6 +181,12 @@ class GeneratorFolder:
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
+
+
+def _read(path: Path, read: Callable[[], object]) -> bool:
+    """Read a document; return whether it knows its content."""
+    read()
+    return is_sealed(path)
 
 
 def _restore(

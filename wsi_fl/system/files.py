@@ -132,11 +132,27 @@ def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     Raises:
         WsiFlError: when it is missing or damaged.
     """
-    document = read_json(path)
-    whole = isinstance(document, dict) and all(key in document for key in keys)
+    document = read_object(path, advice)
+    whole = all(key in document for key in keys)
     if not whole or document.pop(_DIGEST, _digest(document)) != _digest(document):
         raise WsiFlError(f"{path}: damaged; {advice}")
-    return dict(document)
+    return document
+
+
+def is_sealed(path: Path) -> bool:
+    """Return whether a document that can be read has a digest; those of early versions have none."""
+    return _DIGEST in read_json(path)
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """Return the JSON object in a file; WsiFlError, with advice, when it is missing, damaged or no object."""
+    try:
+        document = read_json(path)
+    except WsiFlError as error:
+        raise WsiFlError(f"{error}; {advice}") from None
+    if not isinstance(document, dict):
+        raise WsiFlError(f"{path}: damaged; {advice}")
+    return document
 
 
 def _digest(document: Mapping[str, Any]) -> str:

@@ -49,6 +49,14 @@ def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Ten
         return _checked(file, document)
 
 
+def check_tensors(path: Path, what: str, advice: str) -> bool:
+    """Read a file as `load_tensors` does; return whether it knows its content, which those of early versions do not."""
+    with _opened(path, "pt", what, advice) as (file, document):
+        known = _DIGEST in document
+        _checked(file, document)
+        return known
+
+
 def load_document(path: Path, what: str) -> dict[str, Any]:
     """Return the document that `save_tensors` wrote, without PyTorch and without the tensors.
 
@@ -97,8 +105,11 @@ def _opened(path: Path, framework: str, what: str, advice: str = "") -> Iterator
         raise WsiFlError(f"{path}: damaged {what} (its document is nested too deeply){then}") from None
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
+def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
     """Return the tensors of a file, whoever wrote it.
+
+    Args:
+        advice: what to do where it is damaged.
 
     Raises:
         WsiFlError: when the file is damaged, or one of `save_tensors` that holds other bytes than were written.
@@ -107,4 +118,4 @@ def load_weights(path: Path) -> dict[str, Tensor]:
         with safe_open(path, "pt") as file:
             return _checked(file, dict(json.loads((file.metadata() or {}).get("document", "{}"))))[0]
     except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:
-        raise WsiFlError(f"{path}: damaged ({error})") from None
+        raise WsiFlError(f"{path}: damaged ({error}); {advice}") from None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
 from wsi_fl.slides.reading.sources import is_zarr
-from wsi_fl.types import SPLITS, SetAside, SlideRecord, UsageError
+from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError
 
 _NEGATIVE = {"negative", "normal", "healthy", "benign", "0"}
 
@@ -83,13 +83,14 @@ def label_of(text: str, where: str) -> tuple[bool, bool]:
 
 
 def mpp_of(text: str, where: str) -> float:
-    """Return µm per pixel as a table has it; UsageError where that is no positive number."""
+    """Return µm per pixel as a table has it; UsageError where that is no plausible number."""
+    least, most = MPP_BOUNDS
     try:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise UsageError(f"{where}: mpp is {text!r}, not a positive number")
+    if not least <= value <= most:
+        raise UsageError(f"{where}: mpp is {text!r}, not a number from {least} to {most}")
     return value
 
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from wsi_fl.types import UsageError, strange_character
+from wsi_fl.types import UsageError, natural, strange_character
 
 _DELIMITERS = (",", ";", "\t")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -85,7 +85,7 @@ def accounted(name: str, rows: Sequence[Row], own: int, site: str) -> str:
     """
     if own == len(rows):
         return f"{name}: {own} rows, all of this site"
-    sites = sorted({row["site"] for row in rows if row.get("site", site) != site})
+    sites = sorted({row["site"] for row in rows if row.get("site", site) != site}, key=natural)
     more = f" and {len(sites) - _NAMED} more" if len(sites) > _NAMED else ""
     named = f" ({', '.join(sites[:_NAMED])}{more})" if sites else ""
     return f"{name}: {len(rows)} rows, {own} of this site, {len(rows) - own} of others{named}"

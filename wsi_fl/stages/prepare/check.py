@@ -17,18 +17,20 @@ from typing_extensions import TypedDict
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stores.checksums import DAMAGE
 from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.fields import first_line
 from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.stores.patch_features import PatchFeatures, check_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.system.tensors import load_tensors
 from wsi_fl.types import WsiFlError
 
 _ROWS = 4096
 """Features read at a time."""
 _NAMED = 5
 """Damaged patches of a slide that are named."""
+_FOUND = (WsiFlError, *DAMAGE, MemoryError)
 
 Step = tuple[str, Callable[[], bool]]
 """What is read, and reading it: returns whether all damage of it is found, and raises WsiFlError for damage."""
@@ -94,12 +96,17 @@ def _take(row: Row, steps: Iterator[list[Step]], watcher: Watcher) -> None:
                 row["read"] += 1
                 try:
                     row["unknown"] += not read()
-                except WsiFlError as error:
-                    row["damaged"].append(str(error))
+                except _FOUND as error:
+                    row["damaged"].append(_told(row, error))
             watcher.update(row["site"], len(known), len(known))
-    except WsiFlError as error:  # it does not even open
+    except _FOUND as error:  # it does not even open
         row["read"] += 1
-        row["damaged"].append(str(error))
+        row["damaged"].append(_told(row, error))
+
+
+def _told(row: Row, error: BaseException) -> str:
+    """Say what is damaged, also where no reader foresaw that: the other stores and sites are read all the same."""
+    return str(error) if isinstance(error, WsiFlError) else f"{row['site']}: damaged ({first_line(error)})"
 
 
 def _patches(study: Study, site: str) -> Iterator[list[Step]]:
@@ -158,18 +165,10 @@ def _read_mosaic(path: Path) -> bool:
 
 def _generators(study: Study, site: str) -> Iterator[list[Step]]:
     for name, folder in (("gan", study.generator(site)), ("ddpm", study.denoiser(site))):
-        advice = (
-            f"put its backup back, or run `wsi-fl synthesize train --site {site} --generator {name} --again`"
-        )
-        yield [
-            (path.name, partial(_read_tensors, path, advice))
-            for path in sorted((*folder.glob("*.safetensors"), *folder.glob("state/*.safetensors")))
-        ]
+        if folder.exists():
+            from wsi_fl.synthesis.folder import GeneratorFolder  # PyTorch takes seconds to import
 
-
-def _read_tensors(path: Path, advice: str) -> bool:
-    load_tensors(path, "generator", advice)
-    return True
+            yield GeneratorFolder(folder, f"{name}.json").everything()
 
 
 def print_check(document: dict[str, Any]) -> None:

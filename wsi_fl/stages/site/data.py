@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from wsi_fl.federation.preflight import Inputs
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory
 from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.runs.site import PIXELS
 from wsi_fl.stages.site.parts import divided, pictures, rows_of
 from wsi_fl.stages.site.slide_pixels import SlidePixels
 from wsi_fl.stages.site.stains import Released
@@ -180,7 +182,8 @@ class Patches(Data):
         return self.store.meta.generator is not None
 
     def facts(self) -> dict[str, Any]:
-        return super().facts() | {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
+        facts = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
+        return super().facts() | facts | pixels_digest(self.store)
 
     def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
         if self.store.channels != 3:
@@ -304,6 +307,19 @@ def _there(study: Study, site: str, path: Path, command: str) -> Path:
 def store_digest(store: PatchStore) -> str:
     """Return the SHA-256 over the patches of a store, their labels and splits."""
     return hashed(store.table, store.table.xy_l0).hexdigest()
+
+
+def pixels_digest(store: PatchStore) -> dict[str, str]:
+    """Return {"pixels_sha256": of what a store knows of its shards}; empty where an early version wrote the store."""
+    if store.shard_sums is None:
+        return {}
+    return {PIXELS: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
+
+
+def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
+    """Return whether a store is the one that a generator's document knows; early versions noted no pixels."""
+    said = {"sha256": store_digest(store)} | pixels_digest(store)
+    return all(known.get(key, value) == value for key, value in said.items())
 
 
 def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:

@@ -16,7 +16,7 @@ from torch import Tensor
 from wsi_fl.models.encoder import encode
 from wsi_fl.report import synthesis as page
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.synthesis.kinds import (
     HELD_OUT,
@@ -39,7 +39,7 @@ from wsi_fl.synthesis.evidence import (
     frechet_distance,
     kernel_distance,
 )
-from wsi_fl.system.files import write_bytes, write_json, write_text
+from wsi_fl.system.files import write_bytes, write_text
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -56,7 +56,7 @@ def check_generator(
     watcher, resolution = watcher or Silent(), document["settings"]["shape"]["resolution"]
     with locked(folder.path, site):
         with open_store(study, site) as store:
-            if store_digest(store) != document["store"]["sha256"]:
+            if not learned_from(store, document["store"]):
                 raise UsageError(
                     f"site {site}: its store was made anew since the generator was trained; train --again"
                 )
@@ -143,7 +143,7 @@ def _write(case: Case, evidence: Evidence, result: Document) -> None:
     write_text(
         place / names["page"], page.render(result, evidence.distances, rows, samples, axis=evidence.axis)
     )
-    write_json(case.folder.check_path, result)
+    case.folder.write_check(result)
 
 
 def _pixels(images: Tensor) -> NDArray[np.uint8]:

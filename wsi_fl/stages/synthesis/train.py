@@ -9,7 +9,7 @@ from shutil import rmtree
 
 from wsi_fl import __version__
 from wsi_fl.report.grids import grid, png_of
-from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.synthesis.kinds import Course, Document, Kind, Losses
 from wsi_fl.stages.synthesis.synthetic import as_pixels
 from wsi_fl.stages.work.console import Silent, Watcher, say
@@ -57,6 +57,7 @@ def train_generator(
             course = kind.course(study, pipeline, site, store)
             facts = {
                 "sha256": store_digest(store),
+                **pixels_digest(store),
                 "n": len(course.pictures),
                 "classes": list(store.meta.classes),
                 "size_px": store.meta.spec.size_px,
@@ -152,7 +153,7 @@ def _begin(study: Study, site: str, folder: GeneratorFolder, settings: Document,
         folder.write_document(document)
         return document
     where = study.relative(folder.path)
-    if document["store"] != store:
+    if any(document["store"].get(key, value) != value for key, value in store.items()):
         raise UsageError(f"{where}: was trained on another store of site {site}; --again trains anew")
     (first, second), (known_first, known_second) = _by_phase(settings), _by_phase(document["settings"])
     if other := [key for key, value in first.items() if known_first.get(key) != value]:

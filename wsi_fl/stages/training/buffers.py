@@ -8,7 +8,7 @@ from wsi_fl.federation.buffers import Buffer, BufferShape, packed
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, resized
-from wsi_fl.stages.site.data import Patches
+from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import Party
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -40,7 +40,7 @@ def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffe
 
     study, site, settings = party.study, data.site, party.pipeline.replay
     folder, document = GAN.trained(study, site)
-    if document["store"]["sha256"] != data.digest():
+    if not learned_from(data.store, document["store"]):
         raise UsageError(
             f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
             f"testing now; run `wsi-fl synthesize train --site {site} --again`"
