@@ -88,9 +88,15 @@ def rows(corners):
     return {(int(x), int(y)) for x, y in corners}
 
 
+_KEPT = {}
+"""Patches of the pictures, which live as long as this module: they are cut once."""
+
+
 def counts(folder, picture, hurt, where, kind):
     """(found, hurt patches, wrongly found, sound patches) of the patches that the sound picture has."""
-    kept = planned(folder, picture).xy_l0
+    if id(picture) not in _KEPT:
+        _KEPT[id(picture)] = planned(folder, picture).xy_l0
+    kept = _KEPT[id(picture)]
     share = area_mean(where, kept.astype(np.float64), PATCH_PX)
     plan = planned(folder, hurt, (kind,))
     good, blamed = rows(plan.xy_l0), rows(plan.aside_xy_l0)
