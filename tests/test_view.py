@@ -628,6 +628,20 @@ def test_the_page_is_light_or_dark_as_people_like_it_and_fits_a_phone(page, serv
 
 
 @looked_at
+def test_a_tap_says_what_a_patch_is_and_the_words_stay(page, predicted):
+    study, run = predicted
+    with served(gallery(study, run=run, site="C1")) as server:
+        opened(page, server, width=390, touch=True)
+        tapped = [{"x": 195, "y": 420}]
+        page.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=tapped)
+        page.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        page.run("new Promise(done => setTimeout(done, 200))")
+        assert not page.run("document.querySelector('#cursor').hidden")
+        assert "model of C1: healthy" in page.run("document.querySelector('#cursor').textContent")
+        assert page.said == []
+
+
+@looked_at
 def test_a_layer_that_cannot_be_drawn_and_a_real_site_are_said_on_the_page(page, archive):
     def broken(slide):
         raise WsiFlError("nobody knows")

@@ -251,7 +251,9 @@ viewer.addHandler("canvas-key", event => { event.preventDefaultAction = true; })
 viewer.addHandler("tile-load-failed", () => trouble("a part of this slide cannot be read"));
 for (const moved of ["update-viewport", "open", "resize"]) viewer.addHandler(moved, redraw);
 for (const pointed of ["pointermove", "pointerdown"]) by("stage").addEventListener(pointed, point);
-by("stage").addEventListener("pointerleave", () => { by("cursor").hidden = true; });
+by("stage").addEventListener("pointerleave", event => {  // a finger leaves when it is lifted, a mouse when it goes
+  if (event.pointerType === "mouse") by("cursor").hidden = true;
+});
 by("filter").oninput = by("order").onchange = fillList;
 by("to-help").onclick = KEYS["?"];
 for (const panel of ["list", "layers"]) {
