@@ -31,7 +31,7 @@ from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_bags import _write_patches
 from wsi_fl.stages.answers.view import gallery
-from wsi_fl.stages.answers.view_layers import Prediction
+from wsi_fl.stages.answers.view_predictions import Prediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
@@ -394,6 +394,20 @@ def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     assert said.overlays() == [], "nobody knows where the patches lie"
 
 
+def test_what_is_no_number_is_null_and_the_rest_is_shown(archive, tmp_path):
+    bag = Bag(np.zeros((2, 2), np.float32), np.array([[0, 0], [512, 0]]), None, None)
+    alone = np.array([[np.nan, 0.1], [0.2, 0.8]])
+    answer = Answer(CLASSES, ("luad", "lusc"), np.array([0.3, np.nan]), alone, np.array([np.nan, 0.6]))
+    _write_patches(tmp_path / "patches.csv", bag, answer, 512.0)
+    said = Prediction(tmp_path, {"site": "C1", "slide": "x", "class": "lusc", "probability": np.nan})
+    assert (said.words, said.value) == ("lusc", None)
+    exhibit = Exhibit("x", slides_of(archive, 0)[0], score=float("inf"), overlays=said.overlays())
+    with served(Gallery("one", [exhibit])) as running:
+        assert json.loads(asked(running, "slides.json")[2])["slides"][0]["score"] is None
+        model, attention = (json.loads(asked(running, f"slides/0/layers/{k}.json")[2]) for k in (0, 1))
+    assert (model["values"][0], attention["values"]) == ([None, 0.2], [[None, 1.0]])
+
+
 def test_a_folder_of_predictions_is_shown_like_a_run(predicted):
     study, run = predicted
     folder = study.root / "runs" / run / "predictions" / "C1"
@@ -420,6 +434,23 @@ def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archiv
         for path in ("{}.json", "{}/layers/0.json", "{}/tiles/9/0_0.jpg"):
             assert asked(running, "slides/" + path.format(numbers[ILL]))[0] == 404
         assert asked(running, f"slides/{1 - numbers[ILL]}/tiles/9/0_0.jpg")[0] == 200
+
+
+def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, archive):
+    study, run = own
+    told = study.root / "sites/C2.toml"
+    both = json.dumps([str(archive / "training/center_0/*.tif"), str(archive / "training/center_1/*.tif")])
+    lines = [f"slides = {both}" if one.startswith("slides") else one for one in told.read_text().splitlines()]
+    told.write_text("\n".join(lines))
+
+    def shown(**how):
+        return {one.name for one in gallery(study, run=run, **how).exhibits if one.path}
+
+    assert ILL in shown(site="C1") and ILL in shown(site="C2"), "it is a slide of both"
+    make_real(study, "C1")
+    assert ILL in shown(site="C1") and ILL in shown(site="C2")
+    told.write_text("\n".join(one for one in told.read_text().splitlines() if not one.startswith("slides")))
+    assert ILL not in shown(site="C2"), "it is C1's alone"
 
 
 def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
@@ -484,6 +515,9 @@ def test_errors_say_what_to_do(own, tmp_path):
     refused(lambda: gallery(study, predictions=tmp_path / "none"), "no such folder")
     (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
     refused(lambda: layers_of(gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
+    score = folder / "C1" / ILL / "score.json"
+    score.write_text(json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}))
+    refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     (folder / "C1" / ILL / "score.json").write_text("[]")
     refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     shutil.rmtree(folder / "C1")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
-from wsi_fl.view.layers import Layer
+from wsi_fl.view.layers import Layer, finite
 from wsi_fl.view.pyramid import TILE_PX, Pyramid
 
 _OPEN_SLIDES = 8
@@ -76,7 +76,7 @@ class Gallery:
     def catalogue(self) -> dict[str, Any]:
         """Return the list of slides as the page gets it."""
         slides = [
-            {"name": one.name, "note": one.note, "score": one.score, "shown": one.path is not None}
+            {"name": one.name, "note": one.note, "score": finite(one.score), "shown": one.path is not None}
             for one in self.exhibits
         ]
         return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
