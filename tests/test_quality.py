@@ -296,7 +296,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
     tile(study, site="C1", overrides=QC)
     assert shard(study, slide).read_bytes() == first
     layers = {one.name: one for one in gallery(study, site="C1").exhibits[0].overlays}
-    drawn = gallery(study, site="C1").layer(0, list(layers).index("set aside"))
+    drawn = json.loads(gallery(study, site="C1").layer(0, list(layers).index("set aside")))
     assert drawn["first"] == 2, "its colours are not those of the classes"
     assert drawn["groups"] == list(KINDS), "a fault has the same colour on each slide"
     assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]
