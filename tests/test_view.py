@@ -822,6 +822,7 @@ def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_rea
 PLACE = "OpenSeadragon.getViewer('slide').viewport.getCenter(false).toString()"
 ON = "document.querySelectorAll('#boxes input:checked').length"
 FOCUSED = "document.activeElement"
+FITS = "(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#layers'))"
 
 
 @looked_at
@@ -829,6 +830,7 @@ def test_arrows_move_the_slide_and_digits_work_wherever_nobody_types(page, predi
     study, run = predicted
     with served(gallery(study, run=run, site="C1")) as server:
         opened(page, server)
+        assert page.run(FITS)
         name, place, on = (
             page.run(one) for one in ("document.querySelector('#name').textContent", PLACE, ON)
         )
@@ -867,8 +869,8 @@ def test_what_is_chosen_in_the_list_keeps_the_focus_and_back_leads_out_of_the_pa
     assert page.run(f"{FOCUSED}.dataset.number === '1' && {FOCUSED}.getAttribute('aria-current')") == "true"
     page.run("history.back()")
     page.until(f"{READY} === '0'")
-    page.run("setTimeout(() => history.back())")
-    page.until("location.href === 'about:blank'")
+    past = page.call("Page.getNavigationHistory")
+    assert past["entries"][past["currentIndex"] - 1]["url"] == "about:blank"
     assert page.said == []
 
 
@@ -949,6 +951,7 @@ def test_a_phone_has_room_for_one_panel(page, server):
         page.until(f"{seen} === '{wanted}'")
         assert page.run(expanded) == wanted
     page.until(READY)
+    assert page.run(FITS)
     assert page.said == []
 
 

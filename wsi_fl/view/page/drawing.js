@@ -10,8 +10,9 @@ const COLOURS = Array.from({ length: STEPS }, (_, k) => {
   const at = (k / (STEPS - 1)) * (RAMP.length - 1), low = Math.min(Math.floor(at), RAMP.length - 2);
   return RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low)));
 });
-const FEW_PX = 2;          // patches with shorter sides are drawn as one picture
-const ROOM_PX = 6;         // patches with longer sides get an edge, or a cross
+const ROOM_PX = 6;         // patches with longer sides get an edge, or a cross; shorter ones on a grid are one picture
+const FEW_PX = 2;          // and those off a grid, where they are so short that nobody sees it
+const LINE_PX = 2;         // outlines are drawn as exactly as that
 const MOST_CELLS = 2048;   // of that picture, a side
 
 const css = ([red, green, blue]) => `rgb(${red} ${green} ${blue})`;
@@ -46,21 +47,30 @@ function ofValues(values, threshold) {
 }
 
 function drawLines(context, layer, how, view) {
-  layer.path ??= pathOf(layer.rings);
+  const step = 2 ** Math.floor(Math.log2(LINE_PX * view.density / view.zoom));  // from afar a line needs fewer points
+  layer.paths ??= {};
+  const path = layer.paths[step] ??= pathOf(layer.rings, step);
   context.setTransform(view.zoom, 0, 0, view.zoom, view.left, view.top);
-  context.lineJoin = "round";
+  context.lineJoin = "bevel";
   for (const [width, colour] of [[4.5, "#ffffff"], [2, lineColour(how.name)]]) {
     context.lineWidth = width * view.density / view.zoom;
     context.strokeStyle = colour;
-    context.stroke(layer.path);
+    context.stroke(path);
   }
   context.setTransform(1, 0, 0, 1, 0, 0);
 }
 
-function pathOf(rings) {
+/** Rings as one path, without the points that are nearer than a step, in level-0 pixels, to the one before. */
+function pathOf(rings, step) {
   const path = new Path2D();
   for (const ring of rings) {
-    for (let k = 0; k < ring.length; k += 2) path[k ? "lineTo" : "moveTo"](ring[k], ring[k + 1]);
+    let [x, y] = ring;
+    path.moveTo(x, y);
+    for (let k = 2; k < ring.length; k += 2) {
+      if (Math.abs(ring[k] - x) < step && Math.abs(ring[k + 1] - y) < step) continue;
+      [x, y] = [ring[k], ring[k + 1]];
+      path.lineTo(x, y);
+    }
     path.closePath();
   }
   return path;
@@ -68,7 +78,8 @@ function pathOf(rings) {
 
 function drawPatches(context, layer, how, view) {
   const side = layer.side * view.zoom, found = batches(layer, how);
-  if (side < FEW_PX * view.density) return drawSmall(context, layer, found, view);
+  layer.grid ??= gridOf(layer);
+  if (side < (layer.grid.exact ? ROOM_PX : FEW_PX) * view.density) return drawSmall(context, layer, found, view);
   for (const [colour, numbers] of found) {
     context.fillStyle = css(colour);
     const seen = visible(layer, numbers, view);
@@ -110,14 +121,14 @@ function drawEdges(context, seen, side, colour, crossed, view) {
 /** Patches too small to be told apart, as one picture that has a pixel for each. */
 function drawSmall(context, layer, found, view) {
   if (!found.length) return;
-  layer.grid ??= gridOf(layer);
   const { left, top, cell } = layer.grid, small = found.small ??= pictureOf(layer, found);
   context.imageSmoothingEnabled = cell * view.zoom < 1;
   const [width, height] = [small.width, small.height].map(extent => extent * cell * view.zoom);
   context.drawImage(small, view.left + left * view.zoom, view.top + top * view.zoom, width, height);
 }
 
-/** Where the patches of a layer lie: in level-0 pixels its corner and the side of a cell, in cells its extent. */
+/** Where the patches of a layer lie: in level-0 pixels its corner and the side of a cell, in cells its extent; and
+ *  whether each patch is a cell. */
 function gridOf({ xy, side }) {
   let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
   for (let k = 0; k < xy.length; k += 2) {
@@ -125,7 +136,9 @@ function gridOf({ xy, side }) {
     top = Math.min(top, xy[k + 1]); bottom = Math.max(bottom, xy[k + 1]);
   }
   const cell = Math.max(side, (right - left) / MOST_CELLS, (bottom - top) / MOST_CELLS);
-  return { left, top, cell, columns: Math.floor((right - left) / cell) + 1, rows: Math.floor((bottom - top) / cell) + 1 };
+  const off = (at, from) => Math.abs(at - from - Math.round((at - from) / cell) * cell);
+  const exact = cell === side && xy.every((at, k) => off(at, k % 2 ? top : left) <= 1);  // corners are whole pixels
+  return { left, top, cell, exact, columns: Math.round((right - left) / cell) + 1, rows: Math.round((bottom - top) / cell) + 1 };
 }
 
 function pictureOf({ xy, grid }, found) {
@@ -133,7 +146,7 @@ function pictureOf({ xy, grid }, found) {
   const pixels = new ImageData(columns, rows);
   for (const [colour, numbers] of found) {
     for (const k of numbers) {
-      const at = Math.floor((xy[2 * k + 1] - top) / cell) * columns + Math.floor((xy[2 * k] - left) / cell);
+      const at = Math.round((xy[2 * k + 1] - top) / cell) * columns + Math.round((xy[2 * k] - left) / cell);
       pixels.data.set([...colour, 255], 4 * at);
     }
   }
