@@ -23,6 +23,7 @@ from wsi_fl.stages.answers.view import gallery
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stores.fields import read_marked
+from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -275,7 +276,7 @@ def shard(study, slide):
     return study.root / "stores/C1/slides" / f"{slide}.h5"
 
 
-def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
+def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     study, slide = hurt
     row = tile(study, site="C1", overrides=QC)["sites"][0]
     with h5py.File(shard(study, slide)) as file:
@@ -295,8 +296,13 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
     first = shard(study, slide).read_bytes()
     tile(study, site="C1", overrides=QC)
     assert shard(study, slide).read_bytes() == first
-    layers = {one.name: one for one in gallery(study, site="C1").exhibits[0].overlays}
-    drawn = json.loads(gallery(study, site="C1").layer(0, list(layers).index("set aside")))
+    with monkeypatch.context() as at_start:
+        at_start.setattr(
+            PatchStore, "shard", lambda *_: pytest.fail("a shard was opened before it was asked for")
+        )
+        shown = gallery(study, site="C1")
+    layers = [one.name for one in shown.exhibits[0].overlays]
+    drawn = json.loads(shown.layer(0, layers.index("set aside")))
     assert drawn["first"] == 2, "its colours are not those of the classes"
     assert drawn["groups"] == list(KINDS), "a fault has the same colour on each slide"
     assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]

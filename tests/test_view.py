@@ -29,6 +29,7 @@ from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_bags import _write_patches
@@ -513,6 +514,15 @@ def test_outlines_are_those_of_tile(predicted, archive):
     squares = shapely.box(*corners.T, *(corners + 128).T)
     covered = shapely.area(shapely.intersection(squares, tissue)) / 128**2
     assert (covered > 0.2).all() and covered.mean() > 0.7
+
+
+def test_tissue_is_looked_for_only_where_its_reader_was_vouched_for(predicted, monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(
+        view_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
+    )
+    layers_of(gallery(predicted[0], site="C1"), ILL)
+    assert asked_for == [(ILL, "auto")]
 
 
 def test_the_edge_of_a_mask_is_where_the_mask_is():
