@@ -24,6 +24,7 @@ from wsi_fl.stages.answers.view import gallery
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stores.fields import read_marked
+from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -317,7 +318,7 @@ def shard(study, slide):
     return study.root / "stores/C1/slides" / f"{slide}.h5"
 
 
-def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
+def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     study, slide = hurt
     row = tile(study, site="C1", overrides=QC)["sites"][0]
     with h5py.File(shard(study, slide)) as file:
@@ -337,9 +338,16 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, capsys):
     first = shard(study, slide).read_bytes()
     tile(study, site="C1", overrides=QC)
     assert shard(study, slide).read_bytes() == first
-    layers = {one.name: one for one in gallery(study, site="C1").exhibits[0].overlays}
-    drawn = gallery(study, site="C1").layer(0, list(layers).index("set aside"))
+    with monkeypatch.context() as at_start:
+        at_start.setattr(
+            PatchStore, "shard", lambda *_: pytest.fail("a shard was opened before it was asked for")
+        )
+        shown = gallery(study, site="C1")
+    layers = [one.name for one in shown.exhibits[0].overlays]
+    drawn = json.loads(shown.layer(0, layers.index("set aside")))
     assert drawn["first"] == 2, "its colours are not those of the classes"
+    assert drawn["groups"] == list(KINDS), "a fault has the same colour on each slide"
+    assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]
 
 
 def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
@@ -377,6 +385,21 @@ def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt):
     refused(
         lambda: tile(study, site="C1", overrides=overrides), "set aside", "blur", "tile.qc", error=WsiFlError
     )
+
+
+def test_the_counts_of_a_slide_of_faults_alone_are_kept_and_the_viewer_tells_them(hurt):
+    study, slide = hurt
+    path = next((study.root.parent / "archive").rglob(f"{slide}.tif"))
+    with Slide(path) as one:
+        picture = one.thumbnail(1536)[0]
+    phantom.write_pyramid(path, artefacts.blurred(picture, np.ones(picture.shape[:2], bool), 8.0, MPP), MPP)
+    row = tile(study, site="C1", overrides=[*SETTINGS, 'tile.qc=["blur"]'])["sites"][0]
+    with (study.root / "stores/C1/quality.csv").open(newline="") as file:
+        line = {line["slide"]: line for line in csv.DictReader(file)}[slide]
+    assert line["good"] == "0" and int(line["blur"]) > 10
+    assert row["set_aside"]["blur"] >= int(line["blur"])
+    noted = {one.name: one.note for one in gallery(study, site="C1").exhibits}[slide]
+    assert noted == f"no patch kept: all set aside ({line['blur']} blur)"
 
 
 # masks that others made

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +25,16 @@ from conftest import REAL, SHARED, make_study, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
+from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_bags import _write_patches
 from wsi_fl.stages.answers.view import gallery
-from wsi_fl.stages.answers.view_layers import Prediction
+from wsi_fl.stages.answers.view_predictions import Prediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
@@ -40,10 +43,13 @@ from wsi_fl.stores.features import Bag
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.view import gallery as galleries
+from wsi_fl.view import server as servers
 from wsi_fl.view.gallery import Exhibit, Gallery, Overlay
-from wsi_fl.view.layers import patches, tissue_rings, values
+from wsi_fl.view.layers import outlines, patches, tissue_rings, values
 from wsi_fl.view.pyramid import TILE_PX, Pyramid, read_tile
+from wsi_fl.view.recent import Recent
 from wsi_fl.view.server import ADDRESS, ViewServer
+from wsi_fl.view.tiles import TileReader
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
 TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
@@ -92,7 +98,7 @@ def layers_of(shown, name):
     """The layers of a slide by their name, drawn."""
     number = [one.name for one in shown.exhibits].index(name)
     found = shown.exhibits[number].overlays
-    return {one.name: shown.layer(number, k) for k, one in enumerate(found)}
+    return {one.name: json.loads(shown.layer(number, k)) for k, one in enumerate(found)}
 
 
 @contextmanager
@@ -245,6 +251,55 @@ def test_a_name_that_was_rebound_to_this_machine_gets_nothing(server, host):
     assert asked(server, "slides.json", host=host.format(port=server.port))[0] == 403
 
 
+def test_a_wrong_name_is_told_why(server):
+    said = asked(server, "slides.json", host="box:8000")[2].decode()
+    assert f"127.0.0.1:{server.port} or localhost:{server.port}" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        ("BREW / HTTP/1.1\r\n\r\n", 501),
+        ("GET / HTTP/9.9\r\n\r\n", 505),
+        ("GET /" + "x" * 70_000 + " HTTP/1.1\r\n\r\n", 414),
+        ("GET / nothing\r\n\r\n", 400),
+    ],
+)
+def test_what_is_no_request_is_answered_as_all_others_are(server, head, status):
+    with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
+        connection.sendall(head.encode())
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, answer.headers["Cache-Control"]) == (status, "no-store")
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert b"<" not in answer.read() and connection.recv(1) == b""
+
+
+def test_a_body_ends_the_connection_and_is_no_second_request(server):
+    with socket.create_connection((ADDRESS, server.port), timeout=20) as connection:
+        second = f"GET / HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\n\r\n"
+        head = f"GET /{server.token}/slides.json HTTP/1.1\r\nHost: {ADDRESS}:{server.port}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(second)}\r\n\r\n{second}".encode())
+        with connection.makefile("rb") as answers:
+            said = answers.read()
+        assert said.count(b"HTTP/1.1 ") == 1 and b"Connection: close" in said
+
+
+def test_a_head_that_does_not_end_and_a_crowd_are_hung_up_on(predicted, monkeypatch):
+    monkeypatch.setattr(servers, "_HEAD_S", 0.2)
+    monkeypatch.setattr(servers, "_MOST_CONNECTIONS", 3)
+    with served(Gallery("nothing", [])) as running:
+        slow = [socket.create_connection((ADDRESS, running.port), timeout=20) for _ in range(3)]
+        slow[0].sendall(b"GET / HTTP/1.1\r\nHost: ")
+        with socket.create_connection((ADDRESS, running.port), timeout=20) as more:
+            assert more.recv(1) == b"", "one too many"
+        while slow[0].recv(1 << 16):
+            pass
+        assert asked(running, "slides.json")[0] == 200, "there is room again"
+        for one in slow:
+            one.close()
+
+
 def test_a_tunnel_may_call_the_machine_localhost(server):
     assert asked(server, "slides.json", host=f"localhost:{server.port}")[0] == 200
 
@@ -281,12 +336,12 @@ def test_slides_that_are_being_read_stay_open_and_others_are_closed(archive, mon
         found = list(pool.map(lambda path: asked(running, path), wanted))
         assert {status for status, *_ in found} == {200}
         assert len({body for _, _, body in found}) == len(set(wanted))
-        assert len(shown._open) == 1
+        assert len(shown._lent) == 1
         with shown.lent(0) as first, shown.lent(1):
-            assert {0, 1} <= set(shown._open)
+            assert {0, 1} <= set(shown._lent)
             assert read_tile(first, 10, 0, 0) is not None
-        assert len(shown._open) == 1
-    assert not shown._open
+        assert len(shown._lent) == 1
+    assert not shown._lent
 
 
 def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, archive):
@@ -302,6 +357,125 @@ def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, ar
         )
         assert asked(running, "slides/0/tiles/9/0_0.jpg")[0] == 500
         assert asked(running, "slides/1/tiles/9/0_0.jpg")[0] == 200
+
+
+def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeypatch):
+    paths, go_on = slides_of(archive, 0)[:3], threading.Event()
+    monkeypatch.setattr(galleries, "vouch_for", lambda path, *_: path == paths[0] and go_on.wait(20))
+    shown = Gallery("three", [Exhibit(path.stem, path) for path in paths])
+    with served(shown) as running, ThreadPoolExecutor(2) as pool:
+        slow = [pool.submit(asked, running, "slides/0.json") for _ in range(2)]
+        assert asked(running, "slides/1.json")[0] == asked(running, "slides/2/tiles/9/0_0.jpg")[0] == 200
+        assert not any(one.done() for one in slow)
+        go_on.set()
+        assert [one.result()[0] for one in slow] == [200, 200]
+
+
+def test_the_first_slide_of_the_list_is_open_before_anybody_asks(archive):
+    paths = slides_of(archive, 0)[:3]
+    exhibits = [
+        Exhibit(one.stem, one, score=score) for one, score in zip(paths, (0.1, 0.9, None), strict=True)
+    ]
+    shown = Gallery("three", [Exhibit("gone", None, score=1.0), *exhibits])
+    with served(shown) as running:
+        running._first.join()
+        assert list(shown._lent) == [2]
+
+
+def test_a_layer_is_drawn_once_however_many_ask(archive):
+    drawn = []
+
+    def draw(slide):
+        drawn.append(1)
+        return {"rings": []}
+
+    shown = Gallery(
+        "one", [Exhibit("x", slides_of(archive, 0)[0], overlays=[Overlay("a", "outlines", draw)])]
+    )
+    with ThreadPoolExecutor(4) as pool, served(shown) as running:
+        bodies = [
+            body for _, _, body in pool.map(lambda _: asked(running, "slides/0/layers/0.json"), range(8))
+        ]
+    assert (set(bodies), drawn) == ({b'{"rings":[]}'}, [1])
+
+
+def test_what_was_asked_for_last_is_kept_within_bounds_and_what_fails_is_tried_again():
+    kept, made = Recent(10), []
+
+    def value(key):
+        return kept.get(key, lambda: made.append(key) or bytes(4))
+
+    for key in "ababcab":
+        value(key)
+    assert made == ["a", "b", "c", "a", "b"]
+    with pytest.raises(ZeroDivisionError):
+        kept.get("d", lambda: bytes(1 // 0))
+    assert kept.get("d", lambda: b"d") == b"d"
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory):
+    """A slide of 12 288 pixels a side without a pyramid."""
+    path = tmp_path_factory.mktemp("flat") / "flat.tif"
+    picture = phantom.paint_slide(phantom.plan_slides(1, 1, 1024, 0)[1])
+    write_levels(
+        path, [(12_288, 12_288, list(jpeg_tiles(np.tile(picture, (12, 12, 1)), 80, TILE_PX)))], 0.5, TILE_PX
+    )
+    return path
+
+
+def test_a_slide_without_a_pyramid_is_read_once_for_all_coarse_tiles(flat, monkeypatch):
+    read = []
+    monkeypatch.setattr(Slide, "area", lambda *a, real=Slide.area, **k: read.append(a[2]) or real(*a, **k))
+    with Slide(flat, reader="openslide") as slide:
+        tiles, pyramid = TileReader(), Pyramid(slide.size_l0)
+        coarse = tiles.read(slide, 9, 0, 0)
+        once = len(read)
+        found = [tiles.read(slide, level, x, y) for level in (10, 11) for x in (0, 1) for y in (0, 1)]
+        assert len(read) == once and pyramid.scale(pyramid.coarse) == 4.0
+        assert tiles.read(slide, 11, 3, 0) is None
+        apart = found[-1].astype(int) - read_tile(slide, 11, 1, 1)
+        assert coarse.shape == (384, 384, 3) and np.abs(apart).max() <= 1
+
+
+def test_as_many_tiles_are_read_at_once_as_there_are_processors(archive, monkeypatch):
+    at_once, most, counting = [0], [0], threading.Lock()
+
+    def counted(*_):
+        with counting:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.01)
+        with counting:
+            at_once[0] -= 1
+
+    monkeypatch.setattr("wsi_fl.view.tiles.read_tile", counted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    with Slide(slides_of(archive, 0)[0]) as slide, ThreadPoolExecutor(8) as pool:
+        tiles = TileReader()
+        list(pool.map(lambda _: tiles.read(slide, 10, 0, 0), range(16)))
+    assert most == [2]
+
+
+def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
+    began, gone = threading.Event(), threading.Event()
+    read = []
+
+    def slow(*how, **more):
+        began.set()
+        gone.wait(20)
+        read.append(1)
+
+    monkeypatch.setattr("wsi_fl.view.pyramid._STRIP_PX", 1 << 20)
+    with served(Gallery("one", [Exhibit("flat", flat)])) as running:
+        running._first.join()
+        monkeypatch.setattr(Slide, "area", slow)
+        with socket.create_connection((ADDRESS, running.port)) as connection:
+            path = f"/{running.token}/slides/0/tiles/9/0_0.jpg"
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {ADDRESS}:{running.port}\r\n\r\n".encode())
+            assert began.wait(20)
+        gone.set()
+    assert len(read) == 1, "the first strip of hundreds"
 
 
 # what is shown
@@ -340,6 +514,15 @@ def test_outlines_are_those_of_tile(predicted, archive):
     squares = shapely.box(*corners.T, *(corners + 128).T)
     covered = shapely.area(shapely.intersection(squares, tissue)) / 128**2
     assert (covered > 0.2).all() and covered.mean() > 0.7
+
+
+def test_tissue_is_looked_for_only_where_its_reader_was_vouched_for(predicted, monkeypatch):
+    asked_for = []
+    monkeypatch.setattr(
+        view_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
+    )
+    layers_of(gallery(predicted[0], site="C1"), ILL)
+    assert asked_for == [(ILL, "auto")]
 
 
 def test_the_edge_of_a_mask_is_where_the_mask_is():
@@ -394,6 +577,20 @@ def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     assert said.overlays() == [], "nobody knows where the patches lie"
 
 
+def test_what_is_no_number_is_null_and_the_rest_is_shown(archive, tmp_path):
+    bag = Bag(np.zeros((2, 2), np.float32), np.array([[0, 0], [512, 0]]), None, None)
+    alone = np.array([[np.nan, 0.1], [0.2, 0.8]])
+    answer = Answer(CLASSES, ("luad", "lusc"), np.array([0.3, np.nan]), alone, np.array([np.nan, 0.6]))
+    _write_patches(tmp_path / "patches.csv", bag, answer, 512.0)
+    said = Prediction(tmp_path, {"site": "C1", "slide": "x", "class": "lusc", "probability": np.nan})
+    assert (said.words, said.value) == ("lusc", None)
+    exhibit = Exhibit("x", slides_of(archive, 0)[0], score=float("inf"), overlays=said.overlays())
+    with served(Gallery("one", [exhibit])) as running:
+        assert json.loads(asked(running, "slides.json")[2])["slides"][0]["score"] is None
+        model, attention = (json.loads(asked(running, f"slides/0/layers/{k}.json")[2]) for k in (0, 1))
+    assert (model["values"][0], attention["values"]) == ([None, 0.2], [[None, 1.0]])
+
+
 def test_a_folder_of_predictions_is_shown_like_a_run(predicted):
     study, run = predicted
     folder = study.root / "runs" / run / "predictions" / "C1"
@@ -420,6 +617,23 @@ def test_a_viewer_of_one_site_never_shows_the_slide_of_another(predicted, archiv
         for path in ("{}.json", "{}/layers/0.json", "{}/tiles/9/0_0.jpg"):
             assert asked(running, "slides/" + path.format(numbers[ILL]))[0] == 404
         assert asked(running, f"slides/{1 - numbers[ILL]}/tiles/9/0_0.jpg")[0] == 200
+
+
+def test_a_slide_that_two_sites_name_is_shown_where_none_of_them_hides_it(own, archive):
+    study, run = own
+    told = study.root / "sites/C2.toml"
+    both = json.dumps([str(archive / "training/center_0/*.tif"), str(archive / "training/center_1/*.tif")])
+    lines = [f"slides = {both}" if one.startswith("slides") else one for one in told.read_text().splitlines()]
+    told.write_text("\n".join(lines))
+
+    def shown(**how):
+        return {one.name for one in gallery(study, run=run, **how).exhibits if one.path}
+
+    assert ILL in shown(site="C1") and ILL in shown(site="C2"), "it is a slide of both"
+    make_real(study, "C1")
+    assert ILL in shown(site="C1") and ILL in shown(site="C2")
+    told.write_text("\n".join(one for one in told.read_text().splitlines() if not one.startswith("slides")))
+    assert ILL not in shown(site="C2"), "it is C1's alone"
 
 
 def test_another_hospitals_model_is_heard_only_if_it_left_or_may_leave(own):
@@ -484,6 +698,9 @@ def test_errors_say_what_to_do(own, tmp_path):
     refused(lambda: gallery(study, predictions=tmp_path / "none"), "no such folder")
     (folder / "C1" / ILL / "patches.csv").write_text("x_l0,y_l0,size_l0,p_tumor\n1,2,3,many\n")
     refused(lambda: layers_of(gallery(study, run=run, site="C1"), ILL), "predict again", error=WsiFlError)
+    score = folder / "C1" / ILL / "score.json"
+    score.write_text(json.dumps(json.loads(score.read_text()) | {"score": {"top_k_mean": "high"}}))
+    refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     (folder / "C1" / ILL / "score.json").write_text("[]")
     refused(lambda: gallery(study, run=run), "score.json", "predict the slide again", error=WsiFlError)
     shutil.rmtree(folder / "C1")
@@ -594,7 +811,7 @@ def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_rea
         assert names == [one.name for one in ranked]
         page.key("j")
         page.until(f"document.querySelector('#name').textContent === {json.dumps(names[1])} && {READY}")
-        page.key("ArrowUp")
+        page.key("PageUp")
         page.until(f"document.querySelector('#name').textContent === {json.dumps(names[0])} && {READY}")
         page.point(640, 420)
         told = page.until("document.querySelector('#cursor').textContent")
@@ -612,6 +829,142 @@ def test_keys_move_through_slides_and_zoom_and_the_patch_under_the_cursor_is_rea
         assert page.said == []
 
 
+PLACE = "OpenSeadragon.getViewer('slide').viewport.getCenter(false).toString()"
+ON = "document.querySelectorAll('#boxes input:checked').length"
+FOCUSED = "document.activeElement"
+FITS = "(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#layers'))"
+
+
+@looked_at
+def test_arrows_move_the_slide_and_digits_work_wherever_nobody_types(page, predicted):
+    study, run = predicted
+    with served(gallery(study, run=run, site="C1")) as server:
+        opened(page, server)
+        assert page.run(FITS)
+        name, place, on = (
+            page.run(one) for one in ("document.querySelector('#name').textContent", PLACE, ON)
+        )
+        page.key("+")
+        page.key("ArrowRight")
+        assert page.run(PLACE) != place and page.run("document.querySelector('#name').textContent") == name
+        page.run(f"{THRESHOLD}.focus()")
+        place = page.run(PLACE)
+        page.key("ArrowRight")
+        assert page.run(PLACE) == place, "a slider keeps its arrows"
+        page.key("1")
+        assert page.run(ON) == on - 1
+        page.run("document.querySelector('#filter').focus()")
+        page.key("1")
+        assert page.run(ON) == on - 1 and page.run("document.querySelector('#filter').value") == "1"
+        page.key("Escape")
+        page.key("?")
+        page.key("1")
+        page.key("j")
+        assert page.run(ON) == on - 1 and page.run("document.querySelector('#name').textContent") == name
+        page.key("?")
+        page.key("h")
+        assert page.run(INK) < 5000 and not page.run("document.querySelector('#bare').hidden")
+        page.key("h")
+        page.key("1")
+        assert page.run(ON) == on and page.run(INK) > 5000
+        assert page.said == []
+
+
+@looked_at
+def test_what_is_chosen_in_the_list_keeps_the_focus_and_back_leads_out_of_the_page(page, server):
+    opened(page, server)
+    page.run("document.querySelectorAll('#slides button')[1].focus()")
+    page.run(f"{FOCUSED}.click()")
+    page.until(f"{READY} === '1'")
+    assert page.run(f"{FOCUSED}.dataset.number === '1' && {FOCUSED}.getAttribute('aria-current')") == "true"
+    page.run("history.back()")
+    page.until(f"{READY} === '0'")
+    past = page.call("Page.getNavigationHistory")
+    assert past["entries"][past["currentIndex"] - 1]["url"] == "about:blank"
+    assert page.said == []
+
+
+@looked_at
+def test_a_layer_that_arrives_ends_no_drag_of_another(page, archive):
+    arrive = threading.Event()
+
+    def slow(slide):
+        arrive.wait(20)
+        return outlines([])
+
+    square = np.array([[0, 0]])
+    fast = Overlay("fast", "values", lambda slide: values(square, 900.0, {"p": np.ones(1)}, "p"))
+    exhibit = Exhibit("x", slides_of(archive, 0)[0], overlays=[fast, Overlay("slow", "outlines", slow)])
+    with served(Gallery("one", [exhibit])) as server:
+        page.size(1280, 800)
+        page.said.clear()
+        page.goto("about:blank")
+        page.goto(server.url)
+        page.until("document.querySelector('#boxes .ramp') !== null")
+        page.run("window.held = [...document.querySelectorAll('#boxes input')]")
+        arrive.set()
+        page.until(READY)
+        assert page.run("document.querySelector('#boxes').textContent.includes('0 outlines')")
+        assert page.run("window.held.every(one => one.isConnected)")
+        assert page.said == []
+
+
+DRAWN = """(async () => {
+  const { draw } = await import(location.pathname + "drawing.js");
+  const n = 32, side = 16, all = Array.from({ length: n * n }, (_, k) => k);
+  const xy = all.flatMap(k => [k % n * side, Math.floor(k / n) * side]);
+  const layers = {
+    patches: { xy, side, group: all.map(k => k % 3), groups: ["a", "b", "c"], first: 1, crossed: CROSSED },
+    values: { xy, side, columns: ["p"], values: [all.map(k => k % 5 ? k / n / n : null)], shown: 0 },
+  };
+  const pixels = (kind, zoom, side) => {
+    const size = n * side, context = new OffscreenCanvas(size, size).getContext("2d");
+    const how = { kind, on: true, opacity: 0.5, threshold: 0.2, column: null };
+    draw(context, [{ layer: layers[kind], how }], { left: 0, top: 0, zoom, width: size, height: size, density: 1 });
+    const at = k => [...context.getImageData((k % n + 0.5) * side, (Math.floor(k / n) + 0.5) * side, 1, 1).data];
+    return all.map(at);
+  };
+  return ["patches", "values"].map(kind => [pixels(kind, 1, side), pixels(kind, 1 / side, 1)]);
+})()"""
+
+
+@looked_at
+def test_patches_have_one_colour_from_near_and_from_afar(page, server):
+    opened(page, server)
+    drawn = np.array(
+        page.run(DRAWN.replace("CROSSED", "false"))
+    )  # kind, from near and from afar, patch, RGBA
+    assert np.abs(drawn[:, 0] - drawn[:, 1]).max() <= 4, "each is rounded in its own way"
+    assert [len(np.unique(colours, axis=0)) for colours in drawn[:, 1]] == [3, 53]
+    k = np.arange(32 * 32)
+    assert np.array_equal(drawn[1, 0, :, 3] == 0, (k % 5 == 0) | (k < 0.2 * 32 * 32)), "not drawn"
+    (crossed, afar), _ = np.array(page.run(DRAWN.replace("CROSSED", "true")))
+    assert np.array_equal(afar, drawn[0, 1])
+    assert (crossed[:, 3] > drawn[0, 0, :, 3] + 50).all(), "the lines of a cross meet there"
+    assert page.said == []
+
+
+@looked_at
+def test_a_phone_has_room_for_one_panel(page, server):
+    opened(page, server, width=390, touch=True)
+    expanded = "['list', 'layers'].map(one => document.querySelector(`#to-${one}`).ariaExpanded).join()"
+    visible = "document.querySelector(`#${one}`).checkVisibility({ visibilityProperty: true })"
+    seen = f"['list', 'layers'].map(one => {visible}).join()"
+    for press, wanted in [
+        (lambda: page.click("#to-layers"), "false,true"),
+        (lambda: page.click("#to-list"), "true,false"),
+        (lambda: page.key("Escape"), "false,false"),
+        (lambda: page.key("/"), "true,false"),
+        (lambda: page.run("document.querySelectorAll('#slides button')[1].click()"), "false,false"),
+    ]:
+        press()
+        page.until(f"{seen} === '{wanted}'")
+        assert page.run(expanded) == wanted
+    page.until(READY)
+    assert page.run(FITS)
+    assert page.said == []
+
+
 @looked_at
 def test_the_page_is_light_or_dark_as_people_like_it_and_fits_a_phone(page, server, tmp_path):
     means = []
@@ -625,6 +978,20 @@ def test_the_page_is_light_or_dark_as_people_like_it_and_fits_a_phone(page, serv
     page.click("#to-layers")
     assert page.run("document.querySelector('#layers').checkVisibility({ visibilityProperty: true })")
     assert page.said == []
+
+
+@looked_at
+def test_a_tap_says_what_a_patch_is_and_the_words_stay(page, predicted):
+    study, run = predicted
+    with served(gallery(study, run=run, site="C1")) as server:
+        opened(page, server, width=390, touch=True)
+        tapped = [{"x": 195, "y": 420}]
+        page.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=tapped)
+        page.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        page.run("new Promise(done => setTimeout(done, 200))")
+        assert not page.run("document.querySelector('#cursor').hidden")
+        assert "model of C1: healthy" in page.run("document.querySelector('#cursor').textContent")
+        assert page.said == []
 
 
 @looked_at

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from threading import Lock
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
-from wsi_fl.view.layers import Layer
+from wsi_fl.view.layers import Layer, encoded, finite
 from wsi_fl.view.pyramid import TILE_PX, Pyramid
+from wsi_fl.view.recent import Recent
+from wsi_fl.view.tiles import TileReader
 
 _OPEN_SLIDES = 8
+_LAYERS_BYTES = 64 << 20
+
+TilePlace = tuple[int, int, int]
+"""Level, column and row."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +65,11 @@ class Exhibit:
 
 
 @dataclass
-class _Open:
-    slide: Slide
+class _Lent:
+    """A slide while it is opened, or open: whoever wants it waits for `opening`, and whoever wants another does not."""
+
+    opening: Lock = field(default_factory=Lock)
+    slide: Slide | None = None
     readers: int = 0
 
 
@@ -70,13 +83,15 @@ class Gallery:
 
     def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
         self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._lent: OrderedDict[int, _Lent] = OrderedDict()
         self._lock = Lock()
+        self._tiles = TileReader()
+        self._layers: Recent[bytes] = Recent(_LAYERS_BYTES)
 
     def catalogue(self) -> dict[str, Any]:
         """Return the list of slides as the page gets it."""
         slides = [
-            {"name": one.name, "note": one.note, "score": one.score, "shown": one.path is not None}
+            {"name": one.name, "note": one.note, "score": finite(one.score), "shown": one.path is not None}
             for one in self.exhibits
         ]
         return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
@@ -101,8 +116,8 @@ class Gallery:
                 "layers": [{"name": one.name, "kind": one.kind} for one in exhibit.overlays],
             }
 
-    def layer(self, number: int, which: int) -> Layer | None:
-        """Return a layer of a slide; None where there is no such slide or layer.
+    def layer(self, number: int, which: int) -> bytes | None:
+        """Return a layer of a slide as JSON; None where there is no such slide or layer. It is drawn once.
 
         Raises:
             WsiFlError: when it cannot be drawn.
@@ -110,12 +125,39 @@ class Gallery:
         exhibit = self._exhibit(number)
         if exhibit is None or not 0 <= which < len(exhibit.overlays):
             return None
-        with self.lent(number) as slide:
-            return exhibit.overlays[which].draw(slide)
+        draw = exhibit.overlays[which].draw
 
-    def shows(self, number: int) -> bool:
-        """Return whether there is a slide of this number to be looked at."""
-        return self._exhibit(number) is not None
+        def drawn() -> bytes:
+            with self.lent(number) as slide:
+                return encoded(draw(slide))
+
+        return self._layers.get((number, which), drawn)
+
+    def tile(self, number: int, place: TilePlace, awaited: Callable[[], bool]) -> NDArray[np.uint8] | None:
+        """Return the pixels uint8[h, w, 3] of a tile; None where there is no such slide or tile.
+
+        Args:
+            awaited: whether somebody still wants it.
+
+        Raises:
+            NotAwaited: when nobody does.
+            WsiFlError: when the slide cannot be decoded there.
+        """
+        if self._exhibit(number) is None:
+            return None
+        with self.lent(number) as slide:
+            return self._tiles.read(slide, *place, awaited)
+
+    def open_first(self) -> None:
+        """Open the slide that the page shows first, so that it is there when somebody comes; errors are told then."""
+        shown = [number for number in range(len(self.exhibits)) if self._exhibit(number) is not None]
+        if shown:
+            with suppress(Exception), self.lent(max(shown, key=lambda k: (self._rank(k), -k))):
+                pass
+
+    def _rank(self, number: int) -> float:
+        score = finite(self.exhibits[number].score)
+        return -inf if score is None else score
 
     def _exhibit(self, number: int) -> Exhibit | None:
         found = self.exhibits[number] if 0 <= number < len(self.exhibits) else None
@@ -125,11 +167,13 @@ class Gallery:
     def lent(self, number: int) -> Iterator[Slide]:
         """Lend an open slide that `shows` knows; the least recently used that nobody reads are closed."""
         with self._lock:
-            one = self._open.get(number) or self._opened(number)
-            self._open.move_to_end(number)
+            one = self._lent.setdefault(number, _Lent())
+            self._lent.move_to_end(number)
             one.readers += 1
         try:
-            yield one.slide
+            with one.opening:
+                slide = one.slide = one.slide or self._opened(number)
+            yield slide
         finally:
             with self._lock:
                 one.readers -= 1
@@ -140,18 +184,18 @@ class Gallery:
         with self._lock:
             self._close_idle(0)
 
-    def _opened(self, number: int) -> _Open:
+    def _opened(self, number: int) -> Slide:
         exhibit = self.exhibits[number]
         assert exhibit.path is not None
         # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
         vouch_for(exhibit.path, exhibit.mpp_override, "openslide")
-        self._open[number] = _Open(Slide(exhibit.path, exhibit.mpp_override, "openslide"))
-        return self._open[number]
+        return Slide(exhibit.path, exhibit.mpp_override, "openslide")
 
     def _close_idle(self, most: int) -> None:
-        idle = [number for number, one in self._open.items() if not one.readers]
-        for number in idle[: max(0, len(self._open) - most)]:
-            self._open.pop(number).slide.close()
+        idle = [number for number, one in self._lent.items() if not one.readers]
+        for number in idle[: max(0, len(self._lent) - most)]:
+            if (slide := self._lent.pop(number).slide) is not None:
+                slide.close()
 
 
 def _mpp(slide: Slide) -> float | None:

@@ -5,7 +5,9 @@ All coordinates are whole level-0 pixels, [x, y, x, y, …] in one list.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,13 @@ def tissue_rings(mask: NDArray[np.bool_], downsample: float) -> list[NDArray[np.
 
 
 def patches(
-    xy_l0: NDArray[np.int64], side_l0: float, group: NDArray[np.int64], groups: Sequence[str], first: int = 0
+    xy_l0: NDArray[np.int64],
+    side_l0: float,
+    group: NDArray[np.int64],
+    groups: Sequence[str],
+    *,
+    first: int = 0,
+    crossed: bool = False,
 ) -> Layer:
     """Return a layer of squares, coloured by their group.
 
@@ -50,8 +58,9 @@ def patches(
         group: [n] positions in `groups`.
         groups: what the page calls them: a label, or the reason for which patches were set aside.
         first: the colour of the first group, after those of another layer.
+        crossed: whether they are crossed out.
     """
-    said = {"group": group.tolist(), "groups": list(groups), "first": first}
+    said = {"group": group.tolist(), "groups": list(groups), "first": first, "crossed": crossed}
     return {"xy": _flat(xy_l0), "side": float(side_l0), **said}
 
 
@@ -61,10 +70,10 @@ def values(
     """Return a layer of squares, coloured by a value between 0 and 1.
 
     Args:
-        columns: name → [n] values; the page lets people choose which is drawn.
+        columns: name → [n] values; the page lets people choose which is drawn. What is no number is null there.
         shown: the column that is drawn first.
     """
-    rounded = [np.round(column, _DECIMALS).tolist() for column in columns.values()]
+    rounded = [[*map(finite, np.round(column, _DECIMALS).tolist())] for column in columns.values()]
     names = list(columns)
     return {
         "xy": _flat(xy_l0),
@@ -73,6 +82,21 @@ def values(
         "values": rounded,
         "shown": names.index(shown),
     }
+
+
+def finite(number: float | None) -> float | None:
+    """Return a number that JSON can say, or None.
+
+    Example:
+        >>> finite(0.5), finite(float("nan")), finite(None)
+        (0.5, None, None)
+    """
+    return number if number is not None and isfinite(number) else None
+
+
+def encoded(document: Mapping[str, Any]) -> bytes:
+    """Return a document as JSON."""
+    return json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _flat(points: NDArray[Any]) -> list[int]:

@@ -5,6 +5,7 @@ Levels are counted as in Microsoft's Deep Zoom: level 0 is one pixel, the last o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
@@ -17,6 +18,8 @@ TILE_PX = 512
 _STRIP_PX = 1 << 24
 """Most pixels of a slide that are held while a tile is averaged from them."""
 _LEVEL_TOLERANCE = 1.01
+
+_COARSE_PX = 4096
 
 TileBox = tuple[int, int, int, int]
 """Left, top, width, height in pixels of a level."""
@@ -46,6 +49,11 @@ class Pyramid:
         """The finest level that is a single tile; a viewer needs none below it."""
         return min(self.last, TILE_PX.bit_length() - 1)
 
+    @property
+    def coarse(self) -> int:
+        """The finest level of at most 4096 pixels a side; all of it fits in 50 MB."""
+        return min(self.last, _COARSE_PX.bit_length() - 1)
+
     def scale(self, level: int) -> int:
         """Return the level-0 pixels per pixel of a level."""
         return 1 << (self.last - level)
@@ -66,12 +74,27 @@ class Pyramid:
         return left, top, min(TILE_PX, width - left), min(TILE_PX, height - top)
 
 
-def read_tile(slide: Slide, level: int, column: int, row: int) -> NDArray[np.uint8] | None:
+class NotAwaited(Exception):
+    """A tile that nobody waits for any more."""
+
+
+def downsample_for(slide: Slide, scale: float) -> float:
+    """Return the level-0 pixels per pixel of the slide's own level from which a level of this scale is averaged."""
+    return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
+
+
+def read_tile(
+    slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool] = lambda: True
+) -> NDArray[np.uint8] | None:
     """Return the pixels uint8[h, w, 3] of a tile, averaged by area; None where there is no such tile.
 
     Averages of neighbouring tiles share no pixel of the slide, so tiles need no overlap.
 
+    Args:
+        awaited: whether somebody still wants the tile; asked before each of its strips is read.
+
     Raises:
+        NotAwaited: when nobody does.
         WsiFlError: when the slide cannot be decoded there.
     """
     pyramid = Pyramid(slide.size_l0)
@@ -81,9 +104,10 @@ def read_tile(slide: Slide, level: int, column: int, row: int) -> NDArray[np.uin
     left, top, width, height = box
     scale = float(pyramid.scale(level))
     out = np.empty((height, width, 3), np.uint8)
-    read_from = max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
-    step = max(1, int(_STRIP_PX / (width * (scale / read_from) ** 2)))
+    step = max(1, int(_STRIP_PX / (width * (scale / downsample_for(slide, scale)) ** 2)))
     for first in range(0, height, step):
+        if not awaited():
+            raise NotAwaited
         corner = left * scale, (top + first) * scale
         slide.area(corner, scale, out[first : first + step], overlapping=False)
     return out

@@ -2,45 +2,36 @@
 
 Whoever is logged in on the same machine can reach 127.0.0.1, and a page of another origin can make a browser ask it
 (DNS rebinding). So every request must carry the token and name this address as its Host, no answer may be read by
-another origin, and the page may ask for nothing but this server. Paths are compared with a short list of forms; slides
-are numbers, and no path from a request ever reaches the file system.
+another origin, and the page may ask for nothing but this server.
 """
 
 from __future__ import annotations
 
 import hmac
-import json
-import re
 import secrets
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
-from socket import SHUT_RDWR, socket
+from select import select
+from socket import MSG_PEEK, SHUT_RD, SHUT_RDWR, socket
 from socketserver import TCPServer
+from threading import Thread, Timer
 from typing import Any
 
-from wsi_fl.system import jpeg
 from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.view.answers import Answer, Refused, answer, document
 from wsi_fl.view.gallery import Gallery
-from wsi_fl.view.pyramid import read_tile
+from wsi_fl.view.pyramid import NotAwaited
 
 ADDRESS = "127.0.0.1"
 USUAL_PORT = 8642
-_QUALITY = 85
 _IDLE_S = 120
 """Seconds after which a connection without a request ends."""
+_HEAD_S = 10
+"""Seconds within which a request that has begun must have been said."""
+_MOST_CONNECTIONS = 64
+"""A browser opens six."""
 _TOKEN_BYTES = 32
-_FILES = {
-    "": ("index.html", "text/html; charset=utf-8"),
-    "icon.svg": ("icon.svg", "image/svg+xml"),
-    "viewer.css": ("viewer.css", "text/css; charset=utf-8"),
-    "viewer.js": ("viewer.js", "text/javascript; charset=utf-8"),
-    "drawing.js": ("drawing.js", "text/javascript; charset=utf-8"),
-    "openseadragon.js": ("openseadragon.min.js", "text/javascript; charset=utf-8"),
-}
 _EMPTY = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 """SHA-256 of nothing: the page holds an empty style element, in whose place OpenSeadragon would put one of its own."""
 _HEADERS = {
@@ -52,23 +43,13 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",  # patients' pictures stay out of the browser's folder
 }
-_JSON = "application/json; charset=utf-8"
-_NUMBER = "(0|[1-9][0-9]{0,6})"
-
-Answer = tuple[HTTPStatus, str, bytes]
-"""Status, content type and content."""
-
-
-class Refused(Exception):
-    """A request that gets no answer but its status."""
-
-    def __init__(self, status: HTTPStatus) -> None:
-        super().__init__(status.phrase)
-        self.status = status
+_TEXT = "text/plain; charset=utf-8"
 
 
 class ViewServer(ThreadingHTTPServer):
     """Serves a gallery on 127.0.0.1 until it is closed; a context manager, as its base class is.
+
+    The slide that the page shows first is opened at once, in a thread.
 
     Args:
         port: where it listens; None takes the usual port, or a free one where that is taken.
@@ -83,10 +64,12 @@ class ViewServer(ThreadingHTTPServer):
 
     timeout = 0.2  # seconds after which `handle_request` returns without one
     daemon_threads = False  # Python may hang where it ends under a thread that is at work
+    request_queue_size = _MOST_CONNECTIONS
 
     def __init__(self, gallery: Gallery, port: int | None = None, token: str | None = None) -> None:
         self.gallery = gallery
         self._connections: set[socket] = set()
+        self._first = Thread(target=gallery.open_first)
         self.token = token or secrets.token_urlsafe(_TOKEN_BYTES)
         try:
             super().__init__((ADDRESS, USUAL_PORT if port is None else port), _Handler)
@@ -99,6 +82,7 @@ class ViewServer(ThreadingHTTPServer):
         self.port: int = self.server_address[1]
         self.url = f"http://{ADDRESS}:{self.port}/{self.token}/"
         self.hosts = {f"{name}:{self.port}" for name in (ADDRESS, "localhost")}
+        self._first.start()
 
     def server_bind(self) -> None:
         """Bind without asking the name service who this machine is."""
@@ -114,6 +98,10 @@ class ViewServer(ThreadingHTTPServer):
         self._connections.add(connection)
         return connection, address
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there are few enough connections for one more; others are hung up on."""
+        return len(self._connections) <= _MOST_CONNECTIONS
+
     def shutdown_request(self, request: Any) -> None:
         """Forget a connection that has ended."""
         self._connections.discard(request)
@@ -125,6 +113,8 @@ class ViewServer(ThreadingHTTPServer):
             with suppress(OSError):  # it may have ended by itself
                 connection.shutdown(SHUT_RDWR)
         super().server_close()
+        if self._first.is_alive():
+            self._first.join()
         self.gallery.close()
 
 
@@ -135,16 +125,45 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_S
     wbufsize, disable_nagle_algorithm = -1, True  # head and content go together: apart, each tile waits 40 ms
 
+    def handle_one_request(self) -> None:
+        """Wait for a request to begin, and hang up where the rest of its head does not follow soon."""
+        try:
+            self.rfile.peek(1)  # type: ignore[attr-defined]  # it is a BufferedReader
+        except OSError:
+            self.close_connection = True
+            return
+        self._deadline = Timer(_HEAD_S, _hang_up, (self.connection,))
+        self._deadline.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._deadline.cancel()
+
+    def parse_request(self) -> bool:
+        """Read the head of a request, which is all that has to come in time."""
+        try:
+            return super().parse_request()
+        finally:
+            self._deadline.cancel()
+
     def do_GET(self) -> None:
         """Answer with a content."""
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body is not read
         try:
-            status, kind, content = self._answer()
+            self._say(*self._answer())
         except Refused as refused:
-            status, kind, content = (
-                refused.status,
-                "text/plain; charset=utf-8",
-                refused.status.phrase.encode(),
-            )
+            self._say(refused.status, _TEXT, str(refused).encode())
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no request as all others are answered."""
+        self.close_connection, self.request_version = True, self.protocol_version
+        status = HTTPStatus(code)
+        self._say(status, _TEXT, status.phrase.encode())
+
+    def _say(self, status: HTTPStatus, kind: str, content: bytes) -> None:
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
@@ -152,18 +171,22 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
-            self.close_connection = True  # what it wanted to send is not read
+            self.close_connection = True
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
-
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
 
     def _answer(self) -> Answer:
         if self.command not in ("GET", "HEAD"):
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
         if self.headers.get("Host", "") not in self.server.hosts:
-            raise Refused(HTTPStatus.FORBIDDEN)
+            port = self.server.port
+            raise Refused(
+                HTTPStatus.FORBIDDEN,
+                f"open this page as {ADDRESS}:{port} or localhost:{port}; a tunnel needs that port on both sides",
+            )
         before, _, path = self.path.partition("/")
         given, slash, path = path.partition("/")
         if before or not hmac.compare_digest(given.encode(), self.server.token.encode()):
@@ -171,72 +194,25 @@ class _Handler(BaseHTTPRequestHandler):
         if not slash:  # relative addresses of the page need it
             raise Refused(HTTPStatus.NOT_FOUND)
         try:
-            return answer(self.server.gallery, path)
-        except Refused:
+            return answer(self.server.gallery, path, self._is_awaited)
+        except (Refused, NotAwaited):
             raise
         except Exception as error:  # what a library chokes on must not end the other slides
             said = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
-            return _document({"error": said + one_line(error)}, HTTPStatus.INTERNAL_SERVER_ERROR)
+            return document({"error": said + one_line(error)}, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _is_awaited(self) -> bool:
+        """Whether the client has not hung up, as a browser does that shows another slide by now."""
+        try:
+            said = select([self.connection], [], [], 0)[0]
+            return not said or bool(self.connection.recv(1, MSG_PEEK))
+        except OSError:
+            return False
 
     def log_message(self, format: str, *args: Any) -> None:
         """Keep no log: addresses hold the token."""
 
 
-def answer(gallery: Gallery, path: str) -> Answer:
-    """Return what a path behind the token asks for.
-
-    Raises:
-        Refused: when it has none of the known forms, or there is no such slide, layer or tile.
-        WsiFlError: when a slide or a layer cannot be read.
-    """
-    if path in _FILES:
-        name, kind = _FILES[path]
-        return HTTPStatus.OK, kind, _content(name)
-    for pattern, route in _ROUTES:
-        if (found := pattern.fullmatch(path)) is not None:
-            return route(gallery, *map(int, found.groups()))
-    raise Refused(HTTPStatus.NOT_FOUND)
-
-
-def _catalogue(gallery: Gallery) -> Answer:
-    return _document(gallery.catalogue())
-
-
-def _slide(gallery: Gallery, number: int) -> Answer:
-    return _document(gallery.describe(number))
-
-
-def _layer(gallery: Gallery, number: int, which: int) -> Answer:
-    return _document(gallery.layer(number, which))
-
-
-def _tile(gallery: Gallery, number: int, level: int, column: int, row: int) -> Answer:
-    if not gallery.shows(number):
-        raise Refused(HTTPStatus.NOT_FOUND)
-    with gallery.lent(number) as slide:
-        pixels = read_tile(slide, level, column, row)
-    if pixels is None:
-        raise Refused(HTTPStatus.NOT_FOUND)
-    return HTTPStatus.OK, "image/jpeg", jpeg.encode(pixels, _QUALITY)
-
-
-_ROUTES: tuple[tuple[re.Pattern[str], Callable[..., Answer]], ...] = (
-    (re.compile(r"slides\.json"), _catalogue),
-    (re.compile(rf"slides/{_NUMBER}\.json"), _slide),
-    (re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"), _layer),
-    (re.compile(rf"slides/{_NUMBER}/tiles/{_NUMBER}/{_NUMBER}_{_NUMBER}\.jpg"), _tile),
-)
-
-
-def _document(document: Mapping[str, Any] | None, status: HTTPStatus = HTTPStatus.OK) -> Answer:
-    """A JSON answer, if there is something to answer."""
-    if document is None:
-        raise Refused(HTTPStatus.NOT_FOUND)
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return status, _JSON, text.encode()
-
-
-@cache
-def _content(name: str) -> bytes:
-    """A file of the page, by a name of this module and never of a request."""
-    return (files("wsi_fl.view") / "page" / name).read_bytes()
+def _hang_up(connection: socket) -> None:
+    with suppress(OSError):  # it may have ended by itself
+        connection.shutdown(SHUT_RD)

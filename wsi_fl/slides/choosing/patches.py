@@ -106,6 +106,21 @@ class SlidePlan:
         return np.unpackbits(self.tissue_bits, count=height * width).reshape(height, width).astype(bool)
 
 
+class AllSetAside(WsiFlError):
+    """A slide of which each patch has a fault.
+
+    Attributes:
+        reasons: [k] kinds of `quality`, one for each patch.
+        tissue_by, tissue_gain: as in `SlidePlan`.
+    """
+
+    def __init__(self, slide: str, reasons: NDArray[np.str_], tissue_by: str, tissue_gain: float) -> None:
+        super().__init__(
+            f"{slide}: no patch to keep: all {len(reasons)} are set aside ({said_of(reasons)}); see tile.qc"
+        )
+        self.reasons, self.tissue_by, self.tissue_gain = reasons, tissue_by, tissue_gain
+
+
 def plan_slide(
     record: SlideRecord,
     spec: GridSpec,
@@ -122,6 +137,7 @@ def plan_slide(
     Raises:
         WsiFlError: when the slide cannot be used: unreadable, without mpp, coarser than `spec` by over 10 %,
             without tissue, contradicting its annotation, or without a patch to keep.
+        AllSetAside: when all patches have faults.
     """
     params = params or PlanParams()
     seen = look_at(
@@ -150,9 +166,7 @@ def plan_slide(
     aside, reason = aside[reason != ""], reason[reason != ""]
     keep[aside] = False
     if not keep.any():
-        raise WsiFlError(
-            f"{record.path.name}: no patch to keep: all {len(aside)} are set aside ({said_of(reason)}); see tile.qc"
-        )
+        raise AllSetAside(record.path.name, reason, seen.found.method, seen.found.gain)
     picture, picture_mask, factor = _reduced(seen.thumbnail, seen.found.mask)
     return SlidePlan(
         record,

@@ -9,21 +9,21 @@ hospital, or may.
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.layouts import list_site
-from wsi_fl.stages.answers.view_layers import Prediction, SiteLayers
+from wsi_fl.stages.answers.view_layers import SiteLayers
+from wsi_fl.stages.answers.view_predictions import Prediction, of_folder
 from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import read_json
-from wsi_fl.types import SetAside, SlideRecord, UsageError, WsiFlError, natural
+from wsi_fl.types import SetAside, SlideRecord, UsageError, natural
 from wsi_fl.view.gallery import Exhibit, Gallery
 
 
@@ -87,7 +87,7 @@ def gallery_of_predictions(
     names = study.site_names() if site is None else []
     whose = {*rooms, *(name for name in names if study.site(name).allows("patches"))}
     exhibits = [_exhibit(rooms[some[0].site], some, owners, whose) for some in slides.values()]
-    patients = {*rooms, *(owners[one.path] for one in exhibits if one.path in owners)}
+    patients = {*rooms, *(name for one in exhibits if one.path for name in owners.get(one.path, ()))}
     real = _real(study.site(name) for name in sorted(patients, key=natural))
     return Gallery(f"{run.name} · {', '.join(rooms)}", _ordered(exhibits), real)
 
@@ -117,20 +117,22 @@ class _Room:
 
 
 def _exhibit(
-    room: _Room, predictions: Sequence[Prediction], owners: dict[Path, str], whose: set[str]
+    room: _Room, predictions: Sequence[Prediction], owners: Mapping[Path, set[str]], whose: set[str]
 ) -> Exhibit:
-    """One slide with all that is said of it; not shown where it is the slide of a site that is not among `whose`."""
+    """One slide with all that is said of it; not shown where it is no slide of the room's site and one of a site
+    that is not among `whose`."""
     first = predictions[0]
     path = room.file(first)
-    owner = None if path is None else owners.get(path)
     if path is None:
         return Exhibit(first.slide, None, "the slide is not here", first.value)
-    if owner is not None and owner not in whose:
-        return Exhibit(first.slide, None, f"a slide of {owner}, which is not shown here", first.value)
+    theirs = owners.get(path, set())
+    if room.site.name not in theirs and (hidden := theirs - whose):
+        said = f"a slide of {', '.join(sorted(hidden, key=natural))}, which is not shown here"
+        return Exhibit(first.slide, None, said, first.value)
     record = room.record(path, first.slide)
-    said = [layer for one in predictions for layer in one.overlays()]
+    models = [layer for one in predictions for layer in one.overlays()]
     note = " · ".join(part for part in (first.words, room.layers.note(record.slide)) if part)
-    overlays = [*said, *room.layers.over(record)]
+    overlays = [*models, *room.layers.over(record)]
     return Exhibit(first.slide, path, note, first.value, record.mpp_override, overlays)
 
 
@@ -146,12 +148,7 @@ def _predictions(study: Study, run_name: str | None, folder: Path | None) -> lis
         assert run_name is not None
         run = study.run(run_name)
         paths, where = [*run.glob("predictions/*/*/score.json")], run.name
-    found = [Prediction(path.parent, read_json(path)) for path in sorted(paths)]
-    for one in found:
-        if not isinstance(one.score, dict) or not one.score.keys() >= {"run", "site", "slide", "with"}:
-            raise WsiFlError(
-                f"{one.folder}/score.json: not what `wsi-fl predict` writes; predict the slide again"
-            )
+    found = [of_folder(path.parent) for path in sorted(paths)]
     if not found:
         raise UsageError(
             f"{where}: no prediction yet; make one with `wsi-fl predict {run_name or 'RUN'} --site S --slide X.svs`"
@@ -196,16 +193,14 @@ def _listed(study: Study, site: SiteFile) -> tuple[list[SlideRecord], list[SetAs
     return list_site(site.layout, replace(sources_of(study, site), verify=False))
 
 
-def _owners(study: Study) -> dict[Path, str]:
-    """Slide → the site whose file names it, of all sites of a study."""
-    sites = [study.site(name) for name in study.site_names()]
-    return {
-        Path(found).resolve(): site.name
-        for site in sites
-        if site.slides is not None
-        for pattern in sources_of(study, site).slides
-        for found in glob.iglob(pattern, recursive=True)  # noqa: PTH207 absolute patterns
-    }
+def _owners(study: Study) -> dict[Path, set[str]]:
+    """Slide → the sites whose files name it, of all sites of a study."""
+    owners: dict[Path, set[str]] = {}
+    for site in map(study.site, study.site_names()):
+        for pattern in sources_of(study, site).slides if site.slides is not None else ():
+            for found in glob.iglob(pattern, recursive=True):  # noqa: PTH207 absolute patterns
+                owners.setdefault(Path(found).resolve(), set()).add(site.name)
+    return owners
 
 
 def _ordered(exhibits: Iterable[Exhibit]) -> list[Exhibit]:

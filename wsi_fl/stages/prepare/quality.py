@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
-from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
+from wsi_fl.slides.choosing.patches import AllSetAside, PlanParams, SlidePlan
 from wsi_fl.slides.choosing.quality import KINDS, QualityParams, Segmenter
 from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import write_text
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 
 def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
@@ -99,13 +100,17 @@ class Quality(TypedDict):
 
 def quality_of_plan(plan: SlidePlan) -> Quality:
     """Return what a plan says of its slide's quality."""
-    kinds, counts = np.unique(plan.aside_reason, return_counts=True)
-    return {
-        "good": len(plan.xy_l0),
-        "aside": dict(zip(kinds.tolist(), counts.tolist(), strict=True)),
-        "tissue_by": plan.tissue_by,
-        "tissue_gain": plan.tissue_gain,
-    }
+    return _quality(len(plan.xy_l0), plan.aside_reason, plan.tissue_by, plan.tissue_gain)
+
+
+def quality_of_none(error: AllSetAside) -> Quality:
+    """Return the quality of a slide without a good patch."""
+    return _quality(0, error.reasons, error.tissue_by, error.tissue_gain)
+
+
+def _quality(good: int, reasons: NDArray[np.str_], tissue_by: str, tissue_gain: float) -> Quality:
+    aside = dict(Counter(reasons.tolist()))
+    return {"good": good, "aside": aside, "tissue_by": tissue_by, "tissue_gain": tissue_gain}
 
 
 def quality_row(seen: Mapping[str, Quality]) -> dict[str, Any]:
@@ -144,6 +149,24 @@ def write_quality(path: Path, seen: Mapping[str, Quality]) -> None:
         counts = [one["aside"].get(kind, 0) for kind in KINDS]
         table.writerow([slide, one["good"], *counts, one["tissue_by"], f"{one['tissue_gain']:.3g}"])
     write_text(path, text.getvalue())
+
+
+def read_set_aside(path: Path) -> dict[str, dict[str, int]]:
+    """Return slide → how many patches were set aside for which fault, as `write_quality` wrote it; {} for no file.
+
+    Raises:
+        WsiFlError: when it is another table.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return {
+                line["slide"]: {kind: n for kind in KINDS if (n := int(line[kind]))}
+                for line in csv.DictReader(file)
+            }
+    except (KeyError, TypeError, ValueError):
+        raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
 
 
 def say_quality(row: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ fits is not read again, so a killed job loses at most the slide in hand.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
+from wsi_fl.slides.choosing.patches import AllSetAside, SlidePlan, plan_slide
 from wsi_fl.slides.choosing.splits import assign_splits
 from wsi_fl.slides.reading.probe import vouch_for
-from wsi_fl.stages.prepare.quality import params_of, segmenter_of, write_quality
+from wsi_fl.stages.prepare.quality import Quality, params_of, quality_of_none, segmenter_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, made_of, plan_each
@@ -84,7 +84,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     plans = Plans(folder / ".plans", records, spec)
     failed = list(listed.aside)
     with job.first_holds(_locked(folder, name)):
-        numbers = _plan_all(listed, records, plans, job, watcher, failed)
+        numbers, seen = _plan_all(listed, records, plans, job, watcher, failed)
         written = _write_all(listed, plans, numbers, job, watcher)
         failed += [SetAside(records[one.number].slide, one.reason) for one in written if one.reason]
         shards = [shard_path(folder, records[one.number].slide) for one in written if one.content]
@@ -104,7 +104,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     if note := storage_note([one.content for one in written if one.content], pipeline.store.pixels):
         say(f"  {name}: {note}", style="yellow")
     n_slides = len(records) + len(listed.aside)
-    seen = {records[one.number].slide: one.quality for one in written if one.quality}
+    seen |= {records[one.number].slide: one.quality for one in written if one.quality}
     write_quality(folder / "quality.csv", seen)
     return tile_row(study, name, counts, failed, seen, n_slides=n_slides, seconds=time.perf_counter() - began)
 
@@ -129,27 +129,49 @@ def _plan_all(
     job: Job,
     watcher: Watcher,
     failed: list[SetAside],
-) -> list[int]:
-    """Plan every slide; plans go to `plans`, slides without one to `failed`. Return the numbers of the others."""
+) -> tuple[list[int], dict[str, Quality]]:
+    """Plan every slide; plans go to `plans`, slides without one to `failed`.
+
+    Return the numbers of the others, and what is wrong with slides of faults alone.
+    """
+    n, name = len(records), listed.site.name
+    found = job.share(
+        range(n),
+        _planner(listed, records, plans, job),
+        lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
+    )
+    for record, (reason, _) in zip(records, found, strict=True):
+        if reason:
+            failed.append(SetAside(record.slide, reason))
+    faulty = {record.slide: quality for record, (_, quality) in zip(records, found, strict=True) if quality}
+    return [number for number, (reason, _) in enumerate(found) if reason is None], faulty
+
+
+def _planner(
+    listed: Listed, records: Sequence[SlideRecord], plans: Plans, job: Job
+) -> Callable[[Sequence[int]], Iterator[tuple[str | None, Quality | None]]]:
+    """Return what plans slides: it yields why one cannot be used, and its quality where faults are the reason."""
     params = params_of(listed.study, listed.pipeline)
     segmenter = segmenter_of(listed.study, listed.pipeline)
-    n, name = len(records), listed.site.name
     spec, reader = spec_of(listed.pipeline), listed.pipeline.slides.reader
+    faulty: dict[str, Quality] = {}
 
     def plan(record: SlideRecord) -> SlidePlan:
         vouch_for(record.path, record.mpp_override, reader)
-        return plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
+        try:
+            return plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
+        except AllSetAside as error:
+            faulty[record.slide] = quality_of_none(error)
+            raise
 
     made = partial(made_of, spec=spec, params=params, reader=reader)
-    reasons = job.share(
-        range(n),
-        lambda mine: plan_each(mine, records, plan, made, plans, job.threads),
-        lambda done, _: watcher.update(name, done / 2, n, "finding tissue"),
-    )
-    failed += [
-        SetAside(record.slide, reason) for record, reason in zip(records, reasons, strict=True) if reason
-    ]
-    return [number for number, reason in enumerate(reasons) if reason is None]
+
+    def plan_mine(mine: Sequence[int]) -> Iterator[tuple[str | None, Quality | None]]:
+        reasons = plan_each(mine, records, plan, made, plans, job.threads)
+        for number, reason in zip(mine, reasons, strict=True):
+            yield reason, faulty.get(records[number].slide)
+
+    return plan_mine
 
 
 def _write_all(

@@ -1,73 +1,160 @@
 // Layers on a canvas: pure functions of a layer, how it is to be drawn, and where the slide lies in the picture.
 
 // Okabe and Ito's colours, told apart with every kind of colour vision; the first two as in the overviews of `tile`.
-const GROUPS = ["#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#f0e442", "#999999", "#56b4e9", "#009e73"];
+const GROUPS = [[0, 114, 178], [230, 159, 0], [213, 94, 0], [204, 121, 167], [240, 228, 66], [153, 153, 153], [86, 180, 233], [0, 158, 115]];
 const LINES = { tissue: "#009e73", annotation: "#000000" };
 // matplotlib's inferno from light to dark, as in the heatmaps of `predict`: dark and dense is probable.
 const RAMP = [[245, 219, 75], [252, 165, 10], [236, 105, 37], [197, 62, 65], [147, 38, 103], [88, 16, 110], [40, 11, 84]];
 const STEPS = 64;
-
-export const colours = Array.from({ length: STEPS }, (_, k) => {
+const COLOURS = Array.from({ length: STEPS }, (_, k) => {
   const at = (k / (STEPS - 1)) * (RAMP.length - 1), low = Math.min(Math.floor(at), RAMP.length - 2);
-  return "rgb(" + RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low))).join(" ") + ")";
+  return RAMP[low].map((from, i) => Math.round(from + (RAMP[low + 1][i] - from) * (at - low)));
 });
+const ROOM_PX = 6;         // patches with longer sides get an edge, or a cross; shorter ones on a grid are one picture
+const FEW_PX = 2;          // and those off a grid, where they are so short that nobody sees it
+const LINE_PX = 2;         // outlines are drawn as exactly as that
+const MOST_CELLS = 2048;   // of that picture, a side
 
-export const groupColour = (layer, group) => GROUPS[(layer.first + group) % GROUPS.length];
+const css = ([red, green, blue]) => `rgb(${red} ${green} ${blue})`;
+const groupRgb = (layer, group) => GROUPS[(layer.first + group) % GROUPS.length];
+
+export const colours = COLOURS.map(css);
+export const groupColour = (layer, group) => css(groupRgb(layer, group));
 export const lineColour = name => LINES[name] ?? LINES.annotation;
 
-/** The boxes of a layer that lie in the picture, as (number, left, top, side) in pixels of the picture.
- *  @param view {left, top, zoom, width, height}: picture pixels of level 0's corner, per level-0 pixel, of the picture. */
-function* visible(layer, view) {
-  const side = layer.side * view.zoom, shown = Math.max(side, 1);
-  for (let k = 0; k < layer.xy.length; k += 2) {
-    const x = view.left + layer.xy[k] * view.zoom, y = view.top + layer.xy[k + 1] * view.zoom;
-    if (x < view.width && y < view.height && x + side > 0 && y + side > 0) yield [k / 2, x, y, shown];
+/** The patches of a layer that are drawn, by colour: [[red, green, blue], numbers of patches]. Kept until it changes. */
+function batches(layer, how) {
+  const column = how.column ?? layer.shown, key = how.kind === "values" ? `${column} ${how.threshold}` : "";
+  if (layer.batches?.key !== key) {
+    const found = how.kind === "values" ? ofValues(layer.values[column], how.threshold) : ofGroups(layer);
+    layer.batches = Object.assign(found.filter(([, numbers]) => numbers.length), { key });
   }
+  return layer.batches;
+}
+
+function ofGroups(layer) {
+  const found = layer.groups.map((_, group) => [groupRgb(layer, group), []]);
+  layer.group.forEach((group, k) => found[group][1].push(k));
+  return found;
+}
+
+function ofValues(values, threshold) {
+  const found = COLOURS.map(colour => [colour, []]);
+  values.forEach((value, k) => {
+    if (value !== null && value >= threshold) found[Math.min(STEPS - 1, Math.floor(value * STEPS))][1].push(k);
+  });
+  return found;
 }
 
 function drawLines(context, layer, how, view) {
-  layer.path ??= pathOf(layer.rings);
+  const step = 2 ** Math.floor(Math.log2(LINE_PX * view.density / view.zoom));  // from afar a line needs fewer points
+  layer.paths ??= {};
+  const path = layer.paths[step] ??= pathOf(layer.rings, step);
   context.setTransform(view.zoom, 0, 0, view.zoom, view.left, view.top);
-  context.lineJoin = "round";
+  context.lineJoin = "bevel";
   for (const [width, colour] of [[4.5, "#ffffff"], [2, lineColour(how.name)]]) {
     context.lineWidth = width * view.density / view.zoom;
     context.strokeStyle = colour;
-    context.stroke(layer.path);
+    context.stroke(path);
   }
   context.setTransform(1, 0, 0, 1, 0, 0);
 }
 
-function pathOf(rings) {
+/** Rings as one path, without the points that are nearer than a step, in level-0 pixels, to the one before. */
+function pathOf(rings, step) {
   const path = new Path2D();
   for (const ring of rings) {
-    for (let k = 0; k < ring.length; k += 2) path[k ? "lineTo" : "moveTo"](ring[k], ring[k + 1]);
+    let [x, y] = ring;
+    path.moveTo(x, y);
+    for (let k = 2; k < ring.length; k += 2) {
+      if (Math.abs(ring[k] - x) < step && Math.abs(ring[k + 1] - y) < step) continue;
+      [x, y] = [ring[k], ring[k + 1]];
+      path.lineTo(x, y);
+    }
     path.closePath();
   }
   return path;
 }
 
-function drawGroups(context, layer, how, view) {
-  const edge = layer.side * view.zoom >= 6 * view.density, alpha = context.globalAlpha;
-  context.lineWidth = view.density;
-  for (const [k, x, y, side] of visible(layer, view)) {
-    context.fillStyle = context.strokeStyle = groupColour(layer, layer.group[k]);
-    context.globalAlpha = alpha * 0.6;
-    context.fillRect(x, y, side, side);
-    context.globalAlpha = alpha;
-    if (edge) context.strokeRect(x + 0.5, y + 0.5, side - 1, side - 1);
+function drawPatches(context, layer, how, view) {
+  const side = layer.side * view.zoom, found = batches(layer, how);
+  layer.grid ??= gridOf(layer);
+  if (side < (layer.grid.exact ? ROOM_PX : FEW_PX) * view.density) return drawSmall(context, layer, found, view);
+  for (const [colour, numbers] of found) {
+    context.fillStyle = css(colour);
+    const seen = visible(layer, numbers, view);
+    for (let k = 0; k < seen.length; k += 2) context.fillRect(seen[k], seen[k + 1], side, side);
+    if (how.kind === "patches" && side >= ROOM_PX * view.density) drawEdges(context, seen, side, colour, layer.crossed, view);
   }
 }
 
-function drawValues(context, layer, how, view) {
-  const values = layer.values[how.column ?? layer.shown];
-  for (const [k, x, y, side] of visible(layer, view)) {
-    if (values[k] < how.threshold) continue;
-    context.fillStyle = colours[Math.min(STEPS - 1, Math.floor(values[k] * STEPS))];
-    context.fillRect(x, y, side, side);
+/** Left and top, in pixels of the picture, of those of a layer's patches that lie in it: [x, y, x, y, …].
+ *  @param view {left, top, zoom, width, height}: picture pixels of level 0's corner, per level-0 pixel, of the picture. */
+function visible(layer, numbers, view) {
+  const side = layer.side * view.zoom, found = [];
+  for (const k of numbers) {
+    const x = view.left + layer.xy[2 * k] * view.zoom, y = view.top + layer.xy[2 * k + 1] * view.zoom;
+    if (x < view.width && y < view.height && x + side > 0 && y + side > 0) found.push(x, y);
   }
+  return found;
 }
 
-const DRAW = { outlines: drawLines, patches: drawGroups, values: drawValues };
+/** Frames around patches, and a cross through those that were set aside: on both diagonals, as long as there is room. */
+function drawEdges(context, seen, side, colour, crossed, view) {
+  const path = new Path2D(), inner = side - 1, alpha = context.globalAlpha;
+  for (let k = 0; k < seen.length; k += 2) {
+    const x = seen[k] + 0.5, y = seen[k + 1] + 0.5;
+    path.rect(x, y, inner, inner);
+    if (!crossed) continue;
+    path.moveTo(x, y);
+    path.lineTo(x + inner, y + inner);
+    path.moveTo(x + inner, y);
+    path.lineTo(x, y + inner);
+  }
+  context.globalAlpha = Math.min(1, 2 * alpha);
+  context.strokeStyle = css(colour);
+  context.lineWidth = (crossed ? 1.5 : 1) * view.density;
+  context.stroke(path);
+  context.globalAlpha = alpha;
+}
+
+/** Patches too small to be told apart, as one picture that has a pixel for each. */
+function drawSmall(context, layer, found, view) {
+  if (!found.length) return;
+  const { left, top, cell } = layer.grid, small = found.small ??= pictureOf(layer, found);
+  context.imageSmoothingEnabled = cell * view.zoom < 1;
+  const [width, height] = [small.width, small.height].map(extent => extent * cell * view.zoom);
+  context.drawImage(small, view.left + left * view.zoom, view.top + top * view.zoom, width, height);
+}
+
+/** Where the patches of a layer lie: in level-0 pixels its corner and the side of a cell, in cells its extent; and
+ *  whether each patch is a cell. */
+function gridOf({ xy, side }) {
+  let [left, top, right, bottom] = [Infinity, Infinity, -Infinity, -Infinity];
+  for (let k = 0; k < xy.length; k += 2) {
+    left = Math.min(left, xy[k]); right = Math.max(right, xy[k]);
+    top = Math.min(top, xy[k + 1]); bottom = Math.max(bottom, xy[k + 1]);
+  }
+  const cell = Math.max(side, (right - left) / MOST_CELLS, (bottom - top) / MOST_CELLS);
+  const off = (at, from) => Math.abs(at - from - Math.round((at - from) / cell) * cell);
+  const exact = cell === side && xy.every((at, k) => off(at, k % 2 ? top : left) <= 1);  // corners are whole pixels
+  return { left, top, cell, exact, columns: Math.round((right - left) / cell) + 1, rows: Math.round((bottom - top) / cell) + 1 };
+}
+
+function pictureOf({ xy, grid }, found) {
+  const { left, top, cell, columns, rows } = grid, small = new OffscreenCanvas(columns, rows);
+  const pixels = new ImageData(columns, rows);
+  for (const [colour, numbers] of found) {
+    for (const k of numbers) {
+      const at = Math.round((xy[2 * k + 1] - top) / cell) * columns + Math.round((xy[2 * k] - left) / cell);
+      pixels.data.set([...colour, 255], 4 * at);
+    }
+  }
+  small.getContext("2d").putImageData(pixels, 0, 0);
+  return small;
+}
+
+const DRAW = { outlines: drawLines, patches: drawPatches, values: drawPatches };
 
 /** Draw what is on, in order. @param layers [{layer, how: {name, kind, on, opacity, threshold, column}}] */
 export function draw(context, layers, view) {
@@ -115,5 +202,5 @@ export function patchAt(layer, x, y) {
 /** What a layer says of its patch number k, in words. */
 export function said(layer, kind, k) {
   if (kind === "patches") return layer.groups[layer.group[k]];
-  return layer.columns.map((name, i) => `${name} ${layer.values[i][k].toFixed(3)}`).join(", ");
+  return layer.columns.map((name, i) => `${name} ${layer.values[i][k]?.toFixed(3) ?? "unknown"}`).join(", ");
 }

@@ -1,13 +1,15 @@
 // The page: a list of slides, one of them in OpenSeadragon, layers over it. State lies in `state` and nowhere else.
-import { colours, draw, drawScale, groupColour, lineColour, patchAt, said } from "./drawing.js";
+import { draw, drawScale, patchAt, said } from "./drawing.js";
+import { counted, element, itemOf, tell } from "./panels.js";
 
-const OPACITY = { outlines: 1, patches: 0.6, values: 0.6 };
+const OPACITY = { outlines: 1, patches: 0.5, values: 0.4 };
 const by = id => document.getElementById(id);
 const state = {
   slides: [],     // of the catalogue, each with its number
   number: null,   // of the slide that is shown
   slide: null,    // its document
   layers: [],     // [{layer, how, why}] in the order of the slide's document
+  bare: false,    // whether layers are hidden for a look at the slide
   hows: {},       // name of a layer → how people want it drawn, on every slide
 };
 
@@ -26,12 +28,6 @@ async function ask(path) {
   return document;
 }
 
-function element(tag, attributes = {}, ...children) {
-  const made = Object.assign(document.createElement(tag), attributes);
-  made.append(...children);
-  return made;
-}
-
 // Slides
 
 function listed() {
@@ -48,10 +44,19 @@ function fillList() {
     const button = element("button", { disabled: !one.shown, onclick: () => go(one.number) },
       element("span", { className: "name", textContent: one.name }), element("span", { textContent: score }),
       element("span", { className: "note", textContent: one.note }));
-    button.setAttribute("aria-current", String(one.number === state.number));
+    button.dataset.number = one.number;
     return element("li", {}, button);
   }));
-  by("count").textContent = found.length === state.slides.length ? `${found.length} slides` : `${found.length} of ${state.slides.length} slides`;
+  const all = counted(state.slides.length, "slide");
+  by("count").textContent = found.length === state.slides.length ? all : `${found.length} of ${all}`;
+  mark();
+}
+
+/** Mark the slide that is shown; the list stays as it is, and with it what has the focus. */
+function mark() {
+  for (const button of document.querySelectorAll("#slides button")) {
+    button.setAttribute("aria-current", String(Number(button.dataset.number) === state.number));
+  }
 }
 
 function go(number) {
@@ -71,9 +76,9 @@ async function show(number) {
   delete document.body.dataset.ready;
   viewer.close();
   trouble("");
-  fillList();
+  mark();
   document.querySelector("#slides [aria-current=true]")?.scrollIntoView({ block: "nearest" });
-  by("list").classList.remove("open");
+  unfold("");
   const one = state.slides[number];
   by("name").textContent = one.name;
   by("note").textContent = one.note;
@@ -93,12 +98,14 @@ async function show(number) {
   });
   const squares = slide.layers.find(one => one.kind !== "outlines");  // squares over squares would mix their colours
   state.layers = slide.layers.map(one => ({ layer: null, why: "", how: state.hows[one.name] ??= usual(one, one === squares) }));
-  fillLayers();
+  by("boxes").replaceChildren(...state.layers.map((one, which) => itemOf(one, which, act)));
   await Promise.all(state.layers.map((_, which) => load(number, which)));
   if (state.number === number) document.body.dataset.ready = String(number);
 }
 
 // Layers
+
+const act = { toggle, redraw };
 
 function usual({ name, kind }, first) {
   return { name, kind, on: first || kind === "outlines", opacity: OPACITY[kind], threshold: 0.5, column: null };
@@ -115,7 +122,7 @@ async function load(number, which) {
     one.why = error.message;
   }
   if (state.number !== number) return;
-  fillLayers();
+  tell(one, act);
   redraw();
 }
 
@@ -124,62 +131,14 @@ function toggle(which) {
   if (!one) return;
   one.how.on = !one.how.on;
   load(state.number, which);
-  fillLayers();
+  tell(one, act);
   redraw();
 }
 
-function dial(name, how, key) {
-  const shown = element("output", { textContent: how[key].toFixed(2) });
-  const range = element("input", { type: "range", min: 0, max: 1, step: 0.01, value: how[key] });
-  range.oninput = () => { how[key] = Number(range.value); shown.textContent = how[key].toFixed(2); redraw(); };
-  return element("label", { className: "dial" }, name, range, shown);
-}
-
-function fillLayers() {
-  const focused = document.activeElement?.dataset?.layer;
-  by("boxes").replaceChildren(...state.layers.map(({ layer, how, why }, which) => {
-    const box = element("input", { type: "checkbox", checked: how.on, onchange: () => toggle(which) });
-    box.dataset.layer = how.name;
-    const key = which < 9 ? [element("kbd", { textContent: which + 1 })] : [];
-    const parts = [element("label", { className: "head" }, box, how.name, ...key)];
-    if (why) parts.push(element("p", { className: "why", textContent: why }));
-    else if (how.on) parts.push(...(layer ? legend(layer, how) : []), dial("opacity", how, "opacity"));
-    if (how.on && how.kind === "values" && !why) parts.push(dial("threshold", how, "threshold"));
-    return element("li", {}, ...parts);
-  }));
-  if (focused) document.querySelector(`#boxes [data-layer="${CSS.escape(focused)}"]`)?.focus();
-}
-
-function legend(layer, how) {
-  if (how.kind === "values") return [...columns(layer, how), ramp()];
-  const groups = how.kind === "patches" ? layer.groups : [];
-  const counts = groups.map((_, k) => layer.group.filter(one => one === k).length);
-  const keys = how.kind === "outlines" ? [swatch(lineColour(how.name), `${layer.rings.length} outline${layer.rings.length === 1 ? "" : "s"}`)]
-    : groups.flatMap((name, k) => counts[k] ? [swatch(groupColour(layer, k), `${counts[k]} ${name}`)] : []);
-  return [element("div", { className: "key" }, ...keys)];
-}
-
-function columns(layer, how) {
-  if (layer.columns.length < 2) return [];
-  const options = layer.columns.map((name, k) => element("option", { value: k, textContent: name }));
-  const choice = element("select", { ariaLabel: `What ${how.name} shows` }, ...options);
-  choice.value = how.column ?? layer.shown;
-  choice.onchange = () => { how.column = Number(choice.value); redraw(); };
-  return [choice];
-}
-
-function swatch(colour, text) {
-  const square = element("canvas", { width: 10, height: 10 }), context = square.getContext("2d");
-  context.fillStyle = colour;
-  context.fillRect(0, 0, 10, 10);
-  return element("span", {}, square, ` ${text}`);
-}
-
-function ramp() {
-  const bar = element("canvas", { className: "ramp", width: colours.length, height: 1, title: "0 to 1" });
-  const context = bar.getContext("2d");
-  colours.forEach((colour, k) => { context.fillStyle = colour; context.fillRect(k, 0, 1, 1); });
-  return bar;
+function hide(bare) {
+  state.bare = bare;
+  by("bare").hidden = !bare;
+  redraw();
 }
 
 // The picture
@@ -201,7 +160,7 @@ function redraw() {
   if (over.width !== width || over.height !== height) Object.assign(over, { width, height });
   const context = over.getContext("2d"), where = view();
   if (!where) return context.clearRect(0, 0, width, height);
-  draw(context, state.layers, where);
+  draw(context, state.bare ? [] : state.layers, where);
   drawScale(context, state.slide.mpp, where, "#1b2129", "#ffffff");
 }
 
@@ -219,6 +178,16 @@ function point(event) {
   by("cursor").textContent = [`${x}, ${y} px of level 0`, ...lines].join("\n");
 }
 
+const PANELS = ["list", "layers"];
+
+/** Open a panel on a small screen, where there is room for one; "" closes both. */
+function unfold(name) {
+  for (const panel of PANELS) {
+    by(panel).classList.toggle("open", panel === name);
+    by(`to-${panel}`).setAttribute("aria-expanded", String(panel === name));
+  }
+}
+
 function trouble(text) {
   by("trouble").textContent = text;
   by("trouble").hidden = !text;
@@ -227,43 +196,59 @@ function trouble(text) {
 // Keys, and what else people do
 
 const KEYS = {
-  ArrowDown: () => step(1), ArrowRight: () => step(1), j: () => step(1),
-  ArrowUp: () => step(-1), ArrowLeft: () => step(-1), k: () => step(-1),
+  j: () => step(1), PageDown: () => step(1), k: () => step(-1), PageUp: () => step(-1),
+  ArrowDown: () => pan(0, 1), ArrowUp: () => pan(0, -1), ArrowRight: () => pan(1, 0), ArrowLeft: () => pan(-1, 0),
   "+": () => zoom(1.5), "=": () => zoom(1.5), "-": () => zoom(1 / 1.5), 0: () => viewer.viewport?.goHome(),
-  "/": () => { by("list").classList.add("open"); by("filter").focus(); },
+  h: () => hide(!state.bare),
+  "/": () => { unfold("list"); by("filter").focus(); },
   "?": () => by("help").open ? by("help").close() : by("help").showModal(),
 };
+const OF_FIELDS = /^(Arrow|Page|Home|End)/;  // by which sliders and choices are moved
+const PAN = 0.2;                             // of the picture
 
 function zoom(factor) {
   viewer.viewport?.zoomBy(factor).applyConstraints();
 }
 
+function pan(right, down) {
+  const bounds = viewer.viewport?.getBounds();
+  if (bounds) viewer.viewport.panBy(new OpenSeadragon.Point(PAN * right * bounds.width, PAN * down * bounds.height)).applyConstraints();
+}
+
+function escape(field) {
+  if (field.matches("#filter")) field.blur();
+  unfold("");
+}
+
 addEventListener("keydown", event => {
-  const typing = event.target.matches("input:not([type=checkbox]), select");
-  if (event.key === "Escape" && typing) event.target.blur();
-  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  const act = /^[1-9]$/.test(event.key) ? () => toggle(Number(event.key) - 1) : KEYS[event.key];
-  if (!act) return;
+  const field = event.target, typed = field.matches("#filter"), moved = field.matches("input[type=range], select");
+  if (event.key === "Escape" && !by("help").open) escape(field);
+  if (by("help").open && event.key !== "?") return;
+  if (typed || moved && OF_FIELDS.test(event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
+  const does = /^[1-9]$/.test(event.key) ? () => toggle(Number(event.key) - 1) : KEYS[event.key];
+  if (!does) return;
   event.preventDefault();
-  act();
+  does();
 });
 viewer.addHandler("canvas-key", event => { event.preventDefaultAction = true; });  // keys are those above
 viewer.addHandler("tile-load-failed", () => trouble("a part of this slide cannot be read"));
 for (const moved of ["update-viewport", "open", "resize"]) viewer.addHandler(moved, redraw);
 for (const pointed of ["pointermove", "pointerdown"]) by("stage").addEventListener(pointed, point);
-by("stage").addEventListener("pointerleave", () => { by("cursor").hidden = true; });
+by("stage").addEventListener("pointerleave", event => {  // a finger leaves when it is lifted, a mouse when it goes
+  if (event.pointerType === "mouse") by("cursor").hidden = true;
+});
 by("filter").oninput = by("order").onchange = fillList;
 by("to-help").onclick = KEYS["?"];
-for (const panel of ["list", "layers"]) {
-  by(`to-${panel}`).onclick = () => by(`to-${panel}`).setAttribute("aria-expanded", String(by(panel).classList.toggle("open")));
-}
+for (const panel of PANELS) by(`to-${panel}`).onclick = () => unfold(by(panel).classList.contains("open") ? "" : panel);
 addEventListener("resize", redraw);
 addEventListener("hashchange", fromAddress);
 
 function fromAddress() {
   const number = Number(/^#slide=(\d+)$/.exec(location.hash)?.[1] ?? NaN);
-  if (!state.slides[number]?.shown) return step(0);
-  if (number !== state.number) show(number);
+  const shown = state.slides[number]?.shown ? number : state.number ?? listed().find(one => one.shown)?.number;
+  if (shown === undefined) return;
+  if (shown !== number) history.replaceState(null, "", `#slide=${shown}`);  // so that Back leads out of the page
+  if (shown !== state.number) show(shown);
 }
 
 async function begin() {

@@ -1,0 +1,82 @@
+// The panel of layers: what each is called, what its colours mean, and how it is drawn.
+import { colours, groupColour, lineColour } from "./drawing.js";
+
+export function element(tag, attributes = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), attributes);
+  made.append(...children);
+  return made;
+}
+
+/** "1 slide", "2 slides". */
+export const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+
+/** The item of a layer; what changes later is filled in by `tell`, so that nothing is taken from under a hand.
+ *  @param act {toggle, redraw} */
+export function itemOf(one, which, act) {
+  const { how } = one;
+  const box = element("input", { type: "checkbox", onchange: () => act.toggle(which) });
+  box.dataset.layer = how.name;
+  const key = which < 9 ? [element("kbd", { textContent: which + 1 })] : [];
+  const changed = () => { paint(one); act.redraw(); };
+  const dials = (how.kind === "values" ? ["opacity", "threshold"] : ["opacity"]).map(name => dial(name, how, changed));
+  one.parts = { box, meaning: element("div"), dials: element("div", {}, ...dials), ramp: ramp() };
+  tell(one, act);
+  return element("li", {}, element("label", { className: "head" }, box, how.name, ...key), one.parts.meaning, one.parts.dials);
+}
+
+/** Show what is known of a layer by now. */
+export function tell(one, act) {
+  const { layer, why, how, parts } = one;
+  parts.box.checked = how.on;
+  parts.dials.hidden = !how.on || Boolean(why);
+  const reason = why ? [element("p", { className: "why", textContent: why })] : [];
+  parts.meaning.replaceChildren(...reason, ...(layer && how.on ? legend(one, act) : []));
+  paint(one);
+}
+
+function dial(name, how, changed) {
+  const shown = element("output", { textContent: how[name].toFixed(2) });
+  const range = element("input", { type: "range", min: 0, max: 1, step: 0.01, value: how[name] });
+  range.oninput = () => { how[name] = Number(range.value); shown.textContent = how[name].toFixed(2); changed(); };
+  return element("label", { className: "dial" }, name, range, shown);
+}
+
+function legend({ layer, how, parts }, act) {
+  if (how.kind === "values") return [...columns(layer, how, act), scale(parts.ramp)];
+  if (how.kind === "outlines") return [key([swatch(lineColour(how.name), counted(layer.rings.length, "outline"))])];
+  const counts = layer.groups.map(() => 0);
+  for (const group of layer.group) counts[group] += 1;
+  return [key(layer.groups.flatMap((name, k) => counts[k] ? [swatch(groupColour(layer, k), `${counts[k]} ${name}`)] : []))];
+}
+
+const key = swatches => element("div", { className: "key" }, ...swatches);
+
+function columns(layer, how, act) {
+  if (layer.columns.length < 2) return [];
+  const options = layer.columns.map((name, k) => element("option", { value: k, textContent: name }));
+  const choice = element("select", { ariaLabel: `What ${how.name} shows` }, ...options);
+  choice.value = how.column ?? layer.shown;
+  choice.onchange = () => { how.column = Number(choice.value); act.redraw(); };
+  return [choice];
+}
+
+function swatch(colour, text) {
+  const square = element("canvas", { width: 10, height: 10 }), context = square.getContext("2d");
+  context.fillStyle = colour;
+  context.fillRect(0, 0, 10, 10);
+  return element("span", {}, square, ` ${text}`);
+}
+
+const ramp = () => element("canvas", { width: colours.length, height: 1, title: "colours of the values that are drawn" });
+const scale = bar => element("div", { className: "ramp" }, element("span", { textContent: 0 }), bar, element("span", { textContent: 1 }));
+
+/** Colour the ramp from the threshold on: what is below is not drawn. */
+function paint({ how, parts }) {
+  const context = parts.ramp.getContext("2d");
+  context.clearRect(0, 0, colours.length, 1);
+  colours.forEach((colour, k) => {
+    if (how.threshold > (k + 0.5) / colours.length) return;
+    context.fillStyle = colour;
+    context.fillRect(k, 0, 1, 1);
+  });
+}
