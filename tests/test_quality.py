@@ -22,6 +22,7 @@ from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, find_tiss
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.view import gallery
 from wsi_fl.stages.prepare.init import init
+from wsi_fl.stages.prepare.quality import quality_row
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
@@ -292,6 +293,15 @@ def test_a_smooth_shadow_is_no_tissue():
     for method in ("auto", "density", "texture"):
         with pytest.raises(NoTissueError):
             find_tissue(picture, 8.0, TissueParams(method=method))
+
+
+def test_a_slide_without_saturation_does_not_hide_the_gain_of_the_others():
+    seen = {
+        str(k): {"good": 1, "aside": {}, "tissue_by": "density", "tissue_gain": gain}
+        for k, gain in enumerate((1.2, np.inf, np.inf))
+    }
+    assert quality_row(seen)["tissue"] == {"density": {"slides": 3, "gain": 1.2}}
+    assert quality_row({"1": seen["1"]})["tissue"] == {"density": {"slides": 1, "gain": None}}
 
 
 # tile

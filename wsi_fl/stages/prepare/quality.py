@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
+from statistics import median
 from typing import Any, TypedDict
 
 import numpy as np
@@ -117,7 +118,7 @@ def quality_row(seen: Mapping[str, Quality]) -> dict[str, Any]:
     """Return what the document of `tile` says of a site.
 
     It is how many patches were set aside for which fault, and by which method tissue was found on how many slides,
-    with the median of their gains.
+    with the median gain of those on which saturation finds some.
 
     Args:
         seen: the quality of each slide.
@@ -127,12 +128,14 @@ def quality_row(seen: Mapping[str, Quality]) -> dict[str, Any]:
     for one in seen.values():
         aside.update(one["aside"])
         gains.setdefault(one["tissue_by"], []).append(one["tissue_gain"])
-    median = {name: float(np.median(gain)) for name, gain in sorted(gains.items())}
     return {
         "set_aside": dict(sorted(aside.items())),
         "tissue": {
-            name: {"slides": len(gains[name]), "gain": gain if isfinite(gain) else None}
-            for name, gain in median.items()
+            name: {
+                "slides": len(gain),
+                "gain": median(found) if (found := list(filter(isfinite, gain))) else None,
+            }
+            for name, gain in sorted(gains.items())
         },
     }
 
