@@ -165,7 +165,7 @@ class Gallery:
 
     @contextmanager
     def lent(self, number: int) -> Iterator[Slide]:
-        """Lend an open slide that `shows` knows; the least recently used that nobody reads are closed."""
+        """Lend an open slide of the list; the least recently used that nobody reads are closed."""
         with self._lock:
             one = self._lent.setdefault(number, _Lent())
             self._lent.move_to_end(number)
