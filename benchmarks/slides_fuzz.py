@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide, read_patches
+from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
+from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError

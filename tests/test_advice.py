@@ -200,8 +200,6 @@ def test_a_batch_script_of_slurm_is_no_rank(monkeypatch, capsys):
 
 
 def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
-    from wsi_fl.stages.training import ranks
-
     taken = []
     monkeypatch.setattr("torch.get_num_threads", lambda: 8)
     monkeypatch.setattr("torch.set_num_threads", taken.append)
@@ -210,10 +208,10 @@ def test_ranks_of_ones_own_mpiexec_share_the_cores(monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     for name, value in (("SIZE", "4"), ("LOCAL_SIZE", "4"), ("RANK", "0")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
-    ranks._share_threads()
+    launch.share_threads()
     assert taken == [2] and "each takes 2" in capsys.readouterr().err
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    ranks._share_threads()
+    launch.share_threads()
     assert taken == [2, 2] and not capsys.readouterr().err
 
 

@@ -16,9 +16,9 @@ from conftest import SHARED
 from PIL import Image
 
 from wsi_fl.demo.phantom import tiff as writer
-from wsi_fl.slides.choosing import patches as planning
-from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.reading import native, sweep
+from wsi_fl.slides.reading import patches as reading
+from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import Sweep
 from wsi_fl.slides.reading.tiff import tiled_images
@@ -532,8 +532,8 @@ def test_damage_is_named_in_whichever_strip_it_lies(tmp_path, monkeypatch):
     """Strips of one patch: most patches over the tile are given their part by another strip's call."""
     path = write_slide(tmp_path / "s.tif", tile_px=240)
     damage(path, 5, "garbage")  # column 1, row 1
-    monkeypatch.setattr(planning, "_BATCH", 1)
-    monkeypatch.setattr(planning, "_AT_ONCE", 20)  # whose rows begin anew
+    monkeypatch.setattr(reading, "_BATCH", 1)
+    monkeypatch.setattr(reading, "_AT_ONCE", 20)  # whose rows begin anew
     corners = np.array([(x, y) for y in range(0, 600, 100) for x in range(0, 700, 100)])
     aside: dict[int, str] = {}
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
@@ -550,7 +550,7 @@ def test_damage_is_named_in_whichever_strip_it_lies(tmp_path, monkeypatch):
 def test_patches_over_a_tile_that_the_file_leaves_out_are_openslides(tmp_path, monkeypatch, number):
     path = write_slide(tmp_path / "s.tif", vendor="Aperio Image\r\n730x610|MPP = 0.5", apart=True)
     set_bytes(path, number, 0)
-    monkeypatch.setattr(planning, "_BATCH", 1)  # whole strips without tiles
+    monkeypatch.setattr(reading, "_BATCH", 1)  # whole strips without tiles
     corners = np.array([(x, y) for y in range(0, 610, 100) for x in range(0, 730, 100)])
     record = SlideRecord(path, "s", "p", "s", "negative", positive=False)
     pixels = np.concatenate(

@@ -14,9 +14,11 @@ import tifffile
 from PIL import Image
 
 from wsi_fl.slides.choosing import patches as planning
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide, read_patches
+from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.tissue import NoTissueError
 from wsi_fl.slides.pictures.overview import draw_overview
+from wsi_fl.slides.reading import patches as reading
+from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.slides.reading.sweep import Sweep
 from wsi_fl.stages.prepare.tile_rows import new_streams
@@ -207,8 +209,8 @@ def test_plans_stay_small_however_large_the_slide(record, monkeypatch):
 @pytest.mark.parametrize("batch", [1, 7, 32])
 @pytest.mark.parametrize("at_once", [3, 1000])
 def test_patches_come_in_order_with_their_own_pixels(record, monkeypatch, threads, batch, at_once):
-    monkeypatch.setattr(planning, "_BATCH", batch)
-    monkeypatch.setattr(planning, "_AT_ONCE", at_once)
+    monkeypatch.setattr(reading, "_BATCH", batch)
+    monkeypatch.setattr(reading, "_AT_ONCE", at_once)
     xy = plan_slide(record, SPEC).xy_l0
     batches = list(read_patches(record, xy, SPEC, threads=threads))
     sizes = [len(pixels) for _, pixels in batches]
@@ -226,7 +228,7 @@ def test_large_patches_leave_few_batches_in_hand(record, monkeypatch):
     monkeypatch.setattr(
         Sweep, "fill", lambda self, number: (filled.append(number), original(self, number))[1]
     )
-    monkeypatch.setattr(planning, "_AHEAD_BYTES", CELL**2 * 3)  # one patch
+    monkeypatch.setattr(reading, "_AHEAD_BYTES", CELL**2 * 3)  # one patch
     patches = read_patches(record, plan_slide(record, SPEC).xy_l0, SPEC, threads=16)
     _, first = next(patches)
     patches.close()
@@ -236,7 +238,7 @@ def test_large_patches_leave_few_batches_in_hand(record, monkeypatch):
 def test_patches_are_encoded_anew_across_batches(record, monkeypatch):
     both, encode = threading.Barrier(2, timeout=20), jpeg.encode
     xy = plan_slide(record, SPEC).xy_l0[:4]
-    monkeypatch.setattr(planning, "_BATCH", 1)
+    monkeypatch.setattr(reading, "_BATCH", 1)
     monkeypatch.setattr(jpeg, "encode", lambda pixels, quality: (both.wait(), encode(pixels, quality))[1])
     assert len(list(new_streams(record, xy, SPEC, 90, threads=2, reader="auto"))) == 4
 
@@ -255,7 +257,7 @@ def test_reading_runs_only_a_little_ahead(record, monkeypatch):
         return original(self, number)
 
     monkeypatch.setattr(Sweep, "fill", fill)
-    monkeypatch.setattr(planning, "_BATCH", 1)
+    monkeypatch.setattr(reading, "_BATCH", 1)
     xy = np.zeros((60, 2), np.int64)
     for consumed, _ in enumerate(read_patches(record, xy, SPEC, threads=2), 1):
         time.sleep(0.002)

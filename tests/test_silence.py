@@ -30,7 +30,7 @@ from wsi_fl.stages.hospitals.taking_part import Seen
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, mpcpa
-from wsi_fl.stages.training.ranks import Row
+from wsi_fl.stages.training.summary import Row
 from wsi_fl.stages.training.train import _Claimed, _Proposal, agree_on_run, resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study

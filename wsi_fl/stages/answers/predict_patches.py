@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from wsi_fl.learning.examples import Examples, resized, unlabelled
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide, read_patches
+from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
 from wsi_fl.slides.choosing.quality import Segmenter
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
+from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering

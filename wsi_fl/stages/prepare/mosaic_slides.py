@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from wsi_fl.models.encoder import Encoded, Encoder, EncoderError, Spent, encode, encode_each
 from wsi_fl.slides.choosing.masks import mask_digest
 from wsi_fl.slides.choosing.mosaic import MosaicParams, MosaicPlan, plan_mosaic
-from wsi_fl.slides.choosing.patches import read_patches
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
+from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stages.work.aside import partly, reason_of

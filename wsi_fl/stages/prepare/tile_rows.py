@@ -11,7 +11,7 @@ from contextlib import closing
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import read_patches
+from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.system import jpeg
 from wsi_fl.system.ordered import in_order

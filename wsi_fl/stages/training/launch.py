@@ -18,7 +18,8 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.console import Watcher, say
+from wsi_fl.system.ranks import is_first, share_of_threads
 from wsi_fl.types import UsageError, WsiFlError
 
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
@@ -78,6 +79,18 @@ def threads_note(n_ranks: int) -> str:
         return ""
     cores = len(os.sched_getaffinity(0))
     return f"OMP_NUM_THREADS = {wanted} in {n_ranks} ranks is more than {cores} cores: each takes {_threads(n_ranks)}"
+
+
+def share_threads() -> None:
+    """Take no more threads than this rank's share of the machine's cores, and say so once where more were asked for."""
+    import torch
+
+    share, wanted = share_of_threads(), torch.get_num_threads()
+    if wanted <= share:
+        return
+    torch.set_num_threads(share)
+    if is_first() and os.environ.get("OMP_NUM_THREADS"):
+        say(f"  OMP_NUM_THREADS = {wanted} in every rank is more than there are cores: each takes {share}")
 
 
 def _threads(n_ranks: int) -> int:

@@ -14,33 +14,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from typing_extensions import TypedDict
-
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.between import Scoring
 from wsi_fl.federation.comm import Comm, MpiComm
-from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.relayed import Interrupted
 from wsi_fl.federation.site import Site
-from wsi_fl.privacy.book import Guarantee
 from wsi_fl.report.words import SCORES
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import hold_alone, note
-from wsi_fl.stages.site.account import Group, group_of, remember_plan
+from wsi_fl.stages.site.account import group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.training.checks import check_budgets, sites_here
 from wsi_fl.stages.training.going_on import naming_resume
 from wsi_fl.stages.training.material import remember_canaries
+from wsi_fl.stages.training.summary import Row, row_of, summary_of
 from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
-from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit, say
+from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.system.ranks import is_first, share_of_threads
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
@@ -55,7 +51,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
     with Party.of_run(study.as_of(run.path), run) as party:
         rows = _train(party, comm, watcher)
-    summary = _summary(party, rows, time.perf_counter() - began)
+    summary = summary_of(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
         track(run, party.pipeline.report.trackers, watcher)
         run.write_summary(summary)
@@ -102,7 +98,7 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
         _scoring(party, sites, comm, report).run()
         if method.generated == "others":
             mpcpa.hand_over_models(party, sites, comm)
-    rows = [dict(row) for row in comm.gather([_row(site) for site in sites], Row, patient=True)]
+    rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], Row, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
@@ -224,23 +220,11 @@ def join(
     """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
     if ranks != len(running):
         raise UsageError(f"{len(running)} sites need {len(running)} ranks, but {ranks} were started")
-    _share_threads()
+    launch.share_threads()
     names = party.names
     comm = MpiComm(party.pipeline.comm.timeout_s, running, len(names), tuple(names))
     summary = take_part(party, comm, run_of)
     return summary if comm.running[0] in comm.sites else {}
-
-
-def _share_threads() -> None:
-    """Take no more threads than this rank's share of the machine's cores, and say so once where more were asked for."""
-    import torch
-
-    share, wanted = share_of_threads(), torch.get_num_threads()
-    if wanted <= share:
-        return
-    torch.set_num_threads(share)
-    if is_first() and os.environ.get("OMP_NUM_THREADS"):
-        say(f"  OMP_NUM_THREADS = {wanted} in every rank is more than there are cores: each takes {share}")
 
 
 def take_part(party: Party, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder]) -> dict[str, Any]:
@@ -284,85 +268,3 @@ def _reporter(sites: Sequence[Site], pipeline: Pipeline, watcher: Watcher) -> lo
         folders[event["site"]].log(f"round {event['round']}/{rounds}: loss {losses}; {note}")
 
     return report
-
-
-class Row(TypedDict):
-    """A site's row of the summary, which all sites get to know; None also for what a real site keeps to itself."""
-
-    site: Name
-    epsilon: Amount | None
-    lifetime_epsilon: Amount | None
-    lifetime_guarantee: Guarantee
-    real: bool
-    max_epsilon: Amount | None
-    delta: Amount
-    guarantee: Guarantee
-    unit: Words
-    batch_size: Count | None
-    sigma: Amount | None
-    rounds: Round
-    rejected: Count
-    n_train: Count | None
-    n_units: Count
-    canaries: Count
-    group: Group | None
-    trained_seconds: Amount | None
-    messages: Count
-    bytes: Count
-    communication_seconds: Amount | None
-
-
-def _row(site: Site) -> Row:
-    lines = site.folder.metrics()  # of all rounds, those before a restart too
-    took_part = sum(line["takes_part"] for line in lines)
-    terms = site.ledger.terms
-    sent = site.folder.transfers()
-    return {
-        "site": site.name,
-        "epsilon": site.ledger.epsilon(),
-        "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
-        "lifetime_guarantee": site.ledger.guarantee(lifetime=True),
-        "real": terms.lifetime,
-        "max_epsilon": terms.max_epsilon,
-        "delta": terms.delta,
-        "guarantee": site.ledger.guarantee(),
-        "unit": terms.unit,
-        "batch_size": site.plan.batch_size if site.plan else None,
-        "sigma": site.plan.sigma if site.plan else None,
-        "rounds": took_part,
-        "rejected": sum(len(line.get("rejected", ())) for line in lines),
-        # where patients are protected, how many rows they have is theirs
-        "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
-        "n_units": site.units.n,
-        "canaries": len(site.canaries.included) if site.canaries else 0,
-        "group": None if terms.lifetime else group_of(site),
-        # time grows with the rows that were drawn, so a real hospital keeps its own
-        "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
-        "messages": sum(line["messages"] for line in lines) + len(sent),
-        "bytes": sum(line["bytes"] for line in [*lines, *sent]),
-        "communication_seconds": None if terms.lifetime else _waited(lines, sent),
-    }
-
-
-def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:
-    """Seconds of communication in all rounds, and of transfers beside them."""
-    return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
-
-
-def _summary(party: Party, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    run = party.run
-    seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
-    communication = {
-        "messages": sum(row.pop("messages") for row in rows),
-        "bytes": sum(row.pop("bytes") for row in rows),
-        "seconds": max(row.pop("communication_seconds") or 0.0 for row in rows),
-    }
-    return {
-        "run": party.study.relative(run.path),
-        "method": party.name,
-        "seconds": seconds,
-        "sites": rows,
-        "lost": [loss["site"] for loss in run.losses()],
-        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
-        "communication": communication,
-    }

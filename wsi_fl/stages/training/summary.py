@@ -1,0 +1,98 @@
+"""The summary of a training job: a row per site, which all sites get to know, and what they sent together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
+from wsi_fl.federation.site import Site
+from wsi_fl.privacy.book import Guarantee
+from wsi_fl.stages.site.account import Group, group_of
+from wsi_fl.stages.site.party import Party
+
+
+class Row(TypedDict):
+    """A site's row of the summary, which all sites get to know; None also for what a real site keeps to itself."""
+
+    site: Name
+    epsilon: Amount | None
+    lifetime_epsilon: Amount | None
+    lifetime_guarantee: Guarantee
+    real: bool
+    max_epsilon: Amount | None
+    delta: Amount
+    guarantee: Guarantee
+    unit: Words
+    batch_size: Count | None
+    sigma: Amount | None
+    rounds: Round
+    rejected: Count
+    n_train: Count | None
+    n_units: Count
+    canaries: Count
+    group: Group | None
+    trained_seconds: Amount | None
+    messages: Count
+    bytes: Count
+    communication_seconds: Amount | None
+
+
+def row_of(site: Site) -> Row:
+    """Return a site's row, of all rounds, those before a restart too."""
+    lines = site.folder.metrics()
+    took_part = sum(line["takes_part"] for line in lines)
+    terms = site.ledger.terms
+    sent = site.folder.transfers()
+    return {
+        "site": site.name,
+        "epsilon": site.ledger.epsilon(),
+        "lifetime_epsilon": site.ledger.epsilon(lifetime=True),
+        "lifetime_guarantee": site.ledger.guarantee(lifetime=True),
+        "real": terms.lifetime,
+        "max_epsilon": terms.max_epsilon,
+        "delta": terms.delta,
+        "guarantee": site.ledger.guarantee(),
+        "unit": terms.unit,
+        "batch_size": site.plan.batch_size if site.plan else None,
+        "sigma": site.plan.sigma if site.plan else None,
+        "rounds": took_part,
+        "rejected": sum(len(line.get("rejected", ())) for line in lines),
+        # where patients are protected, how many rows they have is theirs
+        "n_train": None if terms.lifetime and terms.unit == "patient" else len(site.train),
+        "n_units": site.units.n,
+        "canaries": len(site.canaries.included) if site.canaries else 0,
+        "group": None if terms.lifetime else group_of(site),
+        # time grows with the rows that were drawn, so a real hospital keeps its own
+        "trained_seconds": None if terms.lifetime else sum(line["seconds"] for line in lines),
+        "messages": sum(line["messages"] for line in lines) + len(sent),
+        "bytes": sum(line["bytes"] for line in [*lines, *sent]),
+        "communication_seconds": None if terms.lifetime else _waited(lines, sent),
+    }
+
+
+def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> float:
+    """Seconds of communication in all rounds, and of transfers beside them."""
+    return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
+
+
+def summary_of(party: Party, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return the summary of a run, whose rows give up what is told of all sites together."""
+    run = party.run
+    seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])
+    communication = {
+        "messages": sum(row.pop("messages") for row in rows),
+        "bytes": sum(row.pop("bytes") for row in rows),
+        "seconds": max(row.pop("communication_seconds") or 0.0 for row in rows),
+    }
+    return {
+        "run": party.study.relative(run.path),
+        "method": party.name,
+        "seconds": seconds,
+        "sites": rows,
+        "lost": [loss["site"] for loss in run.losses()],
+        "losses": [{key: loss[key] for key in ("site", "round", "reason", "time")} for loss in run.losses()],
+        "communication": communication,
+    }
