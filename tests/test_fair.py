@@ -14,6 +14,7 @@ from wsi_fl.learning.metrics import moved_to_half, operating_point
 from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
 from wsi_fl.learning.tuning import Way, balanced_loss, fitted_head, held_out_folds, tuned
 from wsi_fl.models import build
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.tuning import class_weights
@@ -173,7 +174,7 @@ def test_other_models_choose_their_settings_one_by_one():
 def test_heads_of_two_layers_are_tuned_too(skewed):
     settings = [*ALONE, "model.private=mlp_head", "train.rounds=3"]
     summary = train(skewed, method="regular", overrides=settings, backend="local")
-    kept = json.loads((skewed.root / summary["run"] / "sites/S0/tuned.json").read_text())
+    kept = RunFolder(skewed.root / summary["run"]).site("S0").kept("tuned")
     assert set(kept) == {"by", "lr", "weight_decay", "balance"}
 
 

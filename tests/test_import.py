@@ -289,11 +289,18 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     assert not (tmp_path / "harm").exists()
 
 
-@pytest.mark.parametrize("error", [OSError, RuntimeError, TypeError, ValueError, OverflowError])
-def test_whatever_h5py_raises_on_damage_is_one_line(tmp_path, error):
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(error, "Unspecified error") for error in (OSError, RuntimeError, ValueError)]
+    + [
+        (error, "a group, dataset or attribute is not what it should be")
+        for error in (TypeError, OverflowError)
+    ],
+)
+def test_whatever_h5py_raises_on_damage_is_one_line(tmp_path, error, words):
     with h5py.File(tmp_path / "a.h5", "w"):
         pass
-    said = r"^a\.h5: not a readable HDF5 file \(Unspecified error\)$"
+    said = rf"^a\.h5: not a readable HDF5 file \({words}\)$"
     with pytest.raises(WsiFlError, match=said), foreign.opened(tmp_path / "a.h5"):
         raise error("Unspecified error")
 

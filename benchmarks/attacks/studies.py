@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError
 
 from attacks.running import Ended, run
+from wsi_fl.stores.hdf5 import opened
 
 PIPELINE = """
 [tile]
@@ -197,7 +198,7 @@ def _digest_h5(path: Path) -> str:
         if isinstance(node, h5py.Dataset):
             digest.update(np.ascontiguousarray(node[()]).tobytes() if node.dtype != object else b"")
 
-    with h5py.File(path, "r") as file:
+    with opened(path) as file:  # HDF5 alone would read some damage for ever
         take("/", file)
         file.visititems(take)
     return digest.hexdigest()
