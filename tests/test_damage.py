@@ -661,3 +661,10 @@ def test_a_heap_that_hdf5_would_read_for_ever_is_refused(tmp_path, size):
     path.write_bytes(whole[:free] + struct.pack("<Q", size) + whole[free + 8 :])
     with pytest.raises(OSError, match="heap of its text is damaged"):
         hdf5.opened(path)
+
+
+def test_a_store_whose_main_file_is_gone_is_no_healthy_one(tiled):
+    study = tiled("raw")
+    study.store("C1").unlink()
+    row = check(study, site="C1")["sites"][0]
+    assert [line for line in row["damaged"] if "missing" in line and "`wsi-fl tile --site C1`" in line]

@@ -20,6 +20,7 @@ from wsi_fl.demo import phantom
 from wsi_fl.slides.reading import probe, sources
 from wsi_fl.slides.reading.formats import pictures
 from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.study.folder import Study
@@ -230,3 +231,9 @@ def test_damaged_slides_give_no_wrong_pixel(tmp_path):
     assert done.returncode == 0, done.stderr
     assert '"WRONG": 0' in done.stdout and '"refused": 0' not in done.stdout
     assert done.stderr.split("\n", 1)[1] == ""  # and nothing but the seed is said
+
+
+def test_a_pipe_is_no_slide_and_nobody_waits_for_it(tmp_path):
+    os.mkfifo(tmp_path / "a.svs")
+    vouch_for(tmp_path / "a.svs")
+    refused(lambda: Slide(tmp_path / "a.svs"), "a.svs", "neither a file nor a folder", error=WsiFlError)

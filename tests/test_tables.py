@@ -152,3 +152,15 @@ def test_sites_stand_in_the_order_people_count_in(tmp_path):
     for k in (10, 2, 1, 11):
         (tmp_path / "sites" / f"S{k}.toml").touch()
     assert Study(tmp_path).site_names() == ["S1", "S2", "S10", "S11"]
+
+
+def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):
+    monkeypatch.setattr(console, "stderr", Console(stderr=True, width=400))
+    document = tile_document(2)
+    print_tile(document)
+    assert "for testing" not in (said := capsys.readouterr().err) and "no test patch" not in said
+    document["sites"][0]["table"]["test"] = {"healthy": 3, "tumor": 0}
+    document["sites"][1]["table"]["test"] = {"healthy": 0, "tumor": 0}
+    print_tile(document)
+    said = capsys.readouterr().err
+    assert "S1: has no tumor patch for testing" in said and "S2: has no test patch" in said

@@ -107,7 +107,7 @@ class PatchStore(StoreFile):
                 "`wsi-fl partition` for images"
             )
         if meta.generator is None and meta.spec.mpp:
-            return super().mend
+            return f"{super().mend}, with the settings of before ({meta.spec.size_px} px at {meta.spec.mpp:g} µm)"
         maker = "partition" if meta.generator is None else "synthesize sample"
         return f"put its backup back, or make it anew with `wsi-fl {maker}`"
 
@@ -149,7 +149,10 @@ class PatchStore(StoreFile):
                 self._shards.popitem(last=False)
             try:
                 group = self._open_shard(slide)
-                check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
+                try:
+                    check_format(group, SHARD_FORMAT, self.path.parent / "slides" / f"{slide}.h5")
+                except WsiFlError as error:
+                    raise WsiFlError(f"{error}; {self.mend}") from None
                 rows = rows_of(group, self.meta.spec, self._read_slide, self._sums.get(slide))
                 self._check_columns(slide, group, rows)
             except FileNotFoundError:

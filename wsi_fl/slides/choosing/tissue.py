@@ -35,7 +35,7 @@ _SMOOTH = 0.07
 and blue counterstain has 0.09 or more."""
 _MISSED = 0.05
 """Share of the area by density beyond which saturation is not believed."""
-_JUDGED_PX = 512
+_JUDGED_PX = 384
 
 
 class NoTissueError(WsiFlError):

@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -46,6 +47,8 @@ def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "a
     try:
         status = path.stat()
     except OSError:
+        return
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         return
     known = (str(path), status.st_size, status.st_mtime_ns, reader)
     with _LOCK:

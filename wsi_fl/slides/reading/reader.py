@@ -309,6 +309,8 @@ def _open(path: Path) -> Source:
     """Open a slide by OpenSlide, or by what reads it where OpenSlide does not, or misreads it."""
     if not path.exists():
         raise WsiFlError(f"{path}: no such slide")
+    if not (path.is_file() or path.is_dir()):
+        raise WsiFlError(f"{path.name}: neither a file nor a folder")
     found: Source | None = None
     try:
         if not path.is_dir():

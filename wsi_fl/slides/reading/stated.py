@@ -28,7 +28,8 @@ def stated_mpp(properties: Mapping[str, str], name: str) -> float:
         said = "" if value is None else f" plausibly ({value:g}, not within {low:g} to {high:g})"
         raise WsiFlError(
             f"{name}: the slide does not say its µm per pixel{said}; "
-            f"give it with mpp_override = 0.5 in sites/<site>.toml"
+            f"give it in the column mpp of the site's table, or for all its slides with mpp_override = 0.5 in "
+            f"sites/<site>.toml"
         )
     if abs(x - y) > _MAX_ANISOTROPY * max(x, y):
         raise WsiFlError(

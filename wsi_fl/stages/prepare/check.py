@@ -76,13 +76,18 @@ def check(
 def _check_site(study: Study, site: str, watcher: Watcher) -> Row:
     began = time.perf_counter()
     row = Row(site=site, read=0, unknown=0, damaged=[], seconds=0.0)
-    for path, part in (
-        (study.store(site), _patches),
-        (study.features(site), _features),
-        (study.mosaic(site), _mosaics),
+    for path, part, shards, command in (
+        (study.store(site), _patches, "slides", "tile"),
+        (study.features(site), _features, "features", "features"),
+        (study.mosaic(site), _mosaics, "mosaics", "mosaic"),
     ):
         if path.exists():
             _take(row, part(study, site), watcher)
+        elif any((path.parent / shards).glob("*.h5")):
+            row["read"] += 1
+            row["damaged"].append(
+                f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
+            )
     _take(row, _generators(study, site), watcher)
     return row | {"seconds": time.perf_counter() - began}
 

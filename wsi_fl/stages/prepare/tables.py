@@ -127,10 +127,24 @@ def print_tile(document: dict[str, Any]) -> None:
         say_quality(row)
         if missing := [name for name in CLASSES if not row[name]]:
             say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
+        else:
+            _say_untested(row)
     if idle := [row["site"] for row in rows if not row["train"]]:
         say(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
         return
     say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}")
+
+
+def _say_untested(row: Mapping[str, Any]) -> None:
+    """Say which label a site will not be tested on."""
+    untested = [name for name in CLASSES if not row["table"]["test"][name]]
+    if untested and row["train"]:
+        what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
+        say(
+            f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
+            "table, or raise tile.test_fraction",
+            style="bold yellow",
+        )
 
 
 def print_mosaic(document: dict[str, Any]) -> None:
