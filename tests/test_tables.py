@@ -159,8 +159,8 @@ def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):
     document = tile_document(2)
     print_tile(document)
     assert "for testing" not in (said := capsys.readouterr().err) and "no test patch" not in said
-    document["sites"][0]["table"]["test"] = {"healthy": 3, "tumor": 0}
-    document["sites"][1]["table"]["test"] = {"healthy": 0, "tumor": 0}
+    for row, n_healthy in zip(document["sites"], (3, 0), strict=True):
+        row["table"] = row["table"] | {"test": {"healthy": n_healthy, "tumor": 0}}
     print_tile(document)
     said = capsys.readouterr().err
     assert "S1: has no tumor patch for testing" in said and "S2: has no test patch" in said
