@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
+import zlib
 
 import h5py
 import numpy as np
@@ -668,3 +670,22 @@ def test_a_store_whose_main_file_is_gone_is_no_healthy_one(tiled):
     study.store("C1").unlink()
     row = check(study, site="C1")["sites"][0]
     assert [line for line in row["damaged"] if "missing" in line and "`wsi-fl tile --site C1`" in line]
+
+
+def test_columns_are_written_again_where_their_shards_are_not_those_of_then(tiled):
+    study = tiled("raw")
+    store, shards = study.store("C1"), sorted((study.store("C1").parent / "slides").glob("*.h5"))
+    written = store.stat().st_mtime_ns
+    tile(study, site="C1")
+    assert store.stat().st_mtime_ns == written
+    os.utime(shards[0])  # younger than the columns
+    tile(study, site="C1")
+    assert (again := store.stat().st_mtime_ns) > written
+    with h5py.File(shards[0], "r+") as file:  # other pixels, whole in themselves, with the time of then
+        file["pixels"][0, 0, 0] ^= 1
+        file["crc32"][0] = zlib.crc32(file["pixels"][0].tobytes())
+    os.utime(shards[0], ns=(written, written))
+    refused(lambda: read_all(study), "other patches", error=WsiFlError)
+    tile(study, site="C1")
+    assert store.stat().st_mtime_ns > again
+    read_all(study)

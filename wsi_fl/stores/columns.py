@@ -15,10 +15,12 @@ from wsi_fl.stores.checksums import DAMAGE, SHARDS, check_seal, seal, shard_sum
 from wsi_fl.stores.contents import PIXELS
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
+    STORE_FORMAT,
     StoreMeta,
     check_format,
     encoded_text,
     first_line,
+    read_meta,
     spec_attrs,
     write_root,
 )
@@ -76,6 +78,32 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
         file[SHARDS] = np.array(sums, np.uint32)
         seal(file)
     return counts
+
+
+def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
+    """Return the patches of a `patches.h5` that is whole and was written of these shards, in this order; else None.
+
+    Each shard must be whole itself. It is taken for the one that was linked where it is no younger than the file, and
+    its patches have the checksums of then.
+    """
+    try:
+        with opened(path) as file:
+            check_format(file, STORE_FORMAT, path)
+            check_seal(file)
+            labels, split, known = file["label"][:], file["split"][:], file[SHARDS][:]
+            same = read_meta(file) == meta and list(file["slides"]) == [shard.stem for shard in shards]
+        written = path.stat().st_mtime_ns
+        for shard, value in zip(shards, known, strict=same):
+            with opened(shard) as source:
+                same = same and shard_sum(source) == value and shard.stat().st_mtime_ns <= written
+    except (*DAMAGE, WsiFlError):
+        return None
+    n_classes = len(meta.classes)
+    return (
+        {name: np.bincount(labels[split == name.encode()], minlength=n_classes) for name in SPLITS}
+        if same
+        else None
+    )
 
 
 def write_table(file: h5py.File, table: PatchTable) -> None:

@@ -28,7 +28,7 @@ from wsi_fl.stages.prepare.tile_plans import Plans, choose, made_of, plan_each
 from wsi_fl.stages.prepare.tile_shards import Wanted, Written, check_space, shard_path, write_each
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.columns import Counts, link_shards
+from wsi_fl.stores.columns import Counts, link_shards, linked
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -93,7 +93,8 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
             if not shards:
                 raise WsiFlError(f"site {name}: no slide gave a patch; {first_reason(failed)}")
             meta = StoreMeta(name, CLASSES, spec, min_tissue=tiling.min_tissue)
-            counts = link_shards(study.store(name), meta, shards)
+            store = study.store(name)
+            counts = linked(store, meta, shards) or link_shards(store, meta, shards)
             kept = {shard.stem for shard in shards}
             remove_strays((folder / "slides", folder / "overview", plans.folder), kept)
             return counts
