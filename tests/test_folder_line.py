@@ -585,7 +585,7 @@ def worked(root, federation, made):
         groups["killed"].jobs[2]["kill"] = {"where": "_train_round", "round": 3}
         groups["proxyfl"].jobs[0]["calls"] = 3
     if "late" in groups:
-        groups["late"].jobs[2]["kill"] = {"where": "_summary", "round": 0}
+        groups["late"].jobs[2]["kill"] = {"where": "summary_of", "round": 0}
         for job in groups["late"].jobs[:2]:
             job |= {"calls": 2, "leaving_s": 0.5}
     seen, stop = {}, threading.Event()
