@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
-from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.types import Images, WsiFlError
 
 N_CLASSES, SIGMA, CLIP = 10, 1.4, 0.7
@@ -67,7 +68,7 @@ def plain_step(name: str, x: Tensor, y: Tensor) -> Callable[[], object]:
 def private_step(name: str, engine: str, x: Tensor, y: Tensor) -> Callable[[], object]:
     model, optimizer = make(name)
     trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=len(x), engine=engine)
-    noise = entropy_generator(DEVICE)
+    noise = CipherStream.fresh()
     return lambda: trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise)
 
 

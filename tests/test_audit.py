@@ -29,6 +29,7 @@ from wsi_fl.privacy.audit import (
     roc,
     tpr_at,
 )
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.release import digest
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers import audit as stage
@@ -199,7 +200,11 @@ def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape
     both = joined([train, one.planted()])
     assert both.show is not None and both.n_stains == 2
     drawn = batches(
-        both, iter([np.array([1, 11, 13])]), augment=None, device=torch.device("cpu"), stain_seed=1
+        both,
+        iter([np.array([1, 11, 13])]),
+        augment=None,
+        device=torch.device("cpu"),
+        stains=CipherStream.seeded(1),
     )
     x, y = next(drawn)
     assert len(x) == 3 and y.tolist() == one.examples.label[[1, 3, 9]].tolist()

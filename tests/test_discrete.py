@@ -1,11 +1,8 @@
 """Noise in shares against exact probabilities, and what it costs against the Gaussian mechanism."""
 
-import secrets
 from fractions import Fraction
-from inspect import signature
 from itertools import pairwise
 from math import exp, fsum, log, nextafter, pi, sqrt
-from random import Random
 
 import numpy as np
 import pytest
@@ -16,8 +13,8 @@ from scipy.stats import chisquare, kstest, norm
 
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
-    InsecureBits,
     discrete_gaussian,
     gap,
     noise_multiplier,
@@ -53,7 +50,7 @@ def compare(draws, expected):
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, Fraction(7, 3), 4.75, 20.5])
 def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
-    draws = discrete_gaussian(sigma, 60_000, InsecureBits(insecure_seed=1))
+    draws = discrete_gaussian(sigma, 60_000, CipherStream.seeded(1))
     assert draws.dtype == np.int64 and draws.shape == (60_000,)
     most = int(12 * sigma) + 3
     assert compare(draws, pmf(sigma, most)) > SURE
@@ -62,7 +59,7 @@ def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
 
 def test_mean_variance_tails_and_sides_are_right():
     n, sigma = 60_000, 6.0
-    draws = discrete_gaussian(sigma, n, InsecureBits(insecure_seed=2))
+    draws = discrete_gaussian(sigma, n, CipherStream.seeded(2))
     x, p = np.arange(-80, 81), pmf(sigma, 80)
     variance = float(p @ x**2)
     assert abs(draws.mean()) < 4 * sqrt(variance / n)
@@ -76,7 +73,7 @@ def test_mean_variance_tails_and_sides_are_right():
 @pytest.mark.parametrize("sigma", [2.0**20, 2.0**28 + 0.123])
 def test_large_noise_is_normal_and_has_no_grid(sigma):
     n = 20_000
-    draws = discrete_gaussian(sigma, n, InsecureBits(insecure_seed=3))
+    draws = discrete_gaussian(sigma, n, CipherStream.seeded(3))
     assert abs(draws.mean()) < 4 * sigma / sqrt(n)
     assert draws.std() == pytest.approx(sigma, rel=4 / sqrt(2 * n))
     assert kstest(draws / sigma, "norm").pvalue > SURE
@@ -85,49 +82,16 @@ def test_large_noise_is_normal_and_has_no_grid(sigma):
 
 @pytest.mark.parametrize(("n", "d"), [(0, 1), (1, 3), (1, 1), (5, 2), (9, 2)])
 def test_coins_fall_with_exponential_probability(n, d):
-    bits, times = discrete._Bits(InsecureBits(insecure_seed=4)), 40_000
+    bits, times = CipherStream.seeded(4), 40_000
     share = sum(discrete._happens(n, d, bits) for _ in range(times)) / times
     p = exp(-n / d)
     assert share == pytest.approx(p, abs=4 * sqrt(p * (1 - p) / times))
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 129, 256, 257])
-def test_whole_numbers_below_a_bound_are_equally_likely(n):
-    bits = discrete._Bits(InsecureBits(insecure_seed=5))
-    counts = np.bincount([bits.below(n) for _ in range(60 * n + 5000)])
-    assert len(counts) == n
-    assert n == 1 or chisquare(counts).pvalue > SURE
-
-
-def test_numbers_longer_than_a_batch_are_drawn_too(monkeypatch):
-    monkeypatch.setattr(discrete, "_BATCH", 8)
-    bits, n = discrete._Bits(InsecureBits(insecure_seed=6)), 2**200 + 1
-    draws = [bits.below(n) for _ in range(50)]
-    assert max(draws) < n and len(set(draws)) == 50 and max(draws).bit_length() > 190
-
-
-def test_noise_comes_from_the_operating_system_unless_a_test_says_otherwise():
+def test_noise_comes_from_a_fresh_stream_unless_a_test_says_otherwise():
     assert (discrete_gaussian(2.0**20, 50) != discrete_gaussian(2.0**20, 50)).any()
-    a, b, c = (discrete_gaussian(2.0**20, 50, InsecureBits(insecure_seed=k)) for k in (7, 7, 8))
+    a, b, c = (discrete_gaussian(2.0**20, 50, CipherStream.seeded(k)) for k in (7, 7, 8))
     assert (a == b).all() and (a != c).any()
-    assert signature(discrete_gaussian).parameters["randbits"].default is secrets.randbits
-    for other in (secrets.SystemRandom().getrandbits, Random(0).getrandbits):
-        refused(lambda bits=other: discrete_gaussian(1.0, 1, bits), "secrets.randbits", "insecure_seed")
-    with pytest.raises(TypeError):
-        InsecureBits(7)
-
-
-def test_random_bytes_are_drawn_many_at_a_time_and_never_kept_for_the_next_call(monkeypatch):
-    asked = []
-    source = InsecureBits(insecure_seed=9)
-    monkeypatch.setattr(
-        InsecureBits, "__call__", lambda self, k: asked.append(k) or self._random.getrandbits(k)
-    )
-    discrete_gaussian(2.0**28, 1000, source)
-    assert len(asked) < 20
-    before = len(asked)
-    discrete_gaussian(2.0**28, 1, source)
-    assert len(asked) == before + 1
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, float("nan"), float("inf"), 2.0**51])
@@ -197,7 +161,7 @@ def test_shares_of_honest_sites_have_all_the_variance_and_hardly_more(n_sites, c
 def test_shares_add_up():
     sigma, n_sites, colluding = 2.0**20, 5, 2
     share = share_sigma(sigma, n_sites, colluding)
-    draws = [discrete_gaussian(share, 8000, InsecureBits(insecure_seed=20 + k)) for k in range(n_sites)]
+    draws = [discrete_gaussian(share, 8000, CipherStream.seeded(20 + k)) for k in range(n_sites)]
     assert sum(draws[colluding:]).std() == pytest.approx(sigma, rel=4 / sqrt(16000))
     assert sum(draws).std() == pytest.approx(sigma * sqrt(5 / 3), rel=4 / sqrt(16000))
 

@@ -1,7 +1,5 @@
 """DP-SGD against a slow per-example loop, and the statistics of its noise and batches."""
 
-import os
-
 import numpy as np
 import pytest
 import torch
@@ -12,11 +10,11 @@ from torch.nn import functional
 
 from wsi_fl.models import build
 from wsi_fl.privacy import ghost, gradients
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import (
     DPTrainer,
     check_per_example_gradients,
     check_trainable,
-    entropy_generator,
 )
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.privacy.plan import poisson_rows
@@ -36,7 +34,7 @@ def vector(model):
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def step(model, x, y, *, sigma, clip, divisor, lr=1.0, generator=None, engine=None):
+def step(model, x, y, *, sigma, clip, divisor, lr=1.0, noise=None, engine=None):
     trainer = DPTrainer(
         model,
         torch.optim.SGD(model.parameters(), lr=lr),
@@ -45,9 +43,7 @@ def step(model, x, y, *, sigma, clip, divisor, lr=1.0, generator=None, engine=No
         batch_size=divisor,
         engine=engine,
     )
-    return trainer.step(
-        x, lambda logits: functional.cross_entropy(logits, y), generator or entropy_generator()
-    )
+    return trainer.step(x, lambda logits: functional.cross_entropy(logits, y), noise or CipherStream.fresh())
 
 
 def clipped_sum(model, x, y, clip):
@@ -125,12 +121,12 @@ def test_poisson_sampling_with_empty_batches_trains_on():
     model = net()
     trainer = DPTrainer(model, torch.optim.Adam(model.parameters()), sigma=1.0, clip=1.0, batch_size=1)
     x, y = batch(4)
-    sampler, sizes = torch.Generator().manual_seed(1), []
+    sampler, sizes = CipherStream.seeded(1), []
     for _ in range(12):
         rows = poisson_rows(4, 0.25, sampler)
         before = vector(model)
         trainer.step(
-            x[rows], lambda logits, y=y[rows]: functional.cross_entropy(logits, y), entropy_generator()
+            x[rows], lambda logits, y=y[rows]: functional.cross_entropy(logits, y), CipherStream.fresh()
         )
         assert not torch.equal(vector(model), before)
         sizes.append(len(rows))
@@ -165,9 +161,8 @@ def test_a_parameter_that_the_loss_does_not_use_is_named_as_the_problem(engine):
 def test_noise_differs_between_runs_unless_seeded():
     def trained(seed):
         model = net()
-        step(
-            model, *batch(2), sigma=1.0, clip=1.0, divisor=2, generator=entropy_generator(insecure_seed=seed)
-        )
+        noise = None if seed is None else CipherStream.seeded(seed)
+        step(model, *batch(2), sigma=1.0, clip=1.0, divisor=2, noise=noise)
         return vector(model)
 
     assert not torch.equal(trained(None), trained(None))
@@ -175,36 +170,12 @@ def test_noise_differs_between_runs_unless_seeded():
     assert not torch.equal(trained(3), trained(4))
 
 
-def test_noise_depends_on_more_entropy_than_anyone_can_search(monkeypatch):
-    """PyTorch keeps 32 bits of a seed on the CPU: 2^32 candidates could be tried against a release."""
-    a, b = (torch.Generator().manual_seed(s) for s in (5, 5 + 2**32))
-    assert torch.equal(torch.randn(8, generator=a), torch.randn(8, generator=b)), "then the seed would do"
-
-    def first(bytes_of):
-        monkeypatch.setattr(os, "urandom", bytes_of)
-        return torch.randn(1000, generator=entropy_generator(), dtype=torch.float64)
-
-    one = first(lambda n: bytes(range(1, 9)) if n == 8 else bytes([7] * n))
-    for position in (3, 4, 100, 2000, 2495):  # of the first word only the top bit counts
-        flipped = bytearray([7] * 2496)
-        flipped[position] ^= 0x80
-        other = first(lambda n, flipped=flipped: bytes(range(1, 9)) if n == 8 else bytes(flipped))
-        assert not torch.equal(one, other), position
-
-
-def test_secret_noise_is_normal_and_batches_uniform():
-    noise = torch.randn(200_000, generator=entropy_generator(), dtype=torch.float64)
-    assert abs(float(noise.mean())) < 0.02
-    assert float(noise.std()) == pytest.approx(1, abs=0.015)
-    assert float((noise**4).mean()) == pytest.approx(3, abs=0.2)
-
-
 def test_each_row_enters_each_batch_independently_at_its_rate():
     n, rate, draws = 50, 0.3, 4000
-    generator = torch.Generator().manual_seed(0)
+    sampler = CipherStream.seeded(0)
     chosen = np.zeros((draws, n))
     for k in range(draws):
-        rows = poisson_rows(n, rate, generator).numpy()
+        rows = poisson_rows(n, rate, sampler)
         assert (np.diff(rows) > 0).all()
         chosen[k, rows] = 1
     spread = (rate * (1 - rate) / draws) ** 0.5
@@ -213,8 +184,8 @@ def test_each_row_enters_each_batch_independently_at_its_rate():
     assert sizes.var() == pytest.approx(n * rate * (1 - rate), rel=0.12)  # fixed-size batches would have none
     off = np.corrcoef(chosen.T)[~np.eye(n, dtype=bool)]
     assert np.abs(off).max() < 6 / draws**0.5
-    assert len(poisson_rows(n, 1.0, generator)) == n
-    assert len(poisson_rows(n, 0.0, generator)) == 0
+    assert len(poisson_rows(n, 1.0, sampler)) == n
+    assert len(poisson_rows(n, 0.0, sampler)) == 0
 
 
 class Scaled(torch.nn.Module):

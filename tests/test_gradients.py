@@ -14,7 +14,8 @@ from wsi_fl.learning.local import DPSettings, Learner, supervised_step
 from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy import ghost
-from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients, entropy_generator
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
 from wsi_fl.privacy.ghost import GHOSTS, gradients_of, obstacle
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.types import Images, WsiFlError
@@ -351,7 +352,7 @@ def test_a_learner_takes_ghost_wherever_it_can_unless_told_otherwise():
         dp = DPSettings(1.0, 1.0, 4, engine=told)
         learner = Learner(model, lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=dp)
         assert learner.trainer.engine == engine
-        supervised_step(learner, images(4, 1, 6), entropy_generator())
+        supervised_step(learner, images(4, 1, 6), CipherStream.fresh())
     assert Learner(dropping(), lr=0.01, weight_decay=0.0, device=torch.device("cpu"), dp=None).trainer is None
 
 
@@ -363,7 +364,7 @@ def test_engines_agree_under_the_same_noise():
         trainer = DPTrainer(model, sgd, sigma=1.0, clip=0.5, batch_size=5, engine=engine)
         for seed in range(3):
             x, y = images(5, 1, 16, seed)
-            trainer.step(x, loss_for(y), entropy_generator(insecure_seed=seed))
+            trainer.step(x, loss_for(y), CipherStream.seeded(seed))
         vectors.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     for one, other in itertools.pairwise(vectors):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from wsi_fl.federation.methods import METHODS, Weights
+from wsi_fl.learning import transforms
 from wsi_fl.learning.examples import (
     Examples,
     batches,
@@ -29,7 +30,8 @@ from wsi_fl.learning.local import (
 from wsi_fl.learning.objectives import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
-from wsi_fl.privacy.dpsgd import entropy_generator, laid_out_like
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import laid_out_like
 from wsi_fl.types import Images, UsageError
 
 CPU = torch.device("cpu")
@@ -113,11 +115,11 @@ def test_weight_zero_asks_no_teacher(monkeypatch):
     monkeypatch.setattr(proxy, "logits", asked)
     step = METHODS["proxyfl"].step
     learners = {"private": private, "proxy": proxy}
-    step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), entropy_generator())
-    supervised_step(plain, one_batch(), entropy_generator())
+    step(learners, one_batch(), Weights(alpha=0.0, beta=0.3), CipherStream.fresh())
+    supervised_step(plain, one_batch(), CipherStream.fresh())
     assert private.vector().tobytes() == plain.vector().tobytes()
     with pytest.raises(AssertionError, match="was asked"):
-        step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), entropy_generator())
+        step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.fresh())
 
 
 def test_an_optimizer_that_pairs_by_place_gets_its_numbers_in_the_parameters_order():
@@ -137,7 +139,7 @@ def test_the_proxy_of_strict_mode_is_the_same_whatever_the_private_model_knows(b
             "private": learner(private_seed, kind="cnn1", size=16),
             "proxy": learner(0, dp=DPSettings(1.4, 0.7, 6), size=16),
         }
-        noise = entropy_generator(insecure_seed=5)
+        noise = CipherStream.seeded(5)
         batch = (torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 2)
         for _ in range(3):
             METHODS["proxyfl"].step(learners, batch, Weights(0.3, beta), noise)
@@ -149,7 +151,7 @@ def test_the_proxy_steps_first_and_the_private_model_learns_from_the_moved_proxy
     """Algorithm 1, lines 3–4."""
     learners = {"private": learner(1), "proxy": learner(2)}
     by_hand = {"private": learner(1), "proxy": learner(2)}
-    batch, noise = one_batch(), entropy_generator()
+    batch, noise = one_batch(), CipherStream.fresh()
     METHODS["proxyfl"].step(learners, batch, Weights(0.3, 0.4), noise)
     x, y = batch
     for student, teacher, weight in (("proxy", "private", 0.4), ("private", "proxy", 0.3)):
@@ -167,7 +169,7 @@ def test_an_empty_batch_moves_only_a_learner_under_privacy():
     for dp, moves in ((None, False), (DPSettings(1.0, 1.0, 4), True)):
         mine = learner(dp=dp)
         before = mine.vector()
-        assert np.isnan(mutual_step(mine, None, 0.5, (x, y), entropy_generator()))
+        assert np.isnan(mutual_step(mine, None, 0.5, (x, y), CipherStream.fresh()))
         assert (mine.vector() != before).any() == moves
         assert np.isfinite(mine.vector()).all()
 
@@ -175,7 +177,7 @@ def test_an_empty_batch_moves_only_a_learner_under_privacy():
 @pytest.mark.parametrize("dp", [None, DPSettings(1.0, 1.0, 6)])
 def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
     def steps(mine, n, seed):
-        noise = entropy_generator(insecure_seed=seed)
+        noise = CipherStream.seeded(seed)
         for _ in range(n):
             supervised_step(mine, one_batch(), noise)
 
@@ -190,7 +192,7 @@ def test_a_restored_learner_goes_on_as_if_nothing_had_happened(dp):
 
 def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
     mine, other = learner(0), learner(1)
-    supervised_step(mine, one_batch(), entropy_generator())
+    supervised_step(mine, one_batch(), CipherStream.fresh())
     state = {k: v for k, v in mine.state().items() if k.startswith("optimizer/")}
     mine.load_vector(other.vector())
     assert mine.vector().tobytes() == other.vector().tobytes()
@@ -220,7 +222,7 @@ def test_probabilities_are_in_order_and_independent_of_the_batch_size():
 
 @given(st.integers(1, 60), st.integers(1, 70), st.integers(1, 3))
 def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
-    drawn = list(epoch_rows(n, batch_size, epochs, sampler=torch.Generator().manual_seed(0)))
+    drawn = list(epoch_rows(n, batch_size, epochs, sampler=CipherStream.seeded(0)))
     per_epoch = -(-n // batch_size)
     assert len(drawn) == epochs * per_epoch
     for e in range(epochs):
@@ -231,12 +233,12 @@ def test_a_shuffled_epoch_is_one_pass(n, batch_size, epochs):
 
 def test_poisson_epochs_have_the_planned_steps_and_rate():
     n, batch_size = 100, 32
-    drawn = list(planned(n, batch_size, 500).batches(torch.Generator().manual_seed(0)))
+    drawn = list(planned(n, batch_size, 500).batches(CipherStream.seeded(0)))
     assert len(drawn) == 500 * 4
     sizes = np.array([len(rows) for rows in drawn])
     assert sizes.mean() == pytest.approx(n / 4, rel=0.02)
     assert sizes.var() == pytest.approx(n * 0.25 * 0.75, rel=0.15)
-    assert len(next(planned(5, 8).batches(torch.Generator()))) == 5  # q = 1
+    assert len(next(planned(5, 8).batches(CipherStream.fresh()))) == 5  # q = 1
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
@@ -324,7 +326,7 @@ def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
     images = normalised(pixels_of(12, 8))
 
     def run(seed):
-        augment = augmentation(name, seed)
+        augment = augmentation(name, CipherStream.seeded(seed))
         return torch.stack([augment(image.clone()) for image in images])
 
     out = run(2**62 + 1)
@@ -334,10 +336,24 @@ def test_an_augmentation_repeats_with_its_seed_and_keeps_shape(name):
     assert any(not torch.equal(a, b) for a, b in zip(out, images, strict=True))
 
 
+@pytest.mark.parametrize("name", [name for name in AUGMENTATIONS if name != "none"])
+def test_an_augmentation_draws_on_its_stream_alone(name, monkeypatch):
+    """Every number that one of MONAI's transforms can ask for is the stream's; numpy's generator below never moves."""
+    made, real = [], transforms._Drawn
+    monkeypatch.setattr(transforms, "_Drawn", lambda stream: made.append(real(stream)) or made[-1])
+    augment = augmentation(name, CipherStream.seeded(0))
+    before = [drawn.get_state()[1].copy() for drawn in made]
+    for image in normalised(pixels_of(30, 8)):
+        augment(image)
+    assert len(made) == len(AUGMENTATIONS[name]())
+    for drawn, words in zip(made, before, strict=True):
+        assert np.array_equal(drawn.get_state()[1], words) and drawn.get_state()[2] == 624
+
+
 def test_flips_are_symmetries_of_the_square():
     image = normalised(pixels_of(1, 6))[0]
     symmetries = [torch.rot90(f, k, (1, 2)) for f in (image, image.flip(1)) for k in range(4)]
-    augment = augmentation("flips", 0)
+    augment = augmentation("flips", CipherStream.seeded(0))
     seen = set()
     for _ in range(80):
         out = augment(image.clone())
@@ -348,7 +364,10 @@ def test_flips_are_symmetries_of_the_square():
 
 def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     images = torch.stack([torch.zeros(3, 6, 6), torch.full((3, 6, 6), 1.0)])
-    dark, light = ([augmentation("stain", seed)(image.clone()) for seed in range(40)] for image in images)
+    dark, light = (
+        [augmentation("stain", CipherStream.seeded(seed))(image.clone()) for seed in range(40)]
+        for image in images
+    )
     offset = torch.stack([image.mean((1, 2)) for image in dark])
     gain = torch.stack([image.mean((1, 2)) for image in light]) - offset
     for image, mean in zip(dark, offset, strict=True):
@@ -359,6 +378,6 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
 
 
 def test_no_augmentation_is_none_and_an_unknown_one_lists_the_known():
-    assert augmentation("none", 0) is None
+    assert augmentation("none", CipherStream.fresh()) is None
     with pytest.raises(UsageError, match="unknown augmentation 'flip'; known: none, flips, stain"):
-        augmentation("flip", 0)
+        augmentation("flip", CipherStream.fresh())

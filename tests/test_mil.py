@@ -11,6 +11,7 @@ from wsi_fl.learning.canaries import canaries
 from wsi_fl.learning.examples import batches, joined
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import mil
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import ENGINES, engine_of
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.runs.run import RunFolder
@@ -173,7 +174,9 @@ def many(lengths=(3, 50, 20), d=2):
 
 def seen(examples, seed, rows=(0, 1, 2)):
     """The numbers of the patches that a training step sees, by bag."""
-    ((x, _),) = batches(examples, iter([np.array(rows)]), augment=None, device=CPU, stain_seed=seed)
+    ((x, _),) = batches(
+        examples, iter([np.array(rows)]), augment=None, device=CPU, stains=CipherStream.seeded(seed)
+    )
     return [bag[bag[:, -1] > 0][:, 0].int().tolist() for bag in x]
 
 

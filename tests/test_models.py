@@ -7,6 +7,7 @@ from opacus import GradSampleModule
 from opacus.validators import ModuleValidator
 
 from wsi_fl.models import BUILDERS, build, schema
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer, check_per_example_gradients
 from wsi_fl.types import Images, UsageError
 
@@ -98,7 +99,7 @@ def test_a_private_step_of_a_timm_model_is_the_sum_of_clipped_gradients(name):
     sgd.register_step_pre_hook(lambda *_: seen.update(enumerate(p.grad.clone() for p in model.parameters())))
     model.training = True
     trainer = DPTrainer(model, sgd, sigma=0.0, clip=clip, batch_size=2)
-    trainer.step(x, lambda logits: torch.nn.functional.cross_entropy(logits, y), torch.Generator())
+    trainer.step(x, lambda logits: torch.nn.functional.cross_entropy(logits, y), CipherStream.fresh())
     for k, (p_name, grad) in enumerate(zip(dict(model.named_parameters()), wanted, strict=True)):
         off = float((seen[k] - grad).norm())
         assert off <= 1e-3 * float(grad.norm()) + 1e-7, p_name

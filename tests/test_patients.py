@@ -18,7 +18,8 @@ from wsi_fl.learning.units import rows_alone, whole_patients
 from wsi_fl.models import build
 from wsi_fl.privacy import groups
 from wsi_fl.privacy.accounting import WHOLE_ORDERS, Mechanism, epsilon, plan
-from wsi_fl.privacy.dpsgd import DPTrainer, entropy_generator
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.groups import by_mixture, by_textbook, group_epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.privacy.patients import summed_by_patient
@@ -57,7 +58,7 @@ def step(model, x, y, patient, *, clip, divisor, sigma=0.0):
     before = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = DPTrainer(model, optimizer, sigma=sigma, clip=clip, batch_size=divisor, unit="patient")
-    trainer.step(x, lambda z: functional.cross_entropy(z, y), entropy_generator(), patient)
+    trainer.step(x, lambda z: functional.cross_entropy(z, y), CipherStream.fresh(), patient)
     return before - torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -126,8 +127,8 @@ def test_patients_enter_whole_independently_and_at_their_rate():
     """23 patients of 1 to 23 rows, B = 5: q = 1/5 for each, whatever it has."""
     names = [f"p{k}" for k in range(23) for _ in range(k + 1)]
     units = whole_patients(examples(names), None, "S")
-    generator = torch.Generator().manual_seed(0)
-    drawn = [units.rows(chosen, generator) for chosen in planned(units.n, 5, 800).batches(generator)]
+    sampler = CipherStream.seeded(0)
+    drawn = [units.rows(chosen, sampler) for chosen in planned(units.n, 5, 800).batches(sampler)]
     assert len(drawn) == 800 * 5
     counts = np.zeros((len(drawn), units.n))
     for at, rows in enumerate(drawn):
@@ -142,8 +143,8 @@ def test_patients_enter_whole_independently_and_at_their_rate():
 
 def test_of_many_rows_a_few_are_drawn_anew_in_every_step():
     units = whole_patients(examples(["a"] * 50 + ["b"] * 3), 8, "S")
-    generator = torch.Generator().manual_seed(0)
-    drawn = [units.rows(np.array([0, 1]), generator) for _ in range(200)]
+    sampler = CipherStream.seeded(0)
+    drawn = [units.rows(np.array([0, 1]), sampler) for _ in range(200)]
     assert all(len(set(rows.tolist())) == 11 for rows in drawn)
     assert all(set(rows[8:].tolist()) == {50, 51, 52} for rows in drawn)
     times = np.bincount(np.concatenate([rows[:8] for rows in drawn]), minlength=50)
@@ -160,9 +161,9 @@ def test_coins_change_neither_rate_nor_number_of_steps(seed):
     for units in (rows_alone(20), whole_patients(examples(["a", "b"] * 10), 3, "S")):
         planted = units.with_canaries(coins)
         assert planted.n == units.n + 9
-        rows = planted.rows(np.arange(planted.n), torch.Generator())
+        rows = planted.rows(np.arange(planted.n), CipherStream.fresh())
         assert sorted(r for r in rows.tolist() if r >= 20) == list(range(20, 20 + coins.sum()))
-        drawn = list(planned(planted.n, 4).batches(torch.Generator()))
+        drawn = list(planned(planted.n, 4).batches(CipherStream.fresh()))
         assert len(drawn) == -(-planted.n // 4)
 
 

@@ -18,7 +18,7 @@ from wsi_fl.models import build
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import sums
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
-from wsi_fl.privacy.discrete import InsecureBits
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
@@ -386,9 +386,7 @@ def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study
 
 def test_files_make_the_head_that_one_run_over_the_network_makes(study, monkeypatch):
     real = sums.discrete_gaussian
-    monkeypatch.setattr(
-        sums, "discrete_gaussian", lambda sigma, n, *_: real(sigma, n, InsecureBits(insecure_seed=5))
-    )
+    monkeypatch.setattr(sums, "discrete_gaussian", lambda sigma, n, _: real(sigma, n, CipherStream.seeded(5)))
     over_network = train(study, method="oneshot", overrides=NOISE, backend="local")
     ledgers = {name: study.ledger(name).read_text() for name in ("S0", "S1", "S2")}
     release(study, site=None, overrides=NOISE)

@@ -11,6 +11,7 @@ from PIL import Image
 from wsi_fl.federation.preflight import compare
 from wsi_fl.learning.examples import Examples, batches, in_stains, joined, subset
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.slides.stains.reinhard import restained, stain_of, tissue_moments
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -215,7 +216,9 @@ def test_every_example_is_shown_in_any_stain_with_equal_chance_and_evaluated_in_
     shown = in_stains(examples(), [lambda rows, pixels: pixels * 0, lambda rows, pixels: pixels * 0 + 1])
     rows = [np.arange(30)] * 100
     cpu = torch.device("cpu")
-    drawn = [x for x, _ in batches(shown, iter(rows), augment=None, device=cpu, stain_seed=3)]
+    drawn = [
+        x for x, _ in batches(shown, iter(rows), augment=None, device=cpu, stains=CipherStream.seeded(3))
+    ]
     values = ((torch.stack(drawn)[..., 0, 0, 0] + 1) * 127.5).round().int()
     for k in range(30):
         counts = [int((values[:, k] == one).sum()) for one in (0, 1, 120 + k)]

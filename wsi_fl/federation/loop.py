@@ -37,7 +37,7 @@ from wsi_fl.federation.site import (
 from wsi_fl.federation.topology import Matrix, over, receivers
 from wsi_fl.learning.examples import batches
 from wsi_fl.learning.local import Batch, mean_losses
-from wsi_fl.privacy.dpsgd import entropy_generator, seed_from_entropy
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
 from wsi_fl.privacy.release import Release
 from wsi_fl.types import WsiFlError
@@ -190,28 +190,25 @@ def _train_round(
     augmentation is secret too: a sequence that others know would tie every record to the number of records before it
     in the batch, and ε holds only where one record changes one gradient.
     """
-    seed = _seed(schedule.seed, site.index, round_)
     lesson = method.learns(site.material())
     if lesson is None or all(learner.frozen for learner in site.learners.values()):
         return {}
-    insecure = schedule.insecure_seed
-    fixed = None if insecure is None else _seed(insecure, site.index, round_)
-    noise = entropy_generator(site.device, fixed)
-    sampler = entropy_generator("cpu", seed if site.plan is None else fixed)
+    seed = schedule.seed if site.plan is None else schedule.insecure_seed
+    noise, sampler, views = (
+        CipherStream.fresh() if seed is None else CipherStream.seeded(seed, site.index, round_, purpose)
+        for purpose in ("noise", "batches", "views")
+    )
     if site.plan is None:
         rows = lesson.rows(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
     else:
-        seed = int(torch.randint(2**62, (), generator=sampler))
         rows = lesson.rows_of(site.plan, sampler)
         _require_planned(site, site.plan, schedule, lesson.units.n, len(rows))
-    augment = schedule.make_augment(seed)
-    images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stain_seed=seed)
+    dropout = views.below(2**63)  # of a model that stays at home: none under privacy has any
+    augment = schedule.make_augment(views)
+    images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stains=views)
     drawn = lesson.units.labelled(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
-        if site.plan is None:
-            torch.manual_seed(seed)
-        else:
-            seed_from_entropy(site.device, None if insecure is None else seed)
+        torch.manual_seed(dropout)
 
         def step(number: int, batch: Batch) -> dict[str, float]:
             report({"site": site.name, "round": round_, "step": number, "steps": len(rows)})
@@ -252,8 +249,3 @@ def _log_round(
     }
     site.folder.log_round(line)
     report({"site": site.name, "round": round_, "done": line})
-
-
-def _seed(*parts: int) -> int:
-    """Return one seed for (study seed, site, round), unrelated to its neighbours'."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -19,9 +19,8 @@ from wsi_fl.learning.lessons import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from wsi_fl.learning.local import Batch, Learner, Learners
+    from wsi_fl.privacy.cipher import CipherStream
 
 
 SHARED = "shared_head"
@@ -68,7 +67,7 @@ class Method:
     name: str
     does: str
     prepare: Callable[[MakeLearner], Learners]
-    step: Callable[[Learners, Batch, Weights, torch.Generator], dict[str, float]]
+    step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
     exchange: Topology = topology.none
     travels: str | None = None
     federated: bool = True
@@ -151,16 +150,14 @@ def _private_and_dp_proxy(make: MakeLearner) -> Learners:
     return {"private": make("private", dp=False), "proxy": make("proxy", dp=True)}
 
 
-def _supervised(
-    learners: Learners, batch: Batch, weights: Weights, noise: torch.Generator
-) -> dict[str, float]:
+def _supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     from wsi_fl.learning.local import supervised_step
 
     del weights
     return {"private": supervised_step(learners["private"], batch, noise)}
 
 
-def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Generator) -> dict[str, float]:
+def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
 
     One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
@@ -177,14 +174,12 @@ def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: torch.Gen
     return losses
 
 
-def _take_sums(
-    learners: Learners, batch: Batch, weights: Weights, noise: torch.Generator
-) -> dict[str, float]:
+def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Take the sums of all rows; the private model was fitted to them before."""
     from wsi_fl.learning.local import sum_up
 
-    del weights, noise
-    sum_up(learners["proxy"], batch)
+    del weights
+    sum_up(learners["proxy"], batch, noise)
     return {}
 
 

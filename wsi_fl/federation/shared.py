@@ -27,10 +27,10 @@ from wsi_fl.federation.site import Schedule, Site, checkpoint
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.book import run_id
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
     A_LITTLE,
     SCALE,
-    InsecureBits,
     discrete_gaussian,
     noise_multiplier,
     quantised,
@@ -187,9 +187,9 @@ def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
 
 
 def _noise(share: float, n: int, sum_: _Sum, index: int) -> NDArray[np.int64]:
-    if sum_.insecure_seed is None:
-        return discrete_gaussian(share, n)
-    return discrete_gaussian(share, n, InsecureBits(insecure_seed=sum_.insecure_seed * 1009 + index))
+    seed = sum_.insecure_seed
+    stream = CipherStream.fresh() if seed is None else CipherStream.seeded(seed, "shares", index)
+    return discrete_gaussian(share, n, stream)
 
 
 def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n_sites: int) -> None:

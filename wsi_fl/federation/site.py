@@ -20,6 +20,7 @@ from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import Release, Values, digest
@@ -35,7 +36,7 @@ class Schedule:
     """What all sites agree on.
 
     Attributes:
-        make_augment: seed → augmentation of one image, or None.
+        make_augment: what it draws on → augmentation of one image, or None.
         self_weight: P[i, i] where the graph leaves it open.
         graph: instead of the method's own.
         batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
@@ -55,7 +56,7 @@ class Schedule:
     seed: int
     weights: Weights
     self_weight: float
-    make_augment: Callable[[int], Augment | None]
+    make_augment: Callable[[CipherStream], Augment | None]
     graph: Topology | None = None
     answer: str = "private"
     reset_optimizer: bool = False

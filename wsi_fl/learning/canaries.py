@@ -7,6 +7,7 @@ so whatever it knows of one it has from that one.
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, Inputs, subset
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import Bags, Images, Shape
 
 _INSTANCES = 8
@@ -42,7 +44,7 @@ class Canaries:
 def tossed(m: int) -> tuple[int, NDArray[np.bool_]]:
     """(seed, m fair coins), both from the operating system's entropy and never from a seed of the study."""
     coins = np.frombuffer(secrets.token_bytes(m), np.uint8) < 128
-    return secrets.randbits(64), coins
+    return secrets.randbits(256), coins
 
 
 def canaries(
@@ -50,9 +52,9 @@ def canaries(
 ) -> Canaries:
     """The canaries of a seed, always the same ones, for models that see `shape`."""
     m = len(included)
-    twister = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))  # its numbers are frozen
-    labels = twister.randint(n_classes, size=m).astype(np.int64)
-    inputs = _noise(twister, m, shape)
+    stream = CipherStream.seeded(seed, "canaries")
+    labels = np.array([stream.below(n_classes) for _ in range(m)], np.int64)
+    inputs = _noise(stream, m, shape)
     names = np.array([f"canary {k}" for k in range(m)])
     allowed = np.ones((m, n_classes), bool) if isinstance(shape, Bags) else None
     made = Examples(
@@ -67,13 +69,14 @@ def canaries(
     return Canaries(seed, included, made)
 
 
-def _noise(twister: np.random.RandomState, m: int, shape: Shape) -> Inputs:
+def _noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:
     """m images of uniform pixels, vectors of normal features, or bags of such."""
     if isinstance(shape, Images):
         size = (m, shape.size_px, shape.size_px, shape.channels)
-        return twister.randint(256, size=size, dtype=np.uint8)
+        return (stream.uniform(math.prod(size)) * 256).astype(np.uint8).reshape(size)
     if isinstance(shape, Bags):
-        bags = twister.standard_normal((m, _INSTANCES, shape.n_features + 1)).astype(np.float32)
+        bags = stream.normal(m * _INSTANCES * (shape.n_features + 1)).astype(np.float32)
+        bags = bags.reshape(m, _INSTANCES, shape.n_features + 1)
         bags[:, :, -1] = 1  # every patch is there
         return bags
-    return twister.standard_normal((m, shape.n_features)).astype(np.float32)
+    return stream.normal(m * shape.n_features).astype(np.float32).reshape(m, shape.n_features)

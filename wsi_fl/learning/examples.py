@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from wsi_fl.privacy.cipher import CipherStream
+
 Augment = Callable[["Tensor"], "Tensor"]
 """Maps one image float32[channels, h, w], normalised to [−1, 1], to another; it may leave that range."""
 
@@ -213,15 +215,10 @@ def tensor_of(inputs: Inputs) -> Tensor:
     return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
-def epoch_rows(
-    n: int, batch_size: int, epochs: int, *, sampler: torch.Generator
-) -> Iterator[NDArray[np.int64]]:
+def epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
     """Rows of the batches of `epochs` shuffled passes, ceil(n / batch_size) batches each; without privacy."""
-    import torch
-
     for _ in range(epochs):
-        order = torch.randperm(n, generator=sampler).numpy()
-        yield from np.array_split(order, range(batch_size, n, batch_size))
+        yield from np.array_split(sampler.permutation(n), range(batch_size, n, batch_size))
 
 
 def batches(
@@ -230,7 +227,7 @@ def batches(
     *,
     augment: Augment | None,
     device: torch.device,
-    stain_seed: int | None = None,
+    stains: CipherStream | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
 
@@ -238,11 +235,11 @@ def batches(
 
     Args:
         rows: of each batch, int64[b].
-        stain_seed: of the stain in which each example is shown, where it can be in several; None for its own.
+        stains: draws the stain in which each example is shown, where it can be in several; None for its own.
     """
     import torch
 
-    read = examples.read if stain_seed is None else _in_random_stains(examples, stain_seed)
+    read = examples.read if stains is None else _in_random_stains(examples, stains)
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
@@ -257,10 +254,10 @@ def batches(
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-def _in_random_stains(examples: Examples, seed: int) -> Callable[[NDArray[np.int64]], Inputs]:
+def _in_random_stains(examples: Examples, stains: CipherStream) -> Callable[[NDArray[np.int64]], Inputs]:
     """Each row in one of the stains, all alike likely."""
     show = examples.show
     if show is None:
         return examples.read
-    generator = np.random.default_rng(seed)
-    return lambda rows: show(rows, generator.integers(examples.n_stains, size=len(rows)))
+    n = examples.n_stains
+    return lambda rows: show(rows, (stains.uniform(len(rows)) * n).astype(np.int64))

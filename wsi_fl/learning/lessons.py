@@ -15,7 +15,7 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
-    import torch
+    from wsi_fl.privacy.cipher import CipherStream
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Lesson:
         """Both parts as one, `learned` first."""
         return self.learned if self.replayed is None else joined([self.learned, self.replayed])
 
-    def rows_of(self, plan: PrivacyPlan, sampler: torch.Generator) -> list[NDArray[np.int64]]:
+    def rows_of(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
         """Return the rows of `examples` for every batch of a round under differential privacy.
 
         Raises:
@@ -62,7 +62,7 @@ class Lesson:
             raise WsiFlError("a privacy plan covers a site's own rows alone, and nothing that is replayed")
         return [self.units.rows(chosen, sampler) for chosen in plan.batches(sampler)]
 
-    def rows(self, batch_size: int, epochs: int, *, sampler: torch.Generator) -> list[NDArray[np.int64]]:
+    def rows(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
         """Rows of `examples` for every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
@@ -76,19 +76,17 @@ class Lesson:
         return [np.concatenate([mine, n + theirs]) for mine, theirs in zip(own, again, strict=True)]
 
 
-def replayed_rows(sizes: Sequence[int], n: int, sampler: torch.Generator) -> list[NDArray[np.int64]]:
+def replayed_rows(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[NDArray[np.int64]]:
     """For batches of these sizes, rows of n samples in shuffled passes: each has its turn before any comes again.
 
     Example:
-        >>> import torch
-        >>> drawn = replayed_rows([2, 3], 5, torch.Generator().manual_seed(0))
+        >>> from wsi_fl.privacy.cipher import CipherStream
+        >>> drawn = replayed_rows([2, 3], 5, CipherStream.fresh())
         >>> [len(rows) for rows in drawn], sorted(np.concatenate(drawn).tolist())
         ([2, 3], [0, 1, 2, 3, 4])
     """
-    import torch
-
     passes = -(-sum(sizes) // n)
-    order = [torch.randperm(n, generator=sampler).numpy() for _ in range(passes)]
+    order = [sampler.permutation(n) for _ in range(passes)]
     drawn = np.concatenate([*order, np.zeros(0, np.int64)])[: sum(sizes)]
     return np.split(drawn, np.cumsum(sizes)[:-1])
 

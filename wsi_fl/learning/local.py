@@ -15,6 +15,7 @@ from wsi_fl.learning.objectives import mutual
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.models.checkpoint import load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.gradients import trained
 from wsi_fl.privacy.sums import NoisySums
@@ -33,7 +34,6 @@ class DPSettings:
     Attributes:
         unit: whose gradients are clipped, a "row"'s or a "patient"'s.
         engine: what sums the clipped gradients; None for what suits the model.
-        insecure_seed: of fixed noise on sums, for tests alone.
     """
 
     sigma: float
@@ -41,7 +41,6 @@ class DPSettings:
     batch_size: int
     unit: str = "row"
     engine: str | None = None
-    insecure_seed: int | None = None
 
 
 class Learner:
@@ -83,7 +82,7 @@ class Learner:
         self,
         x: Tensor,
         loss_of: Callable[[Tensor], Tensor],
-        noise: torch.Generator,
+        noise: CipherStream,
         *,
         logits: Tensor | None = None,
         patient: Tensor | None = None,
@@ -154,13 +153,11 @@ class Learner:
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
     """What gives a model its noise: steps for most, sums for what is made of them."""
     if isinstance(model, SharedHead):
-        return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit, dp.insecure_seed)
-    settings = asdict(dp)
-    settings.pop("insecure_seed")  # steps are given a generator
-    return DPTrainer(model, optimizer, **settings)
+        return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
+    return DPTrainer(model, optimizer, **asdict(dp))
 
 
-def sum_up(learner: Learner, batch: Batch) -> None:
+def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
     """Take the sums of all rows, which the batch must be, with noise where the learner is under privacy."""
     head = learner.model
     assert isinstance(head, SharedHead)
@@ -169,11 +166,11 @@ def sum_up(learner: Learner, batch: Batch) -> None:
     with torch.no_grad():
         z = head.embedded(x)
         exact = dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), whose[0] if whose else None)
-        noisy = dp.noisy(exact) if dp.sigma else exact
+        noisy = dp.noisy(exact, noise) if dp.sigma else exact
         head.hold(exact, noisy.float().double(), (dp.sigma * dp.clip) ** 2)
 
 
-def supervised_step(learner: Learner, batch: Batch, noise: torch.Generator) -> float:
+def supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:
     """Take one step on the loss of the task, cross-entropy for classes (eq. 2), and return it."""
     return mutual_step(learner, None, 0.0, batch, noise)
 
@@ -183,7 +180,7 @@ def mutual_step(
     answers: Tensor | None,
     weight: float,
     batch: Batch,
-    noise: torch.Generator,
+    noise: CipherStream,
     *,
     logits: Tensor | None = None,
 ) -> float:

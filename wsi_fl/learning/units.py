@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wsi_fl.learning.local import Batch
+    from wsi_fl.privacy.cipher import CipherStream
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,19 @@ class Units:
     def _each_a_row(self) -> bool:
         return np.array_equal(self.of_row, np.arange(self.n))
 
-    def rows(self, chosen: NDArray[np.int64], sampler: torch.Generator) -> NDArray[np.int64]:
+    def rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
         """int64[b]: the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
         if self._each_a_row:
             return chosen
         found = [self._some(self._rows_of[k], sampler) for k in chosen]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
-    def _some(self, rows: NDArray[np.int64], sampler: torch.Generator) -> NDArray[np.int64]:
+    def _some(self, rows: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
         if self.max_rows is None or len(rows) <= self.max_rows:
             return rows
-        import torch
+        return rows[sampler.permutation(len(rows))[: self.max_rows]]
 
-        some: NDArray[np.int64] = torch.randperm(len(rows), generator=sampler)[: self.max_rows].numpy()
-        return rows[some]
-
-    def epoch(self, batch_size: int, epochs: int, *, sampler: torch.Generator) -> Iterator[NDArray[np.int64]]:
+    def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Rows of the batches of `epochs` shuffled passes over the units."""
         for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler):
             yield self.rows(chosen, sampler)

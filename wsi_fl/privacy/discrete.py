@@ -12,19 +12,15 @@ Sources:
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
 from fractions import Fraction
 from math import exp, frexp, inf, isfinite, nextafter, pi, sqrt
-from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
 
-_BATCH = 2**15
-"""Random bytes drawn at a time: a call of the operating system for each number would cost more than all the rest."""
 _MOST_SIGMA = 2.0**50
 """Up to here a draw that does not fit an int64 would be one of 2¹³ σ, less likely than exp(−2²⁴)."""
 _MOST = 2.0**62
@@ -40,23 +36,8 @@ A_LITTLE = 1e-6
 which is below 10⁻¹² at such scales."""
 
 
-class InsecureBits:
-    """Makes the same random bits again; for tests alone, since whoever knows the seed can take the noise off.
-
-    Args:
-        insecure_seed: the seed.
-    """
-
-    def __init__(self, *, insecure_seed: int) -> None:
-        self._random = Random(insecure_seed)
-
-    def __call__(self, k: int) -> int:
-        """Return k bits as a number."""
-        return self._random.getrandbits(k)
-
-
 def discrete_gaussian(
-    sigma: Fraction | float, size: int, randbits: Callable[[int], int] = secrets.randbits
+    sigma: Fraction | float, size: int, stream: CipherStream | None = None
 ) -> NDArray[np.int64]:
     """Draw int64[size] from the discrete Gaussian: whole numbers x with probability ∝ exp(−x² / 2σ²), exactly.
 
@@ -67,46 +48,18 @@ def discrete_gaussian(
     Args:
         sigma: the parameter σ, taken as the exact fraction that a float is.
         size: how many numbers.
-        randbits: `secrets.randbits`, which asks the operating system; in tests `InsecureBits(insecure_seed=…)`.
+        stream: where the bits come from; None for a fresh one.
 
     Raises:
-        UsageError: when σ is not between 0 and 2⁵⁰, or the source is another one.
+        UsageError: when σ is not between 0 and 2⁵⁰.
     """
     if not 0 < sigma <= _MOST_SIGMA:
         raise UsageError(f"noise needs a sigma above 0 and up to 2**50, not {sigma}")
-    if randbits is not secrets.randbits and not isinstance(randbits, InsecureBits):
-        raise UsageError(
-            "noise draws on secrets.randbits alone; tests may take InsecureBits(insecure_seed=...) instead"
-        )
-    bits, variance = _Bits(randbits), Fraction(sigma) ** 2
+    bits, variance = stream or CipherStream.fresh(), Fraction(sigma) ** 2
     return np.fromiter((_gaussian(variance, int(sigma) + 1, bits) for _ in range(size)), np.int64, size)
 
 
-class _Bits:
-    """Hands out whole numbers from random bytes that are drawn in batches.
-
-    It lives for one call: bytes kept for the next would be the same in every process that forks in between.
-    """
-
-    def __init__(self, randbits: Callable[[int], int]) -> None:
-        self._randbits, self._batch, self._at = randbits, b"", 0
-
-    def below(self, n: int) -> int:
-        """Draw one of 0, …, n − 1, all equally likely."""
-        bits = (n - 1).bit_length()
-        length = (bits + 7) // 8
-        while True:
-            end = self._at + length
-            if end > len(self._batch):
-                fresh = max(_BATCH, length)
-                self._batch, self._at, end = self._randbits(8 * fresh).to_bytes(fresh, "little"), 0, length
-            drawn = int.from_bytes(self._batch[self._at : end], "little") >> (8 * length - bits)
-            self._at = end
-            if drawn < n:
-                return drawn
-
-
-def _happens(n: int, d: int, bits: _Bits) -> bool:
+def _happens(n: int, d: int, bits: CipherStream) -> bool:
     """Return true with probability exp(−n / d), for n ≥ 0 and d > 0 (algorithm 1)."""
     while n > d:
         if not _happens(1, 1, bits):
@@ -118,7 +71,7 @@ def _happens(n: int, d: int, bits: _Bits) -> bool:
     return k % 2 == 1
 
 
-def _laplace(t: int, bits: _Bits) -> int:
+def _laplace(t: int, bits: CipherStream) -> int:
     """Draw a whole number y with probability ∝ exp(−|y| / t) (algorithm 2 with s = 1)."""
     while True:
         u = bits.below(t)
@@ -133,7 +86,7 @@ def _laplace(t: int, bits: _Bits) -> int:
         return -y if negative else y
 
 
-def _gaussian(variance: Fraction, t: int, bits: _Bits) -> int:
+def _gaussian(variance: Fraction, t: int, bits: CipherStream) -> int:
     """Draw a whole number with probability ∝ exp(−y² / 2σ²), given σ² and t = ⌊σ⌋ + 1 (algorithm 3)."""
     a, b = variance.numerator, variance.denominator
     while True:

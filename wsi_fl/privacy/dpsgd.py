@@ -1,59 +1,28 @@
 """DP-SGD (Abadi et al., 2016): Poisson batches, clipped per-example gradients, Gaussian noise.
 
 The mean gradient is (Σ clip(g_i, C) + N(0, σ²C² I)) / B with the public constant B, never the size of the
-batch that came out (ProxyFL, eq. 7). Noise and batches draw on entropy of the operating system.
+batch that came out (ProxyFL, eq. 7).
 """
 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Mapping, Sequence
 from math import isfinite
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
 from wsi_fl.models.checkpoint import laid_out_like
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ghost import GHOSTS
 from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, trained
-from wsi_fl.privacy.noise import Noise
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.types import UsageError, WsiFlError
 
 _UNTRAINABLE = "model cannot be trained with differential privacy"
-_TWISTER_START, _TWISTER_WORDS = 24, 624
-"""Where the words of a CPU generator lie in its state: each in eight bytes, after three fields."""
-
-
-def entropy_generator(
-    device: torch.device | str = "cpu", insecure_seed: int | None = None
-) -> torch.Generator:
-    """Seeded by the operating system; `insecure_seed` is for tests alone and voids the guarantee."""
-    generator = torch.Generator(device)
-    seed = int.from_bytes(os.urandom(8), "little") if insecure_seed is None else insecure_seed
-    generator.manual_seed(seed % 2**63)
-    if insecure_seed is None and generator.device.type == "cpu":
-        # PyTorch's Mersenne Twister takes 32 bits of a seed, few enough to try them all against a release.
-        state = generator.get_state()
-        words = np.frombuffer(os.urandom(4 * _TWISTER_WORDS), "<u4").astype(np.uint64)
-        state.numpy()[_TWISTER_START : _TWISTER_START + words.nbytes] = words.view(np.uint8)
-        generator.set_state(state)
-    return generator
-
-
-def seed_from_entropy(device: torch.device | str = "cpu", insecure_seed: int | None = None) -> None:
-    """Give the default generators of the CPU and of `device`, which dropout draws on, a state nobody can guess.
-
-    Args:
-        insecure_seed: for tests alone; voids the guarantee.
-    """
-    torch.set_rng_state(entropy_generator("cpu", insecure_seed).get_state())
-    if torch.device(device).type == "cuda":
-        torch.cuda.set_rng_state(entropy_generator(device, insecure_seed).get_state(), device)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -105,6 +74,8 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, i
             raise UsageError(f"model cannot take images of {shape}: {_one_line(error)}") from None
         if not isinstance(logits, Tensor) or logits.shape != (2, n_classes):
             raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
+        if not torch.equal(logits, probe(x)):
+            raise UsageError(f"{_UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
         try:
             singly = _gradients_singly(probe, x, y)
         except Exception as error:
@@ -123,15 +94,20 @@ _GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
 
 
 def _generic_copy(model: nn.Module) -> nn.Module:
-    """A copy on the CPU without dropout, and without constant weights, which may hide other gradients."""
+    """A copy on the CPU as it is trained, but without constant weights, which may hide other gradients."""
     model = copy.deepcopy(model).cpu()
-    for module in model.modules():  # Opacus looks at those in training mode alone; dropout has no parameters
-        module.training = any(True for _ in module.parameters(recurse=False))
+    _train_without_dropout(model)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.numel() and parameter.min() == parameter.max():  # a layer scale of 10⁻⁶, a gain of 0
                 parameter.uniform_(0.5, 1.5)
     return model
+
+
+def _train_without_dropout(model: nn.Module) -> None:
+    """Set training mode where a module has parameters: dropout has none, and what it drew would have to stay secret."""
+    for module in model.modules():
+        module.training = module is model or any(True for _ in module.parameters(recurse=False))
 
 
 def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -211,18 +187,16 @@ class DPTrainer:
         self.unit = unit
         self._parameters = trained(model)
         self.engine = engine or engine_of(model)
-        self._noise: Noise | None = None
 
-    def step(
-        self, x: Tensor, loss_of: LossOf, generator: torch.Generator, patient: Tensor | None = None
-    ) -> float:
+    def step(self, x: Tensor, loss_of: LossOf, noise: CipherStream, patient: Tensor | None = None) -> float:
         """One step on the batch x[b, …], of pure noise when b = 0. Returns the mean loss (NaN when b = 0).
 
         Args:
             loss_of: maps logits [b, classes] to the mean of per-example losses.
-            generator: source of the noise, on the model's device.
+            noise: where it comes from.
             patient: int64[b], whose each row is, where the unit is a patient.
         """
+        _train_without_dropout(self._model)
         if len(x) and self.unit == "patient":
             if patient is None:
                 raise WsiFlError("a step with patients as units must know whose each row is")
@@ -236,7 +210,7 @@ class DPTrainer:
         if len(found) < len(sums):
             missing = len(sums) - len(found)
             raise WsiFlError(f"{missing} parameters got no gradient; freeze what the loss does not use")
-        self._set_gradients(found, generator)
+        self._set_gradients(found, noise)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss)
@@ -249,12 +223,11 @@ class DPTrainer:
         weights = (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0)
         return weights.where(weights >= torch.finfo(torch.float32).tiny, 0.0)
 
-    def _set_gradients(self, sums: Sequence[Tensor], generator: torch.Generator) -> None:
+    def _set_gradients(self, sums: Sequence[Tensor], noise: CipherStream) -> None:
         """(sum + N(0, σ²C²)) / B as every parameter's gradient, in place of the sums."""
         totals = [total.contiguous() for total in sums]
         if self.sigma:
-            self._noise = self._noise or Noise(totals)
-            self._noise.add(totals, self.sigma * self.clip, generator)
+            noise.add_normal(totals, self.sigma * self.clip)
         for parameter, total in zip(self._parameters, totals, strict=True):
             parameter.grad = laid_out_like(parameter, total.div_(self.batch_size))
 

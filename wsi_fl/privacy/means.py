@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import Mechanism
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import WsiFlError
 
 
@@ -15,7 +15,7 @@ def noisy_mean(
     *,
     clip: float,
     sigma: float,
-    noise: torch.Generator,
+    noise: CipherStream,
     units: NDArray[np.str_] | None = None,
 ) -> tuple[NDArray[np.float64], Mechanism, int]:
     """The mean float64[k] of rows clipped to norm `clip` with noise of σ·clip on their sum; its cost; how many units.
@@ -43,5 +43,5 @@ def noisy_mean(
     )  # else one row would undo the bound
     norms = np.linalg.norm(values, axis=1, keepdims=True)
     total = (values * np.minimum(1.0, clip / np.maximum(norms, 1e-12))).sum(0)
-    added = torch.randn(values.shape[1], generator=noise, dtype=torch.float64).numpy() * sigma * clip
+    added = noise.normal(values.shape[1]) * sigma * clip
     return (total + added) / n, Mechanism(sigma, clip, 1.0, 1), n

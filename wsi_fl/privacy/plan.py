@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import isfinite
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, steps_per_epoch
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.types import UsageError, WsiFlError
-
-if TYPE_CHECKING:
-    import torch
 
 Unit = Literal["row", "patient"]
 """Whose record is protected."""
@@ -85,10 +83,10 @@ class PrivacyPlan(Mechanism):
                 f"set delta below {1 / self.n:.2g}"
             )
 
-    def batches(self, sampler: torch.Generator) -> Iterator[NDArray[np.int64]]:
+    def batches(self, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
         """Draw the units int64[b] of every step: each enters with probability `sample_rate`; b may be 0."""
         for _ in range(self.steps):
-            yield poisson_rows(self.n, self.sample_rate, sampler).numpy()
+            yield poisson_rows(self.n, self.sample_rate, sampler)
 
 
 def plan_of_round(
@@ -123,12 +121,9 @@ def plan_of_round(
     )
 
 
-def poisson_rows(n: int, sample_rate: float, generator: torch.Generator) -> torch.Tensor:
+def poisson_rows(n: int, sample_rate: float, sampler: CipherStream) -> NDArray[np.int64]:
     """Return int64[b], each of n rows independently with probability `sample_rate`; b may be 0."""
-    import torch
-
-    chosen = torch.rand(n, generator=generator, dtype=torch.float64) < sample_rate
-    return chosen.nonzero().flatten()
+    return np.flatnonzero(sampler.uniform(n) < sample_rate)
 
 
 class Applies(Protocol):

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
     A_LITTLE,
     SCALE,
-    InsecureBits,
     discrete_gaussian,
     quantised,
     sensitivity_of,
@@ -37,14 +37,12 @@ class NoisySums:
         clip: bound on the L2 norm of one unit's sums, in units of the longest row.
         batch_size: number of units, all of which take part.
         unit: whose sums are clipped, a "row"'s or a "patient"'s.
-        insecure_seed: of fixed noise, for tests alone.
     """
 
     sigma: float
     clip: float
     batch_size: int
     unit: str = "row"
-    insecure_seed: int | None = None
 
     def clipped(self, packed: Packed, n: int, patient: Tensor | None = None) -> Tensor:
         """Return the sums float64[k] of n rows in which no unit counts for more than `clip`.
@@ -69,19 +67,11 @@ class NoisySums:
             found += part * float((self.clip * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))
         return found
 
-    def noisy(self, sums: Tensor) -> Tensor:
-        """Return float64[k] with discrete Gaussian noise, in steps of 1 / `SCALE`.
-
-        Every bit of it is the operating system's. A generator whose state follows from its numbers would not do: one
-        release shows thousands of them, and who knows all rows but one could solve for the state.
-        """
+    def noisy(self, sums: Tensor, stream: CipherStream) -> Tensor:
+        """Return float64[k] with discrete Gaussian noise of the stream, in steps of 1 / `SCALE`."""
         values = quantised(sums.cpu().numpy(), SCALE)
         steps = self.sigma * sensitivity_of(self.clip, SCALE, len(values)) * (1 + A_LITTLE)
-        drawn = (
-            discrete_gaussian(steps, len(values))
-            if self.insecure_seed is None
-            else discrete_gaussian(steps, len(values), InsecureBits(insecure_seed=self.insecure_seed))
-        )
+        drawn = discrete_gaussian(steps, len(values), stream)
         return torch.from_numpy((values + drawn) / SCALE).to(sums.device)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.units import require_patients
 from wsi_fl.privacy.book import Guarantee
-from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.means import noisy_mean
 from wsi_fl.privacy.plan import plan_of_round
@@ -148,7 +148,7 @@ def _measured(one: _Site, ledger: PrivacyLedger, watcher: Watcher) -> tuple[Rele
         np.concatenate(parts),
         clip=settings.clip,
         sigma=settings.sigma,
-        noise=entropy_generator(),
+        noise=CipherStream.fresh(),
         units=units,
     )
     vector = mean.astype(np.float32)

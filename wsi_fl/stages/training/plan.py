@@ -14,7 +14,7 @@ from wsi_fl.federation import preflight
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.site.account import planned, spent_words
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import (
@@ -76,21 +76,21 @@ def _cost(site: Site, party: Party) -> dict[str, Any]:
     pipeline = party.pipeline
     batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size
     units = np.arange(min(batch_size, site.units.n))
-    rows = [site.units.rows(units, entropy_generator())] * (_TIMED_STEPS + 1)
-    noise = entropy_generator(site.device)
+    stream = CipherStream.fresh()
+    rows = [site.units.rows(units, stream)] * (_TIMED_STEPS + 1)
     schedule = schedule_of(party)
     drawn = batches(
         site.learned(),
         iter(rows),
-        augment=schedule.make_augment(0),
+        augment=schedule.make_augment(stream),
         device=site.device,
-        stain_seed=0,
+        stains=stream,
     )
     began = 0.0
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):
         if number == 1:  # the first step warms up
             began = time.perf_counter()
-        party.method.step(site.learners, batch, schedule.weights, noise)
+        party.method.step(site.learners, batch, schedule.weights, stream)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
     steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms

@@ -20,7 +20,7 @@ from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.privacy.dpsgd import entropy_generator
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
 from wsi_fl.privacy.release import Release
@@ -183,10 +183,11 @@ def _summed(
     learner = Learner(model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=noise)
     if plan is not None and learner.trainer is not None:
         require_planned(plan, learner.trainer, n=units.n, steps=1, delta=delta, mode="strict")
-    rows = [units.rows(np.arange(units.n), entropy_generator())]
+    stream = CipherStream.fresh()
+    rows = [units.rows(np.arange(units.n), stream)]
     drawn = batches(train, iter(rows), augment=None, device=device)
     for batch in units.labelled(drawn, rows, device):
-        sum_up(learner, batch)
+        sum_up(learner, batch, stream)
     return model
 
 

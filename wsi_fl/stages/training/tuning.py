@@ -13,6 +13,7 @@ from wsi_fl.learning.examples import Examples, batches, epoch_rows, subset
 from wsi_fl.learning.local import Learner, probabilities, supervised_step, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, Way, fitted_head, tuned
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.site.party import Party
 from wsi_fl.types import Images
 
@@ -81,18 +82,18 @@ def tuned_for(
         head = fitted_head(x.cpu().numpy(), train.label, train.patient, n_classes)
         return Tuned(head.facts, head=head, held_out=head.held_out)
     settings = party.pipeline.train
-    stain_seed = settings.seed if settings.max_patches else None  # of which patches are seen
     start = {key: value.clone() for key, value in model.state_dict().items()}
 
     def trained(way: Way, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
         model.load_state_dict(start)
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
         learner = learner_of(model, way, some, n_classes, device)
-        noise = torch.Generator().manual_seed(settings.seed + _SEED_STEP)
+        stream = CipherStream.seeded(settings.seed, "tuning")
+        drawn = stream if settings.max_patches else None  # which patches are seen
         epochs = settings.rounds * settings.epochs_per_round
-        rows = epoch_rows(len(some), settings.batch_size, epochs, sampler=noise)
-        for batch in batches(some, rows, augment=None, device=device, stain_seed=stain_seed):
-            supervised_step(learner, batch, noise)
+        rows = epoch_rows(len(some), settings.batch_size, epochs, sampler=stream)
+        for batch in batches(some, rows, augment=None, device=device, stains=drawn):
+            supervised_step(learner, batch, stream)
         said = probabilities(learner.logits, others, device)
         return undecided_where_broken(said, others)
 

@@ -18,6 +18,7 @@ from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.tuning import Way
 from wsi_fl.models import build, schema
 from wsi_fl.privacy.book import run_id
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.run import RunFolder
@@ -75,9 +76,9 @@ def schedule_of(party: Party) -> Schedule:
     )
 
 
-def _not_augmented(seed: int) -> Augment | None:
+def _not_augmented(views: CipherStream) -> Augment | None:
     """Features have no symmetries of their own."""
-    del seed
+    del views
     return None
 
 
@@ -121,14 +122,7 @@ def make_learners(
         somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
         settings = None
         if dp and planned is not None:
-            fixed = pipeline.privacy.insecure_seed
-            settings = DPSettings(
-                planned.sigma,
-                planned.clip,
-                planned.batch_size,
-                planned.unit,
-                insecure_seed=None if fixed is None else 1009 * fixed + index,
-            )
+            settings = DPSettings(planned.sigma, planned.clip, planned.batch_size, planned.unit)
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 engine = check_per_example_gradients(model, shape, len(data.classes))

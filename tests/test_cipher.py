@@ -1,0 +1,213 @@
+"""The numbers that guarantees rest on: known answers of the cipher, and statistics against scipy."""
+
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from math import erfc, sqrt
+
+import numpy as np
+import pytest
+import torch
+from conftest import refused
+from scipy.stats import chisquare, kstest
+
+from wsi_fl.privacy import cipher
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.types import WsiFlError
+
+SURE = 1e-4
+"""p-values below it fail; keys are fixed where a test could fail by chance."""
+
+
+# bits
+
+
+def test_the_bits_are_those_of_aes_256_in_counter_mode():
+    """The counter begins at 0, so that the first block is AES of 16 zero bytes: a known answer under a key of zeros."""
+    first = CipherStream(bytes(32)).words(2).tobytes()
+    assert first.hex() == "dc95c078a2408989ad48a21492842087"
+    refused(lambda: CipherStream(bytes(16)), "32 bytes, not 16")
+
+
+def test_fresh_streams_have_keys_of_the_operating_system(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cipher.os, "urandom", lambda n: asked.append(n) or bytes([len(asked)] * n))
+    one, other = CipherStream.fresh(), CipherStream.fresh()
+    assert asked == [32, 32] and (one.words(4) != other.words(4)).all()
+
+
+def test_every_bit_of_a_key_counts():
+    start = CipherStream(bytes(32)).words(4)
+    for bit in range(256):
+        key = bytearray(32)
+        key[bit // 8] ^= 1 << bit % 8
+        assert (CipherStream(bytes(key)).words(4) != start).all(), bit
+
+
+def test_streams_of_one_seed_agree_and_those_of_others_have_nothing_in_common():
+    seeds = [(1,), (2,), (1, "a"), (1, "b"), (11,), (1, 1), ("1",), ("1", "1"), ("11",)]
+    seen = {seed: tuple(CipherStream.seeded(*seed).words(3).tolist()) for seed in seeds}
+    assert len(set(seen.values())) == len(seeds)
+    assert all(tuple(CipherStream.seeded(*seed).words(3).tolist()) == words for seed, words in seen.items())
+
+
+def test_no_number_is_given_out_twice_whatever_is_asked_for():
+    stream, seen = CipherStream.seeded(3), []
+    for n in (1, 7, 300, 2):
+        seen += [*stream.words(n).tolist(), *(stream.below(2**64) for _ in range(n))]
+        stream.normal(n)
+    assert len(set(seen)) == len(seen) == 620
+
+
+def test_threads_share_a_stream_and_each_number_is_given_out_once():
+    together, alone, n = CipherStream.seeded(5), CipherStream.seeded(5), 2**10
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(lambda _: together.normal(n), range(400)))
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.sort(alone.normal(400 * n)))
+    together, alone = CipherStream.seeded(5), CipherStream.seeded(5)
+    with ThreadPoolExecutor(4) as pool:
+        drawn = list(pool.map(lambda _: together.below(2**40), range(4000)))
+    assert sorted(drawn) == sorted(alone.below(2**40) for _ in range(4000))
+
+
+def _draws(stream, answer):
+    for draw in (lambda: stream.words(1), lambda: stream.below(5), lambda: stream.normal(1)):
+        try:
+            draw()
+        except WsiFlError as error:
+            answer.put(str(error))
+        else:
+            answer.put("went on")
+
+
+def test_a_stream_refuses_to_go_on_in_a_fork():
+    """Both processes would draw the same numbers, and two releases with one noise show their difference."""
+    context, stream = multiprocessing.get_context("fork"), CipherStream.fresh()
+    answer = context.SimpleQueue()
+    child = context.Process(target=_draws, args=(stream, answer))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+    assert all("make a fresh one" in answer.get() for _ in range(3))
+    stream.words(1)
+
+
+# whole numbers and orders
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 129, 256, 257])
+def test_whole_numbers_below_a_bound_are_equally_likely(n):
+    stream = CipherStream.seeded(5)
+    counts = np.bincount([stream.below(n) for _ in range(60 * n + 5000)])
+    assert len(counts) == n
+    assert n == 1 or chisquare(counts).pvalue > SURE
+
+
+def test_numbers_longer_than_a_block_are_drawn_too(monkeypatch):
+    monkeypatch.setattr(cipher, "_BLOCK_BYTES", 8)
+    stream, n = CipherStream.seeded(6), 2**200 + 1
+    draws = [stream.below(n) for _ in range(50)]
+    assert max(draws) < n and len(set(draws)) == 50 and max(draws).bit_length() > 190
+
+
+def test_small_numbers_cost_one_call_of_the_cipher_for_many(monkeypatch):
+    stream, asked = CipherStream.seeded(9), []
+    real = stream._cipher
+
+    class Counted:
+        def update(self, data):
+            asked.append(len(data))
+            return real.update(data)
+
+    stream._cipher = Counted()
+    for _ in range(1000):
+        stream.below(1 << 30)
+    assert len(asked) == 1
+
+
+def test_every_order_is_equally_likely():
+    stream = CipherStream.seeded(8)
+    orders = [tuple(stream.permutation(4).tolist()) for _ in range(4800)]
+    counts = np.unique(np.array(orders), axis=0, return_counts=True)[1]
+    assert len(counts) == 24 and chisquare(counts).pvalue > SURE
+    assert stream.permutation(0).tolist() == [] and stream.permutation(9).dtype == np.int64
+
+
+def test_uniform_numbers_are_uniform_to_the_last_bit():
+    drawn = CipherStream.seeded(1).uniform(200_000)
+    assert drawn.min() >= 0 and drawn.max() < 1
+    assert kstest(drawn, "uniform").pvalue > SURE
+    last = (drawn * 2**53).astype(np.uint64) & np.uint64(255)
+    assert chisquare(np.bincount(last.astype(int), minlength=256)).pvalue > SURE
+
+
+# normal numbers
+
+
+def test_normal_numbers_have_the_distribution_that_scipy_says():
+    drawn = CipherStream.seeded(2).normal(2**21)
+    assert drawn.dtype == np.float64
+    assert kstest(drawn, "norm").pvalue > SURE
+    spread = 1 / sqrt(len(drawn))
+    for power, moment, width in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)):
+        assert (drawn**power).mean() == pytest.approx(moment, abs=5 * sqrt(width) * spread), power
+
+
+def test_the_tail_goes_on_beyond_where_float32_numbers_end():
+    """Beyond 5.77 lies one in 10⁸. Here the tail is looked at from 4 on, against its probability."""
+    stream, far, n = CipherStream.seeded(4), [], 2**24
+    for _ in range(8):
+        drawn = np.abs(stream.normal(n // 8))
+        far.append(drawn[drawn > 4])
+    beyond = np.concatenate(far)
+    for end in (4.0, 4.5, 5.0):
+        wanted = n * erfc(end / sqrt(2))
+        assert (beyond > end).sum() == pytest.approx(wanted, abs=4 * sqrt(wanted)), end
+    assert cipher_end() > 8.5
+
+
+def cipher_end():
+    """The largest number that the scheme can give: of the smallest u, at an angle of 0."""
+    normals = cipher._Normals(torch.device("cpu"))
+    normals._make(lambda words: words.zero_())
+    return float(normals.some(1, lambda words: None).abs().max())
+
+
+def test_normal_numbers_are_on_no_grid():
+    """Bits far behind the point are as likely 0 as 1, and no two numbers agree."""
+    drawn = CipherStream.seeded(7).normal(2**19)
+    assert len(np.unique(drawn)) == len(drawn)
+    middle = drawn[(np.abs(drawn) > 0.5) & (np.abs(drawn) < 1)]
+    low = (np.abs(middle) * 2**53).astype(np.int64) & 63
+    assert chisquare(np.bincount(low, minlength=64)).pvalue > SURE
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 64, 2**15, 2**16, 2**17, 2**18])
+def test_draws_have_nothing_to_do_with_each_other(lag):
+    """2¹⁶ apart lie the two numbers of a pair: cosine and sine of one angle, with one radius."""
+    drawn = CipherStream.seeded(11).normal(2**19)
+    for power in (1, 2, 3):
+        one, other = drawn[lag:] ** power, drawn[:-lag] ** power
+        assert abs(np.corrcoef(one, other)[0, 1]) < 5 / sqrt(len(one)), power
+
+
+def test_two_streams_have_nothing_to_do_with_each_other():
+    one, other = (CipherStream.seeded(12, k).normal(2**19) for k in range(2))
+    for power in (1, 2):
+        assert abs(np.corrcoef(one**power, other**power)[0, 1]) < 5 / sqrt(len(one))
+
+
+def test_noise_is_added_in_float64_to_every_number_of_every_tensor():
+    tensors = [
+        torch.zeros(3, 5),
+        torch.full((2**17 + 3,), 2.0),
+        torch.zeros(0),
+        torch.ones(7, dtype=torch.float64),
+    ]
+    start = [one.clone() for one in tensors]
+    CipherStream.seeded(1).add_normal(tensors, 0.5)
+    wanted = CipherStream.seeded(1).normal(sum(one.numel() for one in tensors)) * 0.5
+    for one, before in zip(tensors, start, strict=True):
+        mine, wanted = wanted[: one.numel()], wanted[one.numel() :]
+        exact = before.double().numpy().ravel() + mine
+        assert one.dtype == before.dtype
+        assert np.array_equal(one.numpy().ravel(), exact.astype(one.numpy().dtype))

@@ -1,0 +1,178 @@
+"""Random numbers of a cipher: every random bit that a guarantee rests on comes from here.
+
+The bits are the key stream of AES-256 in counter mode (NIST SP 800-38A, section 6.5), whose key is 256 bits of the
+operating system. Whoever tells them from coin tosses has broken AES; no number of them tells another. Generators for
+simulations are no such thing: the Mersenne Twister's bits are linear in its state, and whoever sees 20 000 of them
+knows all others. That was done to the noise of a released proxy (`benchmarks/attacks/noise.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from math import pi
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from numpy.typing import NDArray
+
+from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_KEY_BYTES = 32
+_BLOCK_BYTES = 2**12
+"""Bytes made at a time for small numbers: a call of the cipher for each would cost more than all the rest."""
+_MANTISSA = 53
+"""Bits of a uniform number, as many as a float64 holds."""
+_AT_ONCE_CPU, _AT_ONCE_CUDA = 2**17, 2**22
+"""Normal numbers made at a time: as many as a cache holds, or a device likes. Both are even."""
+
+
+class CipherStream:
+    """A stream of random numbers in one process; threads may share it, and each number is given out once.
+
+    Args:
+        key: bytes[32]; two streams of one key give the same numbers. Take `fresh` for what a guarantee rests on.
+
+    Raises:
+        UsageError: when the key is not 32 bytes.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        if len(key) != _KEY_BYTES:
+            raise UsageError(f"a stream of random numbers needs a key of {_KEY_BYTES} bytes, not {len(key)}")
+        self._cipher = Cipher(AES(key), CTR(bytes(16))).encryptor()
+        self._process, self._lock = os.getpid(), Lock()
+        self._block, self._at = b"", 0
+        self._normals: dict[torch.device, _Normals] = {}
+
+    @classmethod
+    def fresh(cls) -> CipherStream:
+        """Return a stream whose key is drawn from the operating system and known to nobody."""
+        return cls(os.urandom(_KEY_BYTES))
+
+    @classmethod
+    def seeded(cls, *seed: int | str) -> CipherStream:
+        """Return the stream of a seed, for what all may know and for tests: it keeps nothing secret.
+
+        Example:
+            >>> [CipherStream.seeded(5, name).below(1000) for name in ("noise", "batches", "noise")]
+            [196, 14, 196]
+        """
+        return cls(hashlib.sha256(repr(seed).encode()).digest())
+
+    def words(self, n: int) -> NDArray[np.uint64]:
+        """Return uint64[n], uniform."""
+        self._stay_here()
+        with self._lock:
+            return np.frombuffer(self._cipher.update(bytes(8 * n)), "<u8").astype(np.uint64, copy=False)
+
+    def uniform(self, n: int) -> NDArray[np.float64]:
+        """Return float64[n], uniform in [0, 1), multiples of 2⁻⁵³."""
+        drawn: NDArray[np.float64] = np.multiply(self.words(n) >> np.uint64(64 - _MANTISSA), 2.0**-_MANTISSA)
+        return drawn
+
+    def below(self, n: int) -> int:
+        """Return one of 0, …, n − 1, all exactly equally likely, whatever the length of n."""
+        bits = (n - 1).bit_length()
+        length = (bits + 7) // 8
+        self._stay_here()
+        with self._lock:
+            while True:
+                end = self._at + length
+                if end > len(self._block):
+                    self._block, self._at, end = (
+                        self._cipher.update(bytes(max(_BLOCK_BYTES, length))),
+                        0,
+                        length,
+                    )
+                drawn = int.from_bytes(self._block[self._at : end], "little") >> (8 * length - bits)
+                self._at = end
+                if drawn < n:
+                    return drawn
+
+    def permutation(self, n: int) -> NDArray[np.int64]:
+        """Return int64[n], 0, …, n − 1 in an order that is as likely as any other but for n² / 2⁶⁵."""
+        return np.argsort(self.words(n), kind="stable").astype(np.int64, copy=False)
+
+    def normal(self, n: int) -> NDArray[np.float64]:
+        """Return float64[n] of N(0, 1), each with 53 bits of radius and of angle; none is beyond 8.57."""
+        import torch
+
+        drawn = torch.empty(n, dtype=torch.float64)
+        for part, numbers in self._matched([drawn]):
+            part.copy_(numbers)
+        return drawn.numpy()
+
+    def add_normal(self, tensors: Sequence[Tensor], std: float) -> None:
+        """Add a number of N(0, std²) to every number of contiguous tensors on one device, in place.
+
+        Numbers are drawn and added in float64. Only the sum is rounded to what the tensors hold.
+        """
+        for part, numbers in self._matched(tensors):
+            part.copy_(numbers.mul_(std).add_(part))
+
+    def _matched(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pair all parts of flat tensors with as many normal numbers float64, which the caller may overwrite."""
+        self._stay_here()
+        with self._lock:
+            for flat in (tensor.view(-1) for tensor in tensors):
+                if flat.device not in self._normals:
+                    self._normals[flat.device] = _Normals(flat.device)
+                done = 0
+                while done < flat.numel():
+                    numbers = self._normals[flat.device].some(flat.numel() - done, self._fill)
+                    yield flat[done : done + len(numbers)], numbers
+                    done += len(numbers)
+
+    def _fill(self, words: Tensor) -> None:
+        """Overwrite int64[n] on the CPU with random bits."""
+        view = words.numpy().data.cast("B")
+        self._cipher.update_into(bytes(len(view)), view)
+
+    def _stay_here(self) -> None:
+        """Refuse to go on in a process that was forked since: it would repeat the numbers of the other one."""
+        if os.getpid() != self._process:
+            raise WsiFlError("a stream of random numbers stays in the process that made it; make a fresh one")
+
+
+class _Normals:
+    """A block of normal numbers on a device, used up part by part."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        cuda = device.type == "cuda"
+        n = _AT_ONCE_CUDA if cuda else _AT_ONCE_CPU
+        self._words = torch.empty(n, dtype=torch.int64, pin_memory=cuda)
+        self._uniform, self._numbers = (torch.empty(n, dtype=torch.float64, device=device) for _ in range(2))
+        self._at = n
+
+    def some(self, n: int, fill: Callable[[Tensor], None]) -> Tensor:
+        """Return at most n numbers float64 that nobody had before; `fill` makes random bits when they have run out."""
+        if self._at == len(self._numbers):
+            self._make(fill)
+        begin, self._at = self._at, min(self._at + n, len(self._numbers))
+        return self._numbers[begin : self._at]
+
+    def _make(self, fill: Callable[[Tensor], None]) -> None:
+        """Box and Muller (1958): z = √(−2 ln u) · (cos 2πv, sin 2πv) with u in (0, 1] and v in [0, 1)."""
+        import torch
+
+        fill(self._words)
+        self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1))  # of a GPU: bits of the CPU, copied
+        u, v = self._uniform.chunk(2)
+        radius = u.add_(1).mul_(2.0**-_MANTISSA).log_().mul_(-2).sqrt_()
+        angle = v.mul_(2 * pi * 2.0**-_MANTISSA)
+        cosine, sine = self._numbers.chunk(2)
+        torch.cos(angle, out=cosine).mul_(radius)
+        torch.sin(angle, out=sine).mul_(radius)
+        self._at = 0
