@@ -29,8 +29,8 @@ class Train(Section):
     """Number of passes over a site's training rows in each round."""
     batch_size: int = Field(32, ge=1, le=1_000_000)
     """Number of rows in a training step, on average; of patients where `privacy.unit` is "patient"."""
-    lr: float = Field(1e-3, gt=0, le=100)
-    """Learning rate of Adam."""
+    lr: float = Field(1e-3, gt=0, le=1)
+    """Learning rate of Adam. A step moves each weight by about so much, and no weight of a model is far above 1."""
     weight_decay: float = Field(0.0, ge=0, le=10_000)
     """Weight decay of Adam."""
     balance: bool = False
@@ -131,8 +131,9 @@ class Privacy(Section):
     also learns from the private model, as in ProxyFL's Algorithm 1, and its ε is nominal."""
     sigma: float = Field(1.4, ge=0, le=1_000_000)
     """Noise multiplier σ: the standard deviation of the noise is σ times `clip`."""
-    clip: float = Field(0.7, ge=1e-6, le=1e6)
-    """Norm C to which the gradient of each row (or patient) is clipped."""
+    clip: float = Field(0.7, ge=1e-3, le=1e3)
+    """Norm C to which the gradient of each row (or patient) is clipped. The noise grows with it. Below 0.001 it would
+    come near the 10⁻⁸ that Adam adds to every gradient's size; above 1000 hardly any gradient is clipped."""
     delta: float = Field(1e-5, gt=0, lt=1)
     """The δ of simulated sites that do not set their own. A real site's δ is in its site file."""
     target_epsilon: float | None = Field(None, gt=0, le=1_000_000)
