@@ -255,7 +255,7 @@ PIPELINES = st.builds(
                     "balance": st.booleans(),
                 },
             ),
-            "train": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 10), "augment": PLAIN}),
+            "train": st.fixed_dictionaries({}, optional={"lr": st.floats(1e-12, 1), "augment": PLAIN}),
             "model": st.fixed_dictionaries({}, optional={"private": PLAIN}),
             "privacy": st.fixed_dictionaries({}, optional={"insecure_seed": st.none() | st.integers(0, 9)}),
         },

@@ -93,6 +93,8 @@ def test_every_number_has_bounds(model):
         ("privacy.sigma=1e-300", ("privacy.sigma", "at least 0.001")),
         ("stain.sigma=1e-300", ("stain.sigma",)),
         ("privacy.clip=1e-300", ("privacy.clip",)),
+        ("privacy.clip=1e-6", ("privacy.clip", "0.001")),
+        ("train.lr=2", ("train.lr", "1")),
         ("tile.mpp=1e300", ("tile.mpp", "1000")),
         ("train.batch_size=1000000000000", ("train.batch_size",)),
         ("tile.size_px=32\nfoo=3", ("tile.size_px", "U+000A")),
