@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +51,8 @@ def tempered(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     y = words ^ (words >> 11)
     y ^= (y << 7) & np.uint32(0x9D2C5680)
     y ^= (y << 15) & np.uint32(0xEFC60000)
-    return y ^ (y >> 18)
+    y ^= y >> 18
+    return y
 
 
 def minimal_polynomial(bits: Iterable[int]) -> int:
@@ -172,11 +173,11 @@ class Sequences:
                 row = self._field.shifted(row, 1)
         return words
 
-    def _multiple(self, sequence: NDArray[np.uint32]) -> int:
+    def _multiple(self, sequence: NDArray[np.integer[Any]]) -> int:
         """The h of a sequence."""
         return self._field.product(self._numerator(sequence), self._inverse)
 
-    def _numerator(self, sequence: NDArray[np.uint32]) -> int:
+    def _numerator(self, sequence: NDArray[np.integer[Any]]) -> int:
         """A of Σ s_t x^(−t−1) = A / P."""
         out = 0
         for t in np.flatnonzero(sequence[: self._field.degree]).tolist():
@@ -228,7 +229,8 @@ def _eliminate(wide: NDArray[np.uint64], n_columns: int) -> list[int]:
     The pivots of eight columns have 256 sums, so that a look-up and one addition clear eight columns of a row (the
     "method of four Russians").
     """
-    table, columns = wide.view(np.uint8), []
+    table = wide.view(np.uint8)
+    columns: list[int] = []
     for byte in range(-(-n_columns // 8)):
         top, left = len(columns), byte // 8
         pivots = _pivots(wide[top:], table[top:, byte], min(8, n_columns - 8 * byte))

@@ -186,6 +186,16 @@ class Signs(NamedTuple):
     negative: NDArray[np.bool_]
     margin: NDArray[np.float64]
 
+    @classmethod
+    def joined(cls, parts: Sequence[Signs]) -> Signs:
+        """Return all signs of all parts."""
+        word, cosine, negative, margin = zip(*parts, strict=True)
+        return cls(*map(np.concatenate, (word, cosine, negative, margin)))
+
+    def at(self, rows: NDArray[np.intp]) -> Signs:
+        """Return some of them."""
+        return Signs(self.word[rows], self.cosine[rows], self.negative[rows], self.margin[rows])
+
     @property
     def expected_wrong(self) -> float:
         """Return how many are expected to be wrong: t/2 is beyond the margin."""
@@ -209,12 +219,12 @@ def certain_signs(
             _, angle, cosine = chunk.places()
             good = np.flatnonzero(margin > _LEAST_MARGIN)
             parts.append(Signs(angle[good], cosine[good], a[good] < 0, margin[good]))
-    every = Signs(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    if len(every.word) < n:
-        raise SystemExit(f"{len(every.word)} signs are certain, and {n} are needed: release a larger model")
+    found = sum(len(part.word) for part in parts)
+    if found < n:
+        raise SystemExit(f"{found} signs are certain, and {n} are needed: release a larger model")
+    every = Signs.joined(parts)
     best = np.argpartition(-every.margin, n - 1)[:n]
-    best = best[np.argsort(every.word[best], kind="stable")]
-    return Signs(*(column[best] for column in every))
+    return every.at(best[np.argsort(every.word[best], kind="stable")])
 
 
 _LEAST_MARGIN = 1.5
@@ -251,29 +261,32 @@ def attack(release: Release, twister: Twister = MT19937) -> dict[str, Any]:
         words = tempered(twister.words(sequences.first_words(solved.bits), words_of(release.sizes)))
         noise = noise_of(words, release.sizes)
     told["seconds"] = time.perf_counter() - began
-    return told | _fit(release, noisy, wrong, noise, told["found"])
+    return told | _fit(release, noisy, wrong, noise if told["found"] else None)
 
 
 def _fit(
     release: Release,
     noisy: NDArray[np.float64],
     wrong: NDArray[np.float64],
-    noise: NDArray[np.float64],
-    found: bool,
+    noise: NDArray[np.float64] | None,
 ) -> dict[str, float]:
-    """How the predicted noise agrees with the release, and the rest with the true sum, weighted by its precision."""
-    use = np.isfinite(noisy + noise) & (wrong < _PRECISE)
-    told = {"correlation": float(np.corrcoef(noise[use], noisy[use])[0, 1])} if found else {}
-    if release.true_sum is not None:
-        weights, true = 1 / wrong[use], release.true_sum[use]
-        told["cosine_with_noise"] = _cosine(noisy[use] * weights, true * weights)
-        if found:
-            told["cosine"] = _cosine((noisy - noise)[use] * weights, true * weights)
+    """How the predicted noise agrees with the released step, and what is left with the true sum of gradients."""
+    told = {}
+    usable, true = wrong < _USABLE, release.true_sum
+    if true is not None:
+        told["cosine_with_noise"] = _cosine(noisy[usable], true[usable])
+    if noise is not None:
+        usable &= np.isfinite(noise)
+        told["correlation"] = float(np.corrcoef(noise[usable], noisy[usable])[0, 1])
+        if true is not None:
+            precise = usable & (wrong < _PRECISE)
+            told["precise_numbers"] = int(precise.sum())
+            told["cosine"] = _cosine((noisy - noise)[precise], true[precise])
     return told
 
 
-_PRECISE = 0.25
-"""Of the noise's standard deviation: numbers that are wrong by more are left out."""
+_USABLE, _PRECISE = 0.25, 1e-4
+"""Of the noise's standard deviation: rounding errors of numbers that are compared at all, and with the true sum."""
 
 
 def _cosine(a: NDArray[np.float64], b: NDArray[np.float64]) -> float:
