@@ -1,7 +1,7 @@
 """Can the noise be taken off a released proxy? A real run of one step, and the attack on what it released.
 
     python benchmarks/noise_attack.py release FOLDER [--per-site 150] [--clip 0.01] [--target-epsilon 1]
-    python benchmarks/noise_attack.py attack FOLDER/release.npz [--out FOLDER/attack.json]
+    python benchmarks/noise_attack.py attack FOLDER/release.npz [--tries 3] [--out FOLDER/attack.json]
 
 `release` makes a study of synthetic images, trains one round of ProxyFL with an MLP of 2.5 million parameters, as
 `wsi-fl train` does it, and keeps what a peer knows: the proxy before and after, and the plan. Beside it lies the true
@@ -104,7 +104,7 @@ def _true_sum(folder: Path, model: Any, clip: float) -> NDArray[np.float32]:
     x = torch.from_numpy(store.read(rows)).permute(0, 3, 1, 2).float() / 127.5 - 1
     y = torch.from_numpy(store.table.label[rows])
     store.close()
-    sums, _ = ENGINES["hooks"](
+    sums, _ = ENGINES["ghost"](
         model,
         x,
         lambda logits: functional.cross_entropy(logits, y),
@@ -137,6 +137,7 @@ def main() -> None:
     making.add_argument("--target-epsilon", type=float, default=1.0)
     trying = verbs.add_parser("attack", help="try to take the noise off")
     trying.add_argument("file", type=Path, help="release.npz")
+    trying.add_argument("--tries", type=int, default=3, help="with other signs, while nothing is found")
     trying.add_argument("--out", type=Path, help="JSON of what was found")
     given = parser.parse_args()
     if given.verb == "release":
@@ -148,7 +149,7 @@ def main() -> None:
         )
         found.save(given.folder / "release.npz")
         return
-    told = json.dumps(attack(Release.load(given.file)), indent=1)
+    told = json.dumps(attack(Release.load(given.file), tries=given.tries), indent=1)
     print(told)
     if given.out is not None:
         given.out.write_text(told + "\n")

@@ -111,6 +111,23 @@ def test_one_wrong_sign_among_the_equations_is_noticed(small, wrong):
     assert (solved.contradictions > 0) == (wrong > 0)
 
 
+def test_other_signs_are_tried_where_one_is_wrong(small, monkeypatch):
+    from attacks import noise
+
+    def one_wrong(*given):
+        signs = certain(*given)
+        signs.negative[0] ^= True
+        return signs
+
+    certain = noise.certain_signs
+    monkeypatch.setattr(noise, "certain_signs", one_wrong)
+    release = released(noise.noise_of(outputs(small, noise.words_of(SIZES)), SIZES), SIZES)
+    assert not noise.attack(release, small)["found"]
+    told = noise.attack(release, small, tries=20)
+    assert told["tries"] > 1
+    assert found_all(told)
+
+
 def test_too_few_certain_signs_are_said_to_be_too_few(small):
     from attacks.noise import attack
 

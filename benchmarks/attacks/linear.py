@@ -48,7 +48,8 @@ class Twister:
 
 def tempered(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Return the outputs of a twister with these words."""
-    y = words ^ (words >> 11)
+    y = words.copy()
+    y ^= y >> 11
     y ^= (y << 7) & np.uint32(0x9D2C5680)
     y ^= (y << 15) & np.uint32(0xEFC60000)
     y ^= y >> 18
