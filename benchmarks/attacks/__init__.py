@@ -1,1 +1,1 @@
-"""An attack on our own reliability: kills, flipped bits and malformed input."""
+"""Attacks on ourselves: kills, flipped bits and malformed input on reliability, and one on the noise of privacy."""

@@ -1,0 +1,223 @@
+"""Noise whose bits are linear in a generator's state is solved for from one release; a cipher's is not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+SIZES = (200 * 300, 203, 2)
+SIGMA, CLIP, BATCH_SIZE, LR, ADAM_EPS = 3.7, 0.01, 150, 1e-3, 1e-8
+BITS = 42_000
+"""More than twice as many as the state of MT19937 has."""
+
+
+def cipher_normals(n: int) -> np.ndarray:
+    """Normal float64[n] from a cipher with a key of the operating system."""
+    stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(os.urandom(16))).encryptor()
+    uniform = (np.frombuffer(stream.update(bytes(16 * n)), "<u8") >> 11).reshape(2, n) * 2.0**-53
+    return np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * np.pi * uniform[1])
+
+
+def noise_source():
+    """What `DPTrainer.step` takes its noise from in a real run."""
+    from wsi_fl.privacy.dpsgd import entropy_generator
+
+    return entropy_generator()
+
+
+@pytest.fixture(autouse=True)
+def _attacks(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+@pytest.fixture
+def small():
+    """A Mersenne Twister like PyTorch's, of 521 bits, whose period is 2⁵²¹ − 1."""
+    from attacks.linear import Twister
+
+    return Twister(n=17, m=8, r=23, a=0xC14C343C)
+
+
+def outputs(twister, n):
+    """The first n outputs from one state: another would now and then let a certain sign be wrong."""
+    from attacks.linear import tempered
+
+    first = np.random.default_rng(0).integers(1 << 32, size=twister.n, dtype=np.uint32)
+    return tempered(twister.words(first, twister.n + n)[twister.n :])
+
+
+def released(noise, sizes):
+    """What a peer knows after one step of Adam on gradients under this noise, float64[d] in units of σC."""
+    from attacks.noise import Release
+
+    rng = np.random.default_rng(0)
+    true = rng.standard_normal(len(noise))
+    true *= 0.1 * BATCH_SIZE * CLIP / np.linalg.norm(true)  # gradients agree in part
+    start = rng.uniform(-0.01, 0.01, len(noise)).astype(np.float32)
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    gradient = (true + np.nan_to_num(noise) * SIGMA * CLIP) / BATCH_SIZE
+    parameter.grad = torch.from_numpy(gradient.astype(np.float32))
+    torch.optim.Adam([parameter], lr=LR, eps=ADAM_EPS, fused=True).step()
+    after = parameter.detach().numpy()
+    return Release(start, after, sizes, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)
+
+
+def found_nothing(told, unknowns):
+    """Whether the equations have full rank, and half of the others contradict them, give or take five deviations."""
+    spare = told["beyond_the_rank"]
+    assert told["rank"] == unknowns and spare > 400
+    assert abs(told["contradictions"] - spare / 2) < 5 * spare**0.5 / 2
+    return not told["found"] and "cosine" not in told and told["cosine_with_noise"] < 0.1
+
+
+def found_all(told):
+    assert told["beyond_the_rank"] > 400 and told["contradictions"] == 0
+    assert told["cosine_with_noise"] < 0.1 and told["correlation"] > 0.999
+    return told["found"] and told["cosine"] > 0.999
+
+
+def test_the_noise_of_a_linear_generator_is_taken_off_a_release(small):
+    from attacks.noise import attack, noise_of, words_of
+
+    release = released(noise_of(outputs(small, words_of(SIZES)), SIZES), SIZES)
+    told = attack(release, small)
+    assert told["rank"] == small.n_bits == 521
+    assert found_all(told)
+
+
+def test_the_noise_of_a_cipher_stays_on(small):
+    from attacks.noise import attack
+
+    assert found_nothing(attack(released(cipher_normals(sum(SIZES)), SIZES), small), small.n_bits)
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_one_wrong_sign_among_the_equations_is_noticed(small, wrong):
+    from attacks.linear import Sequences, solve
+
+    times = np.sort(np.random.default_rng(0).choice(20_000, 700, replace=False))
+    drawn = outputs(small, 20_000)[times]
+    sequences = Sequences(small)
+    right = (drawn >> 23 ^ drawn >> 22) & 1 == 1
+    right[:wrong] ^= True
+    solved = solve(sequences.equations(times, bits=(23, 22)), right, small.n_bits)
+    assert solved.rank == small.n_bits
+    assert (solved.contradictions > 0) == (wrong > 0)
+
+
+def test_other_signs_are_tried_where_one_is_wrong(small, monkeypatch):
+    from attacks import noise
+
+    def one_wrong(*given):
+        signs = certain(*given)
+        signs.negative[0] ^= True
+        return signs
+
+    certain = noise.certain_signs
+    monkeypatch.setattr(noise, "certain_signs", one_wrong)
+    release = released(noise.noise_of(outputs(small, noise.words_of(SIZES)), SIZES), SIZES)
+    assert not noise.attack(release, small)["found"]
+    told = noise.attack(release, small, tries=20)
+    assert told["tries"] > 1
+    assert found_all(told)
+
+
+def test_too_few_certain_signs_are_said_to_be_too_few(small):
+    from attacks.noise import attack
+
+    with pytest.raises(SystemExit, match=r"[0-9]+ signs are certain, and 984 are needed"):
+        attack(released(cipher_normals(3000), (3000,)), small)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "rank"), [(90, 61, 61), (40, 61, 40), (90, 61, 17), (5, 8, 3), (130, 64, 64)]
+)
+def test_elimination_agrees_with_sums_of_rows(m, n, rank):
+    from attacks.linear import solve
+
+    rng = np.random.default_rng(m + rank)
+    basis = rng.integers(2, size=(rank, n))
+    basis[:, rng.choice(n, rank, replace=False)] = np.eye(rank, dtype=np.int64)
+    mixed = np.concatenate([np.eye(rank, dtype=np.int64), rng.integers(2, size=(m - rank, rank))])
+    coefficients = (rng.permutation(mixed) @ basis) % 2
+    unknowns = rng.integers(2, size=n)
+    right = coefficients @ unknowns % 2 == 1
+    packed = np.zeros((m, 8 * -(-(n + 1) // 64)), np.uint8)
+    packed[:, : -(-n // 8)] = np.packbits(coefficients.astype(np.uint8), axis=1, bitorder="little")
+    solved = solve(packed, right, n)
+    assert (solved.rank, solved.contradictions) == (rank, 0)
+    found = np.array([solved.bits >> i & 1 for i in range(n)])
+    assert np.array_equal(coefficients @ found % 2 == 1, right)
+    if rank == n:
+        assert np.array_equal(found, unknowns)
+
+
+def test_linear_complexity_tells_a_twister_from_a_cipher(small):
+    from attacks.linear import linear_complexity
+
+    generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
+    assert linear_complexity(outputs(small, 3000) >> 23 & 1) == small.n_bits
+    assert linear_complexity((torch.rand(BITS, generator=generator) >= 0.5).tolist()) == 19_937
+    # random bits deviate from n / 2 with a variance of 86 / 81 (Rueppel, 1986), and by d or more about once in 4ᵈ times
+    assert abs(linear_complexity((cipher_normals(BITS) < 0).tolist()) - BITS // 2) < 15
+    assert linear_complexity([0, 0, 0, 1]) == 4
+    assert linear_complexity([1, 1, 1, 1]) == 1
+
+
+def test_the_noise_written_down_in_the_attack_was_pytorchs():
+    """Sizes with even and uneven ends, of several chunks, and too small to be filled in blocks."""
+    from attacks.linear import tempered
+    from attacks.noise import _ORTHONORMAL, MT19937, chunks_of, noise_of, words_of
+
+    sizes = (2, 100_000, 10, 200, 49_153, 37, 7)
+    seeded = np.random.RandomState(5).get_state()[1].astype(np.uint32)  # as PyTorch takes 32 bits of a seed
+    words = tempered(MT19937.words(seeded, 624 + words_of(sizes))[624:])
+    generator = torch.Generator().manual_seed(5)
+    noise, n_small = noise_of(words, sizes), 0
+    for chunk in chunks_of(sizes):
+        normals = torch.empty(4 * chunk.k).normal_(generator=generator).double().numpy().reshape(4, -1)
+        mine = noise[chunk.first : chunk.first + chunk.n]
+        n_small += chunk.small
+        assert np.isnan(mine).all() == chunk.small
+        assert chunk.small or np.allclose(mine, (_ORTHONORMAL @ normals).ravel()[: chunk.n], atol=1e-5)
+    assert n_small >= 3
+
+
+FULL = (200 * 12_288, 200, 200 * 200, 200, 400, 2)
+"""The MLP that travels, on images of 64 pixels."""
+
+
+@pytest.mark.slow
+def test_the_whole_state_of_pytorchs_generator_follows_from_a_release():
+    from attacks.noise import MT19937, attack, noise_of, words_of
+
+    told = attack(released(noise_of(outputs(MT19937, words_of(FULL)), FULL), FULL))
+    assert told["rank"] == 19_937
+    assert found_all(told)
+
+
+@pytest.mark.slow
+def test_nothing_follows_from_a_step_of_ours():
+    """The step and its noise are wsi-fl's own, on a batch of nobody."""
+    from attacks.noise import Release, attack
+
+    from wsi_fl.models import build
+    from wsi_fl.privacy.dpsgd import DPTrainer
+    from wsi_fl.types import Images
+
+    model = build("mlp", n_classes=2, shape=Images(3, 64), seed=0)
+    vector = torch.nn.utils.parameters_to_vector
+    before = vector(model.parameters()).detach().numpy().copy()
+    optimizer = torch.optim.Adam(model.parameters(), lr=LR, eps=ADAM_EPS, fused=True)
+    trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=BATCH_SIZE)
+    trainer.step(torch.empty(0, 3, 64, 64), lambda logits: logits.sum(), noise_source())
+    after = vector(model.parameters()).detach().numpy()
+    true = np.random.default_rng(0).standard_normal(len(after))
+    release = Release(before, after, FULL, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)
+    assert found_nothing(attack(release), 19_937)
