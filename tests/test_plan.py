@@ -306,6 +306,18 @@ def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):
     refused(lambda: look(study, changed(plan, pipeline="a\x1b[2K"), "S0"), "hides something")
 
 
+@pytest.mark.parametrize(
+    "created", ["yesterday", "2026-07-01T09:30:00", "2026-07-01", "20260701T093000+0000", "sign at once", 5, None]
+)
+def test_a_plan_was_made_at_a_time(coordinator, tmp_path, created):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    document_of(changed(plan, created="2026-07-01T09:30:00+00:00"))
+    document_of(changed(plan, created="2026-07-01T09:30:00+02:00"))
+    refused(lambda: look(study, changed(plan, created=created), "S0"), "damaged", "created")
+    without = {key: value for key, value in plan.document.items() if key != "created"}
+    refused(lambda: look(study, Plan(json.dumps(without)), "S0"), "damaged", "created")
+
+
 def test_where_the_store_is_not_here_the_cost_is_not_known(coordinator, tmp_path):
     plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
     study.store("S0").unlink()

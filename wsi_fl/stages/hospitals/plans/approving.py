@@ -169,7 +169,7 @@ def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> Non
         party: with the plan's own table of sites.
     """
     right = described(party, document["pipeline"], document["learns"], keys_of(document))
-    if plan.text != text_of(right, str(plan.document.get("created", ""))):
+    if plan.text != text_of(right, document["created"]):
         wrong = [key for key, value in right.items() if plan.document.get(key) != value]
         raise UsageError(
             f"the plan's words are not those of its settings ({next(iter(wrong), 'it has more than its keys')}); "

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
@@ -76,12 +77,21 @@ class Protection(TypedDict):
     says: str
 
 
+def _a_time(text: str) -> str:
+    """A time as `make_plan` writes it; ValueError for anything else."""
+    with suppress(ValueError):
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is not None and time.isoformat(timespec="seconds") == text:
+            return text
+    raise ValueError("not a time with its zone, such as 2026-07-01T09:30:00+00:00")
+
+
 class PlanDocument(TypedDict):
-    """The file of a plan."""
+    """The file of a plan; `created` is missing as long as only its words are made."""
 
     format: str
     version: int
-    created: NotRequired[str]
+    created: NotRequired[Annotated[str, AfterValidator(_a_time)]]
     wsi_fl: str
     code: str
     method: str
@@ -178,11 +188,14 @@ def document_of(plan: Plan) -> PlanDocument:
     if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
         raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
     try:
-        return TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
+        said = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it anew") from None
+    if "created" not in said:
+        raise UsageError("this plan is damaged: it does not say when it was created; ask for it anew")
+    return said
 
 
 def _texts(value: Any) -> Iterator[str]:
