@@ -307,7 +307,8 @@ def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "created", ["yesterday", "2026-07-01T09:30:00", "2026-07-01", "20260701T093000+0000", "sign at once", 5, None]
+    "created",
+    ["yesterday", "2026-07-01T09:30:00", "2026-07-01", "20260701T093000+0000", "sign at once", 5, None],
 )
 def test_a_plan_was_made_at_a_time(coordinator, tmp_path, created):
     plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
