@@ -1,8 +1,10 @@
 """The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
 
 import json
+import shutil
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from conftest import REAL, make_study, refused, write_features
@@ -17,7 +19,7 @@ from wsi_fl.stages.hospitals.plans import approving
 from wsi_fl.stages.hospitals.plans import signed as signed_plans
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
-from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, code_digest, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import _describe
@@ -244,6 +246,52 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp
     outside = [site | {"name": f"../{site['name']}"} for site in plan.document["sites"][1:]]
     sites = [plan.document["sites"][0], *outside]
     refused(lambda: look(study, changed(plan, sites=sites), "S0"), "name", "letters")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of what is installed, without what Python compiled."""
+    copy = tmp_path_factory.mktemp("package") / "wsi_fl"
+    here = Path(signed_plans.__file__).parents[3]
+    shutil.copytree(here, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "report/dossier.html.j2",
+        "report/style.css",
+        "view/page/viewer.js",
+        "models/lpips_vgg16.safetensors",
+        "privacy/ledger.py",
+    ],
+)
+def test_one_byte_of_what_runs_is_another_digest(package, file):
+    before, data = code_digest(package), bytearray((package / file).read_bytes())
+    assert before == code_digest()
+    data[-2] ^= 1
+    (package / file).write_bytes(data)
+    assert code_digest(package) != before
+    data[-2] ^= 1
+    (package / file).write_bytes(data)
+    for same in ("__pycache__/x.pyc", "shipped/pipelines/x.toml", ".x.swp"):
+        (package / same).parent.mkdir(parents=True, exist_ok=True)
+        (package / same).write_text("x")
+    assert code_digest(package) == before
+
+
+@pytest.mark.parametrize("name", ["torch", "opacus", "numpy", "cryptography"])
+def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(
+    coordinator, tmp_path, monkeypatch, name
+):
+    plan, study, before = made(coordinator, tmp_path), hospital(tmp_path, "S0"), code_digest()
+    installed = signed_plans.version
+    monkeypatch.setattr(signed_plans, "version", lambda one: "1.2.3" if one == name else installed(one))
+    assert code_digest() != before
+    refused(lambda: look(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
+    monkeypatch.setattr(signed_plans, "version", lambda one: installed(one).partition("+")[0] + "+own")
+    assert code_digest() == before
 
 
 def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path, monkeypatch):

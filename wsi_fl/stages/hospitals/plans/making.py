@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from wsi_fl import __version__
 from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
 from wsi_fl.stages.hospitals.plans.leaving import Leaving, leaving, staying
-from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest
+from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest, packages
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
@@ -94,6 +94,7 @@ class PlanDocument(TypedDict):
     created: NotRequired[Annotated[str, AfterValidator(_a_time)]]
     wsi_fl: str
     code: str
+    packages: dict[str, str]
     method: str
     pipeline: str
     does: str
@@ -159,6 +160,7 @@ def described(party: Party, name: str, learned: Learned, keys: Mapping[str, str]
         "version": VERSION,
         "wsi_fl": __version__,
         "code": code_digest(),
+        "packages": packages(),
         "method": party.name,
         "pipeline": name,
         "does": f"{party.method.name}: {party.method.does}.",

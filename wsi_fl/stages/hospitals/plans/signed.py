@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ FORMAT, VERSION = "wsi-fl plan", 1
 REQUEST_FORMAT = "wsi-fl federation request"
 PROMISES = ("real", "allow", "max_epsilon", "delta")
 """What of a site's file stands in a plan."""
+_RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
+_PACKAGE = Path(__file__).parents[3]
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 
 
@@ -240,11 +243,18 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
 
 
 def check_code(plan: Plan, site: str) -> None:
-    """Refuse a plan for other code than a site has installed.
+    """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
 
     Raises:
         UsageError: naming both versions.
     """
+    planned = plan.document.get("packages")
+    for name, version_ in packages().items():
+        if isinstance(planned, dict) and planned.get(name) != version_:
+            raise UsageError(
+                f"the plan is for {name} {planned.get(name)}, and site {site} has {version_}; install the plan's "
+                "version, or agree on a new plan"
+            )
     said, here = str(plan.document["code"]), code_digest()
     if said != here:
         raise UsageError(
@@ -276,21 +286,47 @@ def shown(value: Any) -> str:
     return "nothing" if value is None else toml_value(value)
 
 
-def code_digest() -> str:
-    """Return the SHA-256 over the installed package's own code, which all sites of a plan must have alike.
+def packages() -> dict[str, str]:
+    """Return the versions of the packages that the guarantee rests on, without what a build calls itself (`+cu126`).
+
+    Raises:
+        WsiFlError: when one is not installed.
+    """
+    try:
+        return {name: version(name).partition("+")[0] for name in _RESTS_ON}
+    except PackageNotFoundError as error:
+        raise WsiFlError(f"{error.name} is not installed; install wsi-fl again") from None
+
+
+def code_digest(package: Path = _PACKAGE) -> str:
+    """Return the SHA-256 over what runs, which all sites of a plan must have alike.
+
+    That is every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
+    of `packages`. Shipped pipelines are left out, since a plan has its settings in itself.
+
+    Args:
+        package: the folder of wsi-fl.
 
     Raises:
         WsiFlError: when it cannot be read.
     """
-    package = Path(__file__).parents[3]
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(json.dumps(packages(), sort_keys=True).encode())
     try:
-        for path in sorted(package.rglob("*.py")):
-            digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        for path in sorted(package.rglob("*")):
+            name = path.relative_to(package)
+            if path.is_file() and not _runs_not(name):
+                digest.update(f"{name.as_posix()}\n".encode())
+                digest.update(hashlib.sha256(path.read_bytes()).digest())
     except OSError as error:
         raise WsiFlError(f"the installed package cannot be read: {error}") from None
     return digest.hexdigest()
+
+
+def _runs_not(name: Path) -> bool:
+    """Whether a file is no part of what runs: what Python compiled, hidden files, and shipped pipelines."""
+    return name.parts[0] == "shipped" or any(
+        part == "__pycache__" or part.startswith(".") for part in name.parts
+    )
 
 
 def _signed(document: dict[str, Any]) -> bytes:
