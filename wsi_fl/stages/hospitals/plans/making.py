@@ -18,9 +18,10 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
+from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
 from wsi_fl.stages.hospitals.plans.leaving import Leaving, leaving, staying
-from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest, packages
+from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
@@ -252,6 +253,12 @@ def protection(party: Party) -> Protection:
 _SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
 
 
+_PER_ROW = (
+    " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
+    "each site is told how large as it approves."
+)
+
+
 def _in_words(party: Party, *, own: bool) -> str:
     """The promise in a few sentences."""
     privacy = party.pipeline.privacy
@@ -262,7 +269,9 @@ def _in_words(party: Party, *, own: bool) -> str:
         )
     if not privacy.noisy:
         return "There is no differential privacy. Whoever receives what leaves a hospital may learn of single patients."
-    whom = "all rows of one patient" if privacy.unit == "patient" else "one row of the store"
+    per_patient = privacy.unit == "patient"
+    whom = "all rows of one patient" if per_patient else "one row of the store"
+    less = "" if per_patient else _PER_ROW
     noise = "chosen by each site so that ε is kept" if own else f"σ = {privacy.sigma:g}"
     worth = {
         "guaranteed": "Its ε is a guarantee, also against the other sites together",
@@ -273,7 +282,7 @@ def _in_words(party: Party, *, own: bool) -> str:
         ),
     }[guarantee_of(party.method, party.pipeline)]
     return (
-        f"Differential privacy of {whom}; noise: {noise}. {worth}. Each site's ε follows from its "
+        f"Differential privacy of {whom}; noise: {noise}. {worth}.{less} Each site's ε follows from its "
         "own number of records, and its own max_epsilon is a limit that nothing crosses."
     )
 

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity, NotTrusted, fingerprint, verified
+from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -30,8 +30,6 @@ FORMAT, VERSION = "wsi-fl plan", 1
 REQUEST_FORMAT = "wsi-fl federation request"
 PROMISES = ("real", "allow", "max_epsilon", "delta")
 """What of a site's file stands in a plan."""
-_RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
-_PACKAGE = Path(__file__).parents[3]
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
 
 
@@ -121,6 +119,26 @@ def plan_path(study: Study) -> Path:
 def approval_path(study: Study, site: str) -> Path:
     """Return where a study keeps a site's approval of that plan."""
     return study.root / "federation" / f"approval-{site}.json"
+
+
+def keep_cost(study: Study, site: str, plan: Plan, cost: Mapping[str, Any] | None) -> None:
+    """Keep at home what a hospital saw of a plan's cost as it signed, which nobody else gets to know.
+
+    Args:
+        cost: None where its store was not there.
+    """
+    write_json(_cost_path(study, site), {"plan": plan.digest, "cost": cost})
+
+
+def kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
+    """Return what a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+    path = _cost_path(study, site)
+    kept = dict(read_json(path)) if path.is_file() else {}
+    return kept["cost"] if kept.get("plan") == plan.digest else None
+
+
+def _cost_path(study: Study, site: str) -> Path:
+    return study.root / "federation" / f"cost-{site}.json"
 
 
 def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
@@ -284,49 +302,6 @@ def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
 def shown(value: Any) -> str:
     """Return a value as a TOML file has it, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
-
-
-def packages() -> dict[str, str]:
-    """Return the versions of the packages that the guarantee rests on, without what a build calls itself (`+cu126`).
-
-    Raises:
-        WsiFlError: when one is not installed.
-    """
-    try:
-        return {name: version(name).partition("+")[0] for name in _RESTS_ON}
-    except PackageNotFoundError as error:
-        raise WsiFlError(f"{error.name} is not installed; install wsi-fl again") from None
-
-
-def code_digest(package: Path = _PACKAGE) -> str:
-    """Return the SHA-256 over what runs, which all sites of a plan must have alike.
-
-    That is every file of the package, such as code, templates, scripts of pages, tables and weights, and the versions
-    of `packages`. Shipped pipelines are left out, since a plan has its settings in itself.
-
-    Args:
-        package: the folder of wsi-fl.
-
-    Raises:
-        WsiFlError: when it cannot be read.
-    """
-    digest = hashlib.sha256(json.dumps(packages(), sort_keys=True).encode())
-    try:
-        for path in sorted(package.rglob("*")):
-            name = path.relative_to(package)
-            if path.is_file() and not _runs_not(name):
-                digest.update(f"{name.as_posix()}\n".encode())
-                digest.update(hashlib.sha256(path.read_bytes()).digest())
-    except OSError as error:
-        raise WsiFlError(f"the installed package cannot be read: {error}") from None
-    return digest.hexdigest()
-
-
-def _runs_not(name: Path) -> bool:
-    """Whether a file is no part of what runs: what Python compiled, hidden files, and shipped pipelines."""
-    return name.parts[0] == "shipped" or any(
-        part == "__pycache__" or part.startswith(".") for part in name.parts
-    )
 
 
 def _signed(document: dict[str, Any]) -> bytes:
