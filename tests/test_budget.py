@@ -342,6 +342,37 @@ def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
     refused(lambda: run(hospital), "ledger of a real hospital", "real = true", error=WsiFlError)
 
 
+PER_PATIENT = ("privacy.unit='patient'", "privacy.target_epsilon=1.5")
+
+
+def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
+    rewrite(hospital, "real = true", "real = false")
+    per_row = row(run(hospital))["epsilon"]
+    rewrite(hospital, "real = false", "real = true")
+    first = row(run(hospital, *PER_PATIENT))
+    assert first["unit"] == "patient" and first["lifetime_epsilon"] == first["epsilon"] > 1
+    refused(lambda: run(hospital), "counts ε per patient, this run per row", error=WsiFlError)
+    assert 0 < per_row < first["epsilon"]
+
+
+def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_same(hospital):
+    rewrite(hospital, "real = true", "real = false")
+    pilot = row(run(hospital, "privacy.sigma=8"))["epsilon"]
+    rewrite(hospital, "real = false", "real = true")
+    now = row(run(hospital, "privacy.sigma=8"))
+    assert now["lifetime_epsilon"] > now["epsilon"] == pytest.approx(pilot)
+
+
+def test_lines_from_before_the_chain_bind_the_unit_whoever_wrote_them(hospital):
+    run(hospital)
+    path = hospital.ledger("S0")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    old = [{key: value for key, value in one.items() if key not in ("prev", "real")} for one in lines]
+    path.write_text("".join(f"{json.dumps(one)}\n" for one in old))
+    forget_heads(hospital)
+    refused(lambda: run(hospital, *PER_PATIENT), "counts ε per row, this run per patient", error=WsiFlError)
+
+
 def test_a_study_that_is_put_back_as_a_whole_does_not_put_its_budget_back(hospital, tmp_path):
     shutil.copytree(hospital.root, tmp_path / "backup")
     run(hospital)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from wsi_fl.cli.federation import app as federation
 from wsi_fl.cli.main import app
-from wsi_fl.study.folder import shipped
+from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.reference import keys, page
 
@@ -79,6 +79,18 @@ def test_every_command_and_pipeline_is_described():
     assert [name for name in between if f"`wsi-fl federation {name}" not in described] == []
     described = text_of("docs/pipelines.md")
     assert [p.stem for p in shipped("pipelines").glob("*.toml") if f"`{p.stem}`" not in described] == []
+
+
+def test_the_pipelines_of_the_hospital_pages_promise_epsilon_to_patients(tmp_path):
+    text = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "hospitals").glob("*.md"))
+    named = {*re.findall(r"--pipeline (\w+)", text), "hospitals"}
+    assert "camelyon17_hospitals" in named
+    for name in named:
+        pipeline = Study(tmp_path).pipeline(name)
+        assert (pipeline.privacy.unit, pipeline.privacy.mode) == ("patient", "strict"), name
+        assert pipeline.privacy.target_epsilon is not None, (
+            name
+        )  # a batch of 32 patients is more than many have
 
 
 def test_the_readme_is_a_first_page():

@@ -2,26 +2,43 @@
 
 import json
 import re
+import shutil
 import sys
+from html import unescape
 
 import pytest
 from conftest import REAL, refused
 from test_plan import Root, hospital, made
 from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 
+from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.privacy.terms import Terms
+from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.report.dossier import render
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.dossier import sbom
 from wsi_fl.stages.hospitals.dossier.network import connections
 from wsi_fl.stages.hospitals.dossier.page import make_dossier
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import document_of
+from wsi_fl.stages.hospitals.plans.signed import plan_path
+from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.system.files import write_json
+from wsi_fl.types import WsiFlError
 
 RUN = "00001-proxyfl-small"
+SUMMARY = {
+    "run": f"runs/{RUN}",
+    "method": "proxyfl",
+    "seconds": 1.0,
+    "sites": [],
+    "lost": [],
+    "losses": [],
+    "communication": {"messages": 1, "bytes": 1, "seconds": 1.0},
+}
 
 
 def spend(study, plan, rounds=2):
@@ -41,7 +58,7 @@ def spend(study, plan, rounds=2):
     folder = study.runs / RUN
     write_json(folder / "manifest.json", {"id": "a" * 32})
     (folder / "sites" / "S0").mkdir(parents=True)
-    cost = {"seconds": 0.5, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
+    cost = {"seconds": 0.5, "epsilon": 1.0, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
     lines = [{"round": number, "bytes": 1000 + number, **cost} for number in range(1, rounds + 1)]
     (folder / "sites" / "S0" / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in lines))
     own = {"auroc": 0.51, "interval": [0.45, 0.57]}
@@ -208,3 +225,121 @@ def test_nothing_overflows_and_the_drawing_is_legible(tmp_path, dossier, width):
     assert found, dom[:300]
     assert int(found[1]) <= width, "the page scrolls sideways"
     assert float(found[3]) >= 8
+
+
+# the dossier says nothing that is not so
+
+
+def words_of(html):
+    """What people read on a page, in one line."""
+    text = re.sub(r"<style>.*?</style>|<[^>]+>", " ", html, flags=re.DOTALL)
+    return " ".join(unescape(text).split())
+
+
+def test_beside_epsilon_per_row_stands_what_it_is_worth_to_a_patient(signed, dossier):
+    found, page = dossier[0], words_of(dossier[1].read_text())
+    round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+    worth = group_epsilon([round_] * 2, 1e-5, 12)
+    assert worth == pytest.approx(68.7, abs=0.1)
+    assert found["group"] == found["accounts"][0]["group"] == {"rows": 12, "epsilon": worth, "delta": 1e-5}
+    assert "so far, per row 3.23" in page and "68.7 12 rows together" in page
+    assert "all 12 rows of the patient with the most rows ε = 68.7" in page
+    assert "With this plan on top, as it was signed 3.78 for the patient with the most rows 84.6" in page
+    (said,) = [one for one in found["not_protected"] if "many records" in one]
+    assert "all 12 rows of the patient with the most rows together have ε = 84.6" in said
+    assert said in found["assessment"][2]["facts"]
+
+
+def test_what_is_not_known_of_patients_is_not_said(signed, tmp_path):
+    study, kit, *_ = signed
+    cost = study.root / "federation" / "cost-S0.json"
+    kept = cost.read_text()
+    cost.unlink()
+    try:
+        found = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")
+    finally:
+        cost.write_text(kept)
+    assert (found["group"], found["cost"]) == (None, None)
+    assert any("how much less is not known here" in one for one in found["not_protected"])
+    assert "not known: it was signed without the store" in words_of((tmp_path / "d.html").read_text())
+
+
+def test_an_audit_that_was_not_made_has_no_bounds_above(signed, dossier, tmp_path):
+    study, kit, *_ = signed
+    assert any("their bounds are above" in one for one in dossier[0]["assessment"][3]["facts"])
+    audit = study.runs / RUN / "audit" / "audit.json"
+    audit.rename(tmp_path / "audit.json")
+    try:
+        facts = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")["assessment"][3]["facts"]
+    finally:
+        (tmp_path / "audit.json").rename(audit)
+    assert not any("bounds" in one for one in facts) and any(
+        "No model of the site was audited" in f for f in facts
+    )
+
+
+def test_exact_counts_are_named_in_the_assessment_and_nothing_is_cut_in_the_drawing(tmp_path):
+    from conftest import make_study
+
+    allowed = f'{REAL}\nallow = ["scores"]'
+    study = make_study(tmp_path / "study", n_sites=3, site_extra=allowed)
+    plan = made(study, tmp_path)
+    study_path = plan_path(study)
+    study_path.parent.mkdir()
+    study_path.write_text(plan.text)
+    found = make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")
+    (said,) = [one for one in found["assessment"][0]["facts"] if "computed of records" in one]
+    for row in found["plan"]["leaves"]:
+        assert (row["what"] in said) == (not row["what"].startswith(("documents", "tallies"))), row["what"]
+    drawing = words_of((tmp_path / "d.html").read_text().split("<svg")[1].split("</svg>")[0])
+    assert "a site's last release once more, to be scored" in drawing
+    assert "counts of test examples by score and class" in drawing and "private model" in drawing
+
+
+def test_who_took_part_in_a_run_of_the_plan_is_not_said_to_have_signed_nothing(signed, tmp_path):
+    study, kit, plan, _ = signed
+    run = RunFolder(study.runs / "00002-proxyfl-small")
+    run.path.mkdir()
+    (run.path / "config.toml").write_text("")
+    write_json(run.path / "manifest.json", {"id": "b" * 32, "agreement": plan.digest})
+    run.write_summary(SUMMARY | {"sites": [{"site": "S0"}, {"site": "S1"}]})
+    try:
+        missing = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")["missing"]
+    finally:
+        shutil.rmtree(run.path)
+    assert missing["S1"].startswith("took part in 00002-proxyfl-small under this plan")
+    assert "has not arrived" in missing["S2"]
+
+
+def test_a_ledger_that_approve_refuses_is_warned_of(tmp_path, monkeypatch):
+    from conftest import make_study
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    study = make_study(tmp_path / "study", n_sites=3, site_extra=REAL)
+    plan = made(study, tmp_path)
+    plan_path(study).parent.mkdir()
+    plan_path(study).write_text(plan.text)
+    terms = Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed")
+    ledger = open_ledger(study, study.site("S0"), f"{RUN} {'a' * 32}", terms)
+    round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+    for number in (1, 2, 3):
+        ledger.record(number, round_)
+    assert make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")["warning"] == ""
+    lines = study.ledger("S0").read_text().splitlines(keepends=True)
+    study.ledger("S0").write_text("".join(lines[:1]))
+    refused(lambda: look(study, plan, "S0"), "ledgers/S0.jsonl", error=WsiFlError)
+    warning = make_dossier(study, site="S0", kit=None, out=tmp_path / "d.html")["warning"]
+    assert warning.startswith("ledgers/S0.jsonl") and str(study.root) not in warning
+    page = words_of((tmp_path / "d.html").read_text())
+    assert f"This ledger is not to be believed: {warning}" in page
+
+
+@pytest.mark.parametrize(
+    ("unit", "said", "not_said"),
+    [("row", "one row", "all rows of one patient"), ("patient", "all rows of one patient", "one row")],
+)
+def test_the_coordinators_page_says_whom_epsilon_is_about(unit, said, not_said):
+    row = {"site": "S0", "epsilon": 1.0, "rounds": 1, "guarantee": "guaranteed", "unit": unit}
+    page = words_of(render_coordinator(SUMMARY | {"sites": [row]}, None))
+    assert f"ε is about {said}" in page and f"ε is about {not_said}" not in page
+    assert "ε is about the patients" not in page

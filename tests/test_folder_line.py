@@ -27,7 +27,8 @@ from wsi_fl.federation.relayed import KnownToAll, RelayedComm
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on, choose_run
 from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, approve, code_digest
+from wsi_fl.stages.hospitals.plans.code import code_digest
+from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study

@@ -1,8 +1,10 @@
 """The plan that hospitals sign: its words follow from its settings, and nobody takes part in another."""
 
 import json
+import shutil
 import threading
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from conftest import REAL, make_study, refused, write_features
@@ -11,15 +13,22 @@ from wires import Wire
 from wsi_fl.federation import certificates
 from wsi_fl.federation.certificates import approved, fingerprint, new_key, new_request, new_root
 from wsi_fl.models import build
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans import approving
+from wsi_fl.stages.hospitals.plans import code as plan_code
 from wsi_fl.stages.hospitals.plans import signed as signed_plans
 from wsi_fl.stages.hospitals.plans.approving import look, sign
+from wsi_fl.stages.hospitals.plans.code import code_digest
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
+from wsi_fl.stages.hospitals.plans.showing import print_look
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.plan import dry_run, print_plan
 from wsi_fl.stages.training.train import _describe
 from wsi_fl.types import Images
 
@@ -160,7 +169,16 @@ def test_a_hospital_with_its_own_store_alone_signs_and_gets_the_others_files(
     plan = made(coordinator, tmp_path)
     study = hospital(tmp_path, "S1")
     done = wsi_fl(
-        *("federation", "approve", tmp_path / "plan.json", "--kit", kits["S1"], "--yes", "--json"),
+        *(
+            "federation",
+            "approve",
+            tmp_path / "plan.json",
+            "--kit",
+            kits["S1"],
+            "--yes",
+            "--yes-per-row",
+            "--json",
+        ),
         cwd=study.root,
     )
     assert done.returncode == 0, done.stderr
@@ -195,6 +213,77 @@ def test_nothing_is_written_before_somebody_says_yes(coordinator, tmp_path, kits
     assert done.returncode == 1
     assert not plan_path(study).exists()
     assert [path.name for path in (study.root / "sites").iterdir()] == ["S0.toml"]
+
+
+ALL_ROWS = "all 12 rows of the patient with the most rows together have ε = 84.6"
+
+
+def test_a_hospital_reads_and_accepts_what_a_row_s_epsilon_is_worth_to_a_patient(
+    coordinator, tmp_path, kits, wsi_fl, monkeypatch
+):
+    plan, study, asked = made(coordinator, tmp_path), hospital(tmp_path, "S0"), []
+    assert "A patient with many rows is protected much less" in document_of(plan)["privacy"]["says"]
+    cost = look(study, plan, "S0").cost
+    assert cost is not None and cost.group is not None and cost.above == cost.lifetime_group
+    step = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
+    assert cost.group["epsilon"] == pytest.approx(group_epsilon([step] * 3, 1e-5, 12))
+    assert cost.group["rows"] == 12 and cost.epsilon == pytest.approx(epsilon([step] * 3, 1e-5))
+
+    def approve(*more):
+        given = ("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], *more)
+        return wsi_fl(*given, cwd=study.root)
+
+    refused_ = approve("--yes")
+    assert refused_.returncode == 1 and not plan_path(study).exists()
+    assert f"nothing was signed, for {ALL_ROWS}" in refused_.stderr and "--yes-per-row" in refused_.stderr
+    answers = iter([False, True, False, True, True])
+    monkeypatch.setattr("typer.confirm", lambda text, **_: asked.append(text) or next(answers))
+    assert approve().returncode == 1 and len(asked) == 1
+    assert ALL_ROWS in asked[0] and "above your max_epsilon = 50" in asked[0]
+    assert approve().returncode == 1 and len(asked) == 3 and not plan_path(study).exists()
+    done = approve("--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["group"] == cost.group and len(asked) == 5
+    assert "84.6" not in (study.root / "federation" / "approval-S0.json").read_text()
+
+
+def test_per_patient_or_within_the_budget_one_yes_is_enough(tmp_path, kits, wsi_fl):
+    for unit, said in (("patient", REAL), ("row", REAL.replace("50.0", "120.0"))):
+        coordinator = make_study(tmp_path / unit / "coordinator", n_sites=3, site_extra=said)
+        given = (f"privacy.unit='{unit}'", "privacy.target_epsilon=3.78")
+        plan = made(coordinator, tmp_path, "proxyfl", *given)
+        study = hospital(tmp_path / unit, "S0", said)
+        cost = look(study, plan, "S0").cost
+        assert cost is not None and cost.above is None and (cost.group is None) == (unit == "patient")
+        given = ("federation", "approve", tmp_path / "plan.json", "--kit", kits["S0"], "--yes")
+        assert wsi_fl(*given, cwd=study.root).returncode == 0
+        assert ("A patient with many rows" in document_of(plan)["privacy"]["says"]) == (unit == "row")
+
+
+def test_where_no_row_has_a_patient_a_note_says_so(coordinator, tmp_path, monkeypatch):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    monkeypatch.setattr(approving, "worth_to_patient", lambda *_: None)
+    looked = look(study, plan, "S0")
+    assert looked.cost is not None and looked.cost.above is None
+    assert "names no patients" in looked.notes[0]
+
+
+def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, capsys):
+    study = make_study(tmp_path / "study", n_sites=2, site_extra="real = false\nmax_epsilon = 50.0")
+    document = dry_run(study, method="proxyfl", backend="local")
+    group = document["sites"][0]["group"]
+    assert group["rows"] == 12 and group["epsilon"] == pytest.approx(84.6, abs=0.1)
+    print_plan(document)
+    assert f"{ALL_ROWS}, which is above its max_epsilon = 50" in capsys.readouterr().err
+    per_patient = ["privacy.unit='patient'", "train.batch_size=3"]
+    document = dry_run(study, method="proxyfl", backend="local", overrides=per_patient)
+    assert document["sites"][0]["group"] is None
+
+
+def test_what_is_allowed_is_named_as_it_is_protected(tmp_path, capsys):
+    said = f'{REAL}\nallow = ["scores", "shared"]'
+    study = make_study(tmp_path / "study", n_sites=3, site_extra=said)
+    print_look(look(study, made(study, tmp_path), "S0"))
+    assert "scores without DP; shared noise" in capsys.readouterr().err
 
 
 def test_what_a_site_file_does_not_permit_is_refused(coordinator, tmp_path):
@@ -244,6 +333,52 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp
     outside = [site | {"name": f"../{site['name']}"} for site in plan.document["sites"][1:]]
     sites = [plan.document["sites"][0], *outside]
     refused(lambda: look(study, changed(plan, sites=sites), "S0"), "name", "letters")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of what is installed, without what Python compiled."""
+    copy = tmp_path_factory.mktemp("package") / "wsi_fl"
+    here = Path(signed_plans.__file__).parents[3]
+    shutil.copytree(here, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "report/dossier.html.j2",
+        "report/style.css",
+        "view/page/viewer.js",
+        "models/lpips_vgg16.safetensors",
+        "privacy/ledger.py",
+    ],
+)
+def test_one_byte_of_what_runs_is_another_digest(package, file):
+    before, data = code_digest(package), bytearray((package / file).read_bytes())
+    assert before == code_digest()
+    data[-2] ^= 1
+    (package / file).write_bytes(data)
+    assert code_digest(package) != before
+    data[-2] ^= 1
+    (package / file).write_bytes(data)
+    for same in ("__pycache__/x.pyc", "shipped/pipelines/x.toml", ".x.swp"):
+        (package / same).parent.mkdir(parents=True, exist_ok=True)
+        (package / same).write_text("x")
+    assert code_digest(package) == before
+
+
+@pytest.mark.parametrize("name", ["torch", "opacus", "numpy", "cryptography"])
+def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(
+    coordinator, tmp_path, monkeypatch, name
+):
+    plan, study, before = made(coordinator, tmp_path), hospital(tmp_path, "S0"), code_digest()
+    installed = plan_code.version
+    monkeypatch.setattr(plan_code, "version", lambda one: "1.2.3" if one == name else installed(one))
+    assert code_digest() != before
+    refused(lambda: look(study, plan, "S0"), f"the plan is for {name} ", "S0 has 1.2.3", "install")
+    monkeypatch.setattr(plan_code, "version", lambda one: installed(one).partition("+")[0] + "+own")
+    assert code_digest() == before
 
 
 def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path, monkeypatch):
@@ -304,6 +439,19 @@ def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):
     hidden = changed(plan, learns=learns | {"says": "fine\x1b[8m"})
     refused(lambda: look(study, hidden, "S0"), "hides something", "do not sign it")
     refused(lambda: look(study, changed(plan, pipeline="a\x1b[2K"), "S0"), "hides something")
+
+
+@pytest.mark.parametrize(
+    "created",
+    ["yesterday", "2026-07-01T09:30:00", "2026-07-01", "20260701T093000+0000", "sign at once", 5, None],
+)
+def test_a_plan_was_made_at_a_time(coordinator, tmp_path, created):
+    plan, study = made(coordinator, tmp_path), hospital(tmp_path, "S0")
+    document_of(changed(plan, created="2026-07-01T09:30:00+00:00"))
+    document_of(changed(plan, created="2026-07-01T09:30:00+02:00"))
+    refused(lambda: look(study, changed(plan, created=created), "S0"), "damaged", "created")
+    without = {key: value for key, value in plan.document.items() if key != "created"}
+    refused(lambda: look(study, Plan(json.dumps(without)), "S0"), "damaged", "created")
 
 
 def test_where_the_store_is_not_here_the_cost_is_not_known(coordinator, tmp_path):

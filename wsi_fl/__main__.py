@@ -8,7 +8,7 @@ import sys
 import typer
 
 from wsi_fl.cli.main import app
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, printable
 
 _WrongUsage: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 """Click's UsageError, wherever typer keeps its click."""
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"wsi-fl: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"wsi-fl: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

@@ -69,6 +69,26 @@ def natural(name: str) -> tuple[tuple[str, int], ...]:
     return tuple((text, int(digits or -1)) for text, digits in re.findall(r"(\D*)(\d{0,18})", name))
 
 
+def printable(text: str) -> str:
+    """Return a text as people may see it: what moves a cursor, turns the order of letters round or hides is U+FFFD.
+
+    These are control and format characters (ESC and the marks of bidirectional text among them), lone surrogates and
+    breaks other than a line feed or a tab.
+
+    Example:
+        >>> printable("Zoë 名" + chr(10) + "a" + chr(27) + "[2J" + chr(0x202E)) == f"Zoë 名{chr(10)}a\ufffd[2J\ufffd"
+        True
+    """
+    return "\n".join(line if line.isprintable() else "".join(map(_seen, line)) for line in text.split("\n"))
+
+
+def _seen(character: str) -> str:
+    return "\ufffd" if category(character) in _UNSEEN and character != "\t" else character
+
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+
 def strange_character(text: str) -> str | None:
     """Return the first control character or lone surrogate of a text as U+0000, or None.
 

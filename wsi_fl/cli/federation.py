@@ -133,6 +133,13 @@ def approve(
     ] = None,
     study: StudyFolder = None,
     yes: Annotated[bool, typer.Option("--yes", help="Sign without being asked.")] = False,
+    yes_per_row: Annotated[
+        bool,
+        typer.Option(
+            "--yes-per-row",
+            help="Say yes also to an ε per row that is above max_epsilon for the patient with the most rows.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Read a plan, see what it costs your hospital, and sign it; or approve a hospital's certificate request."""
@@ -143,18 +150,27 @@ def approve(
 
         show(approve_request(file, kit, fingerprint), as_json, print_approved)
         return
-    _sign(file, kit, _study(study), yes=yes, as_json=as_json)
+    _sign(file, kit, _study(study), yes=yes, yes_per_row=yes_per_row, as_json=as_json)
 
 
-def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> None:
+def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
     from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.plans.approving import look, sign
-    from wsi_fl.stages.hospitals.plans.showing import print_look, print_signed
+    from wsi_fl.stages.hospitals.plans.showing import above_words, print_look, print_signed
     from wsi_fl.stages.hospitals.plans.signed import Plan
 
     identity = Kit.open(kit).identity()
     looked = look(study, Plan.load(file), identity.name)
     print_look(looked)
+    if (
+        (said := above_words(looked.cost))
+        and not yes_per_row
+        and (yes or not typer.confirm(f"Do you accept that {said}?", err=True))
+    ):
+        raise WsiFlError(
+            f"{file}: nothing was signed, for {said}; ask for a plan per patient (privacy.unit), or say "
+            "--yes-per-row too"
+        )
     if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
         raise WsiFlError(f"{file}: nothing was signed")
     path = sign(study, looked, identity)
@@ -165,6 +181,8 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> N
         "epsilon": looked.cost.epsilon if looked.cost else None,
         "lifetime_epsilon": looked.cost.lifetime_epsilon if looked.cost else None,
         "rounds": looked.cost.rounds if looked.cost else None,
+        "group": looked.cost.group if looked.cost else None,
+        "lifetime_group": looked.cost.lifetime_group if looked.cost else None,
         "notes": list(looked.notes),
     }
     show(document, as_json, print_signed)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 import typer
 
 from wsi_fl.system.ranks import is_first
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import UsageError, WsiFlError, printable
 
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
@@ -47,9 +47,17 @@ def find_study() -> Study:
 def show(document: dict[str, Any], as_json: bool, for_people: Callable[[dict[str, Any]], None]) -> None:
     """Print a command's answer, as one JSON document or for people; an empty one is of a rank that is not the first."""
     if document and as_json:
-        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        print("\n".join(map(_spelled, text.split("\n"))), flush=True)
     elif document:
         for_people(document)
+
+
+def _spelled(line: str) -> str:
+    """A line of JSON that means the same, and in which what a terminal would not show as it is stands as an escape."""
+    if line.isprintable():
+        return line
+    return "".join(one if printable(one) == one else json.dumps(one)[1:-1] for one in line)
 
 
 C = TypeVar("C", bound=Callable[..., None])

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 MOST_BYTES = 16 << 20
 """The longest text of a document."""
-_MOST_VALUES = 1 << 18
+MOST_VALUES = 1 << 18
 """A short text may stand for much memory: `[[],[],…` for a hundred times its own length."""
 _MOST_FAULTS, _LONGEST_KEY, _LONGEST_FAULT = 1000, 100, 250
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -68,12 +68,13 @@ def check_length(n_bytes: int, site: object) -> None:
         raise NotAgreed(f"site {site} announced a document of {n_bytes} bytes; at most {MOST_BYTES}")
 
 
-def decoded(text: bytes, kind: type[T], site: object) -> T:
+def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = MOST_VALUES) -> T:
     """Return the document that a text stands for.
 
     Args:
         kind: the agreed type, a TypedDict.
         site: what messages call the site that told it.
+        most_values: how many values it may hold.
 
     Raises:
         NotAgreed: in one line of at most 500 characters, when it is no JSON in UTF-8, nested more than 200 deep, or
@@ -91,8 +92,8 @@ def decoded(text: bytes, kind: type[T], site: object) -> T:
     """
     check_length(len(text), site)
     n_values = sum(text.count(mark) for mark in b"[{,")
-    if n_values > _MOST_VALUES:
-        raise NotAgreed(f"site {site} told a document of {n_values} values; at most {_MOST_VALUES}")
+    if n_values > most_values:
+        raise NotAgreed(f"site {site} told a document of {n_values} values; at most {most_values}")
     agreed: Any = kind
     try:
         document: T = _adapter(agreed).validate_json(text)

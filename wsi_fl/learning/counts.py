@@ -6,10 +6,11 @@ Counts of several hospitals add up, and from their sums follow the scores on all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from wsi_fl.learning.metrics import SCORES, Labels, Probabilities, confusion
@@ -22,6 +23,9 @@ _KIND = np.dtype("<i8")
 Flat = NDArray[np.uint8]
 
 
+Tally = Annotated[int, Field(ge=0, le=_MOST)]
+
+
 class Counts(TypedDict):
     """The answers of one model on one test part.
 
@@ -32,10 +36,10 @@ class Counts(TypedDict):
             probability of class 1; empty where there are more classes.
     """
 
-    n: int
-    confusion: list[list[int]]
-    positives: list[int]
-    negatives: list[int]
+    n: Tally
+    confusion: list[list[Tally]]
+    positives: list[Tally]
+    negatives: list[Tally]
 
 
 class Scores(TypedDict):
@@ -51,7 +55,7 @@ class Scores(TypedDict):
     """
 
     classes: list[str]
-    round: int
+    round: Tally
     models: dict[str, str]
     hospitals: list[str]
     counts: dict[str, dict[str, Counts]]

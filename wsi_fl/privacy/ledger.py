@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
 from wsi_fl.privacy.book import Book, Entry, Guarantee, run_id
 from wsi_fl.privacy.release import SEAL, Release, Values, digest
-from wsi_fl.privacy.rounds import Round, applied, rounds_of, units_of
+from wsi_fl.privacy.rounds import Round, applied, of_hospital, rounds_of, units_of
 from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
 from wsi_fl.privacy.worth import epsilon_of, guarantee_of
 from wsi_fl.types import WsiFlError
@@ -240,6 +240,8 @@ class PrivacyLedger:
         """Return what counts towards ε; over a lifetime also what others have written since."""
         if lifetime:
             self._book.catch_up()
+            if self.terms.lifetime:
+                return of_hospital(self._book.entries, self.terms.unit)
         return [
             e for e in self._book.entries if lifetime or (e.site == self.site and e.run_id in self._counted)
         ]

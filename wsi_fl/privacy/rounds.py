@@ -66,6 +66,15 @@ def applied(entries: Iterable[Entry]) -> list[Mechanism]:
     return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
 
 
+def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:
+    """Return the lines that count for a real hospital that counts ε per `unit`.
+
+    What it did as a simulated site counts like all else, but does not bind it to the unit of that time: such lines of
+    another unit are left out.
+    """
+    return [e for e in entries if not e.simulated or e.unit in (None, unit)]
+
+
 def units_of(entries: Iterable[Entry]) -> set[str]:
     """Return whose records all that was spent protects: "row", "patient", or both where they were mixed."""
     return {str(e.unit) for e in entries if e.mechanism}

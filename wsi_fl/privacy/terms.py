@@ -103,7 +103,7 @@ class Terms:
                 f"{path}: the account of site {site} counts ε per {other.pop()}, this run per {self.unit}, and the two "
                 "do not add up; keep the privacy.unit that the site began with"
             )
-        least = min((e.delta for e in entries if e.mechanism and e.delta), default=1.0)
+        least = min((e.delta for e in scope if e.mechanism and e.delta), default=1.0)
         if self.lifetime and self.max_epsilon is not None and self.delta > least:
             raise WsiFlError(
                 f"{path}: the account of site {site} is priced at delta = {least:g}, this run at "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from textwrap import wrap
 from typing import Any
 
 from wsi_fl.report.fill import fill
 
 _MOST_LINES = 12
 """Releases of a run that are shown; the JSON beside the page has them all."""
+_WIDEST = 36
+"""Characters of a line in the drawing."""
 
 
 def render(dossier: Mapping[str, Any]) -> str:
@@ -37,10 +40,11 @@ def _flow(dossier: Mapping[str, Any], others: list[str]) -> dict[str, Any]:
     plan, way = dossier["plan"], dossier["network"][0]["to"]
     leaves = [row["what"].partition(" (")[0].partition(":")[0] for row in plan["leaves"]]
     named = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
-    stays = ["slides, patches, features", "labels and names", "checkpoints", "private key"]
+    private = ["private model"] if any("private model" in one for one in plan["stays"]) else []
+    stays = ["slides, patches, features", "labels and names", *private, "checkpoints", "private key"]
     relay = "folder" if way.startswith("the folder") else "server"
     return {
-        "leaves": [_short(one) for one in leaves],
+        "leaves": [line for one in leaves for line in wrap(f"· {one}", _WIDEST)],
         "stays": stays,
         "relay": f"shared {relay}" if relay == "folder" else relay,
         "others": named or "nobody",
@@ -50,7 +54,3 @@ def _flow(dossier: Mapping[str, Any], others: list[str]) -> dict[str, Any]:
             "Theirs come back."
         ),
     }
-
-
-def _short(text: str, most: int = 30) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

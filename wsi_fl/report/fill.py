@@ -10,13 +10,17 @@ from typing import Any
 from jinja2 import ChainableUndefined, Environment, PackageLoader
 
 from wsi_fl.report import words
+from wsi_fl.types import printable
 
 
 def fill(template: str, context: Mapping[str, Any], **filters: Callable[..., Any]) -> str:
-    """One of the room's templates, filled; numbers are shown by the functions of `words`, and by `filters`."""
+    """One of the room's templates, filled, of printable characters alone.
+
+    Numbers are shown by the functions of `words`, and by `filters`.
+    """
     environment = _environment()
     environment.filters.update(filters)
-    return re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(context))
+    return printable(re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(context)))
 
 
 @cache

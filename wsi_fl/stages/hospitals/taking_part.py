@@ -17,13 +17,13 @@ from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.choosing import begin_or_go_on, own_run, refuse_once_more, require_agreed
+from wsi_fl.stages.hospitals.plans.code import code_digest
 from wsi_fl.stages.hospitals.plans.signed import (
     Plan,
     approved_at,
     approved_plan,
     check_code,
     check_promises,
-    code_digest,
 )
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites

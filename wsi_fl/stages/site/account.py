@@ -7,13 +7,14 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
 from wsi_fl.privacy.book import Guarantee
-from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.planner import planned as best_plan
@@ -261,17 +262,44 @@ class Group(TypedDict):
     delta: Amount
 
 
-def group_of(site: Site) -> Group | None:
-    """What ε per row is worth to the patient with the most training rows; None where that is not the question.
+def group_of(site: Site, spent: Sequence[Mechanism] | None = None) -> Group | None:
+    """Return what ε per row is worth to the patient with the most training rows; None where that is not the question.
 
     How many rows that patient has depends on one patient alone, so it stays with a real site.
+
+    Args:
+        spent: what is applied; by default what the run has applied so far.
     """
-    terms, names = site.ledger.terms, site.train.patient[site.train.patient != ""]
-    if terms.unit != "row" or site.ledger.epsilon() is None or not len(names):
+    ledger = site.ledger
+    if spent is None and ledger.epsilon() is None:
+        return None
+    return worth_to_patient(ledger.terms, site.train.patient, ledger.mechanisms() if spent is None else spent)
+
+
+def worth_to_patient(terms: Terms, patient: NDArray[np.str_], spent: Sequence[Mechanism]) -> Group | None:
+    """Return what ε per row of `spent` is worth to the patient with the most rows; None where ε is per patient.
+
+    Args:
+        patient: whose each training row is, "" where nobody knows; None is returned where no row has a patient.
+    """
+    names = patient[patient != ""]
+    if terms.unit != "row" or not spent or not len(names):
         return None
     k = int(np.unique(names, return_counts=True)[1].max())
-    value = group_epsilon(site.ledger.mechanisms(), terms.delta, k)
-    return {"rows": k, "epsilon": value, "delta": terms.delta}
+    return {"rows": k, "epsilon": group_epsilon(spent, terms.delta, k), "delta": terms.delta}
+
+
+def above_budget(group: Group | None, max_epsilon: float | None) -> bool:
+    """Return whether the patient with the most rows is promised less than a budget of ε allows."""
+    if group is None or max_epsilon is None:
+        return False
+    return group["epsilon"] is None or group["epsilon"] > max_epsilon
+
+
+def group_words(group: Group) -> str:
+    """Say of the patient with the most rows what ε per row is worth."""
+    worth = f"more than {MOST_EPSILON:g}" if group["epsilon"] is None else f"{group['epsilon']:.1f}"
+    return f"all {group['rows']} rows of the patient with the most rows together have ε = {worth}"
 
 
 _WORTH = {"shared": "guaranteed to all who see the sum, and against colluding sites as agreed"}

@@ -15,7 +15,7 @@ from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.stages.site.account import planned, spent_words
+from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import (
     check,
@@ -102,6 +102,8 @@ def _cost(site: Site, party: Party) -> dict[str, Any]:
         "canaries": len(site.canaries.included) if site.canaries else 0,
         "n_validation": len(site.validation) if site.validation else 0,
         "epsilon": epsilon(cost, terms.delta) if cost else None,
+        "group": group_of(site, cost),
+        "max_epsilon": terms.max_epsilon,
         "delta": terms.delta,
         "guarantee": terms.guarantee,
         "unit": terms.unit,
@@ -126,6 +128,10 @@ def print_plan(document: dict[str, Any]) -> None:
             f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
         )
+        if row["group"] is not None:
+            above = above_budget(row["group"], row["max_epsilon"])
+            told = f", which is above its max_epsilon = {row['max_epsilon']:g}" if above else ""
+            say(f"    {group_words(row['group'])}{told}", "yellow" if above else "")
     say(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "
         f"{document['seconds'] / 60:.1f} min and {document['memory_bytes'] / 1e9:.1f} GB of memory, evaluation left out"

@@ -14,8 +14,8 @@ from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import Party
 
 
-class Row(TypedDict):
-    """A site's row of the summary, which all sites get to know; None also for what a real site keeps to itself."""
+class SiteRow(TypedDict):
+    """A site's row of a summary; None also for what a real site keeps to itself."""
 
     site: Name
     epsilon: Amount | None
@@ -34,10 +34,44 @@ class Row(TypedDict):
     n_units: Count
     canaries: Count
     group: Group | None
+
+
+class Row(SiteRow):
+    """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
+
     trained_seconds: Amount | None
     messages: Count
     bytes: Count
     communication_seconds: Amount | None
+
+
+class Loss(TypedDict):
+    """A site that was lost and has not come back."""
+
+    site: Name
+    round: Round
+    reason: Words
+    time: Words
+
+
+class Communication(TypedDict):
+    """What all sites sent together."""
+
+    messages: Count
+    bytes: Count
+    seconds: Amount
+
+
+class Summary(TypedDict):
+    """What all sites know of a run that has finished; `run` is its folder, relative to the study."""
+
+    run: Words
+    method: Words
+    seconds: Amount
+    sites: list[SiteRow]
+    lost: list[Name]
+    losses: list[Loss]
+    communication: Communication
 
 
 def row_of(site: Site) -> Row:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from wsi_fl.system.ranks import launched_ranks
-from wsi_fl.types import WsiFlError
+from wsi_fl.types import WsiFlError, printable
 
 LINE_EVERY_S = 5.0
 _MOST_PARTS = 12
@@ -74,7 +75,7 @@ class Bars(Silent):
             BarColumn(bar_width=28),
             MofNCompleteColumn(),
             TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[note]}", style="dim"),
+            TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=stderr,
         )
         self._tasks: dict[str, TaskID] = {}
@@ -103,9 +104,10 @@ class Bars(Silent):
     def _say(self) -> None:
         self._said = time.monotonic()
         if self._state or launched_ranks() is None:
-            stderr.print(self._line(), markup=False)
+            say(self._line())
 
     def update(self, part: str, done: float, total: float, note: str = "") -> None:
+        part, note = printable(part), printable(note)
         self._state[part] = (done, total, note)
         if self._live:
             if part not in self._tasks:
@@ -188,8 +190,8 @@ def emit(document: dict[str, Any]) -> None:
 
 
 def say(text: str, style: str = "") -> None:
-    """A line for people, on stderr."""
-    stderr.print(text, style=style or None, markup=False)
+    """A line for people, on stderr, of printable characters alone."""
+    stderr.print(printable(text), style=style or None, markup=False)
 
 
 _WIDEST = 120
@@ -228,13 +230,13 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
         headings: one for each column.
         rows: the cells; None draws a line.
     """
-    printed = Table(title=title, title_justify="left")
+    printed = Table(title=escape(printable(title)), title_justify="left")
     for k, heading in enumerate(headings):
-        printed.add_column(heading, justify="right" if k else "left", no_wrap=True)
+        printed.add_column(escape(printable(heading)), justify="right" if k else "left", no_wrap=True)
     for row in rows:
         if row is None:
             printed.add_section()
         else:
-            printed.add_row(*row)
+            printed.add_row(*(escape(printable(cell)) for cell in row))
     wide = Console(stderr=True, highlight=False, emoji=False, width=max(stderr.width, _WIDEST))
     wide.print(printed)  # a narrow terminal cuts no number off

@@ -7,6 +7,7 @@ from typing_extensions import TypedDict
 from wsi_fl.report.words import size
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.making import PlanDocument
+from wsi_fl.stages.site.account import Group, group_words
 from wsi_fl.study.site import SiteFile
 
 
@@ -18,13 +19,20 @@ class Part(TypedDict):
     gaps: list[str]
 
 
-def not_protected(said: PlanDocument, kit: Kit | None) -> list[str]:
-    """Return in plain sentences what no part of wsi-fl protects, the gravest first."""
+def not_protected(said: PlanDocument, kit: Kit | None, group: Group | None) -> list[str]:
+    """Return in plain sentences what no part of wsi-fl protects, the gravest first.
+
+    Args:
+        group: what ε of all that was released and of the plan is worth to the patient with the most rows.
+    """
     found = []
     if not said["privacy"]["differential_privacy"]:
         found.append(
             "What leaves has no differential privacy: whoever receives a model may learn of single patients."
         )
+    elif said["privacy"]["unit"] == "row":
+        worth = f": {group_words(group)}." if group else "; how much less is not known here."
+        found.append(f"Patients with many records, for ε is of one row: they are protected less{worth}")
     found.append("Whoever holds the federation's root key can name anybody: a made-up hospital too.")
     found.append(
         "An administrator of the hospital's own machine can read its slides, its key and its letters, and can run "
@@ -49,15 +57,28 @@ def not_protected(said: PlanDocument, kit: Kit | None) -> list[str]:
     return found
 
 
-def assessment(said: PlanDocument, site: SiteFile) -> list[Part]:
-    """Return the draft's parts, in the order of Article 35 (7) and of what goes with it."""
-    return [_description(said, site), _necessity(said), _risks(said), _measures(said, site), _consultation()]
+def assessment(said: PlanDocument, site: SiteFile, group: Group | None, *, audited: bool) -> list[Part]:
+    """Return the draft's parts, in the order of Article 35 (7) and of what goes with it.
+
+    Args:
+        group: as of `not_protected`.
+        audited: whether a model of the site was attacked by `audit`.
+    """
+    return [
+        _description(said, site),
+        _necessity(said),
+        _risks(said, group),
+        _measures(said, site, audited=audited),
+        _consultation(),
+    ]
 
 
 def _description(said: PlanDocument, site: SiteFile) -> Part:
     learned, names = said["learns"], [one["name"] for one in said["sites"]]
     leaving = [
-        f"{row['what']}, {row['often']}{_each(row['bytes'])}" for row in said["leaves"] if row["large"]
+        f"{row['what']}, {row['often']}{_each(row['bytes'])} ({row['protected_by']})"
+        for row in said["leaves"]
+        if row["of_records"]
     ]
     return {
         "heading": "Systematic description of the processing and its purposes, Art. 35 (7) (a)",
@@ -92,23 +113,24 @@ def _necessity(said: PlanDocument) -> Part:
     }
 
 
-def _risks(said: PlanDocument) -> Part:
+def _risks(said: PlanDocument, group: Group | None) -> Part:
     return {
         "heading": "Risks to the rights and freedoms of patients, Art. 35 (7) (c)",
         "facts": [
             "A model that was received may tell whether a patient was trained on (membership), or what a patient's "
             "records were like (reconstruction).",
             "A stranger may read, alter or repeat what travels, or speak in the name of a hospital.",
-            *not_protected(said, None),
+            *not_protected(said, None, group),
         ],
         "gaps": ["likelihood and severity of each risk for this hospital's patients"],
     }
 
 
-def _measures(said: PlanDocument, site: SiteFile) -> Part:
+def _measures(said: PlanDocument, site: SiteFile, *, audited: bool) -> Part:
     privacy = said["privacy"]
     limit = "no limit named" if site.max_epsilon is None else f"{site.max_epsilon:g}"
-    budget = f"Budget of site {site.name} for good: ε {limit}, δ {site.delta or privacy['delta']:g}; "
+    delta = site.delta or privacy["delta"]
+    budget = f"Budget of site {site.name} for good: ε {limit}, δ {delta:g}, per {privacy['unit']}; "
     return {
         "heading": "Measures against the risks, Art. 35 (7) (d)",
         "facts": [
@@ -119,7 +141,9 @@ def _measures(said: PlanDocument, site: SiteFile) -> Part:
             "Keys are made where they are used and stay there; certificates end by themselves.",
             "Nothing runs but the plan that the hospital has signed, with the software that the plan names; no code "
             "travels.",
-            "Audits attack the trained models by membership inference and planted canaries; their bounds are above.",
+            "Audits attacked trained models by membership inference and planted canaries; their bounds are above."
+            if audited
+            else "No model of the site was audited yet: `wsi-fl audit RUN` attacks them.",
         ],
         "gaps": [
             "access control, backups (of the ledger above all), updates and logs of the machine",

@@ -1,11 +1,11 @@
 """The dossier of a hospital: what its data protection officer and its network people ask, from the files that are here.
 
-It reads the plan, the approvals, the kit, the site's own ledger and the audits of its runs, and opens no store.
+It reads the plan, the approvals, the kit, the site's own ledger, its runs and their audits, and opens no store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,24 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.privacy.book import Book, Entry
-from wsi_fl.privacy.rounds import Round, rounds_of, units_of
+from wsi_fl.privacy.rounds import Round, of_hospital, rounds_of, units_of
 from wsi_fl.privacy.worth import epsilon_of, guarantee_of
 from wsi_fl.report import dossier as page
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.hospitals.choosing import runs_of_plan
 from wsi_fl.stages.hospitals.dossier.assessment import Part, assessment, not_protected
 from wsi_fl.stages.hospitals.dossier.network import Connection, connections
+from wsi_fl.stages.hospitals.dossier.patients import group_of, most_rows
 from wsi_fl.stages.hospitals.dossier.sbom import Parts, write_parts
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.making import PlanDocument, document_of
-from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
+from wsi_fl.stages.site.account import Group, terms_of
+from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_json, write_text
-from wsi_fl.types import UsageError
+from wsi_fl.types import UsageError, WsiFlError
 
 
 class Released(TypedDict):
@@ -53,6 +57,8 @@ class Account(TypedDict):
     Attributes:
         plan: SHA-256 of the plan that was signed for it; "" where none was asked for.
         epsilon: None where ε says nothing.
+        group: what ε per row is worth to the patient with the most rows; None where that is not the question, or the
+            number of rows is not known here.
     """
 
     run: str
@@ -61,6 +67,7 @@ class Account(TypedDict):
     delta: float | None
     unit: str
     guarantee: str
+    group: Group | None
     releases: list[Released]
 
 
@@ -81,6 +88,10 @@ class Dossier(TypedDict):
     Attributes:
         signed: the sites that have signed the plan.
         missing: the others, and why; None where the federation's root is not here to tell.
+        spent: ε of everything released so far, per unit of the plan.
+        group: what that is worth to the patient with the most rows, as in `Account`.
+        cost: what the plan costs, as the hospital saw it when it signed; None where its store was not there.
+        warning: why the ledger is not to be believed, as `approve` says it; "" where it is.
     """
 
     created: str
@@ -92,6 +103,9 @@ class Dossier(TypedDict):
     missing: dict[str, str] | None
     budget: dict[str, float | None]
     spent: float | None
+    group: Group | None
+    cost: dict[str, Any] | None
+    warning: str
     network: list[Connection]
     accounts: list[Account]
     audits: list[Audited]
@@ -131,8 +145,13 @@ def _of(
     study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit | None, parts: Parts
 ) -> Dossier:
     heard = approvals(study, plan, kit.identity().root) if kit else None
-    entries = [entry for entry in Book(study.ledger(site.name)).entries if entry.site == site.name]
-    delta = site.delta or said["privacy"]["delta"]
+    lines, warning = _ledger(study, plan, site)
+    entries = [entry for entry in lines if entry.site == site.name]
+    delta, cost = site.delta or said["privacy"]["delta"], kept_cost(study, site.name, plan)
+    rows = most_rows(study, site.name, cost)
+    counted = of_hospital(entries, said["privacy"]["unit"]) if site.real else entries
+    group, audits = group_of(counted, delta, rows), _audits(study, site.name)
+    promised = (cost or {}).get("lifetime_group") or group
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "wsi_fl": __version__,
@@ -140,27 +159,56 @@ def _of(
         "plan_sha256": plan.digest,
         "plan": said,
         "signed": list(heard.signed) if heard else [],
-        "missing": heard.missing if heard else None,
+        "missing": _missing(study, plan, heard.missing) if heard else None,
         "budget": {"max_epsilon": site.max_epsilon, "delta": delta},
-        "spent": epsilon_of(entries, delta),
+        "spent": epsilon_of(counted, delta),
+        "group": group,
+        "cost": cost,
+        "warning": warning,
         "network": connections(kit),
-        "accounts": _accounts(study, site.name, entries, delta),
-        "audits": _audits(study, site.name),
+        "accounts": _accounts(study, site.name, entries, delta, rows),
+        "audits": audits,
         "parts": parts,
-        "not_protected": not_protected(said, kit),
-        "assessment": assessment(said, site),
+        "not_protected": not_protected(said, kit, promised),
+        "assessment": assessment(said, site, promised, audited=bool(audits)),
     }
 
 
-def _accounts(study: Study, site: str, entries: Sequence[Entry], delta: float) -> list[Account]:
+def _ledger(study: Study, plan: Plan, site: SiteFile) -> tuple[Sequence[Entry], str]:
+    """The lines of a site's ledger, and why they are not to be believed; "" where they are."""
+    try:
+        terms = terms_of(site, plan.pipeline(), "none")
+        return open_ledger(study, site, f"plan {plan.digest[:32]}", terms).entries, ""
+    except WsiFlError as error:
+        return Book(study.ledger(site.name)).entries, str(error).replace(f"{study.root}/", "")
+
+
+def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, str]:
+    """Why no approval of a site is here; of one that took part in a run of the plan that is no sign of anything."""
+    took_part = {
+        row["site"]: run.name
+        for run in runs_of_plan(study, plan.digest)
+        for row in (run.summary() or {"sites": []})["sites"]
+    }
+    return {
+        site: f"took part in {took_part[site]} under this plan; its approval lies with itself and the coordinator"
+        if site in took_part and not (plan_path(study).parent / f"approval-{site}.json").is_file()
+        else why
+        for site, why in missing.items()
+    }
+
+
+def _accounts(
+    study: Study, site: str, entries: Sequence[Entry], delta: float, rows: int | None
+) -> list[Account]:
     """What the site released in each run, the first run first."""
     return [
-        _account(run, [entry for entry in entries if entry.run_id == run], delta, _sent(study, site, run))
+        _account([entry for entry in entries if entry.run_id == run], delta, _sent(study, site, run), rows)
         for run in dict.fromkeys(entry.run_id for entry in entries)
     ]
 
 
-def _account(run: str, lines: Sequence[Entry], delta: float, sent: dict[int, int]) -> Account:
+def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: int | None) -> Account:
     spent = epsilon_of(lines, delta)
     return {
         "run": lines[0].run,
@@ -169,6 +217,7 @@ def _account(run: str, lines: Sequence[Entry], delta: float, sent: dict[int, int
         "delta": delta,
         "unit": ", ".join(sorted(units_of(lines))),
         "guarantee": "none" if spent is None else guarantee_of(lines),
+        "group": group_of(lines, delta, rows),
         "releases": [one for round_ in rounds_of(lines) for one in _released(round_, sent)],
     }
 

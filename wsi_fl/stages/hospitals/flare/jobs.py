@@ -17,6 +17,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SAID, job_files
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import server_of
+from wsi_fl.stages.hospitals.said import agreed
 from wsi_fl.stages.hospitals.taking_part import LAST
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -128,7 +129,7 @@ def run_job(
             raise WsiFlError(
                 f"the server was lost while job {number} ran ({one_line(error)}); {_GO_ON}"
             ) from None
-        said = _result(session, number, Path(place))
+        said = agreed(_result(session, number, Path(place)), sites, str(job["what"]))
     errors = [one["error"] for one in said.values() if "error" in one]
     if errors:
         raise WsiFlError(_first_reason(errors))
@@ -142,6 +143,8 @@ def run_job(
         raise WsiFlError(
             f"job {number} ended ({ended}), and no hospital said why; see the server's log, then {_GO_ON}"
         )
+    if silent := [site for site in sites if site not in said]:
+        raise WsiFlError(f"job {number} ended, and the server has no answer of {', '.join(silent)}; {_GO_ON}")
     return said
 
 
@@ -152,10 +155,10 @@ def _first_reason(errors: list[str]) -> str:
     return f"{reason}; {_GO_ON}" if any(words in reason for words in _LOST) else reason
 
 
-def _result(session: Session, job: str, place: Path) -> dict[str, Any]:
-    """What the hospitals said, from the job's folder on the server."""
+def _result(session: Session, job: str, place: Path) -> Any:
+    """What the hospitals said as the server has it, from the job's folder there; nobody has looked at it yet."""
     with suppress(Exception):
         folder = Path(session.download_job_result(job, str(place)))
         file = next(folder.rglob(SAID), None)
-        return dict(read_json(file)) if file else {}
+        return read_json(file) if file else {}
     return {}

@@ -33,11 +33,12 @@ from wsi_fl.federation.letters import Buffer
 from wsi_fl.federation.relayed import Answer
 from wsi_fl.stages.hospitals.flare.files import SAID
 from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.said import answered, failed
 from wsi_fl.stages.hospitals.taking_part import greet, known_to_all, take_part
 from wsi_fl.stages.training.going_on import naming
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
-from wsi_fl.types import KnownToAll, one_line
+from wsi_fl.types import KnownToAll, WsiFlError, one_line
 
 STUDY, KIT = "WSI_FL_STUDY", "WSI_FL_KIT"
 """Environment variables by which a hospital tells its own processes where its study and its kit are."""
@@ -85,12 +86,16 @@ class Together(Controller):  # type: ignore[misc]
     def _answered(self, client_task: ClientTask, fl_ctx: FLContext) -> None:
         """Keep an answer; after a failure the others would wait in vain, so the job ends."""
         result, site = client_task.result, client_task.client.name
-        text = str(result.get("said", "{}")) if result.get_return_code() == ReturnCode.OK else "{}"
-        self._said[site] = json.loads(text)
-        if result.get_return_code() != ReturnCode.OK:
-            self._said[site] = {"error": str(result.get("said", f"site {site}: {result.get_return_code()}"))}
+        asked = "ready" if client_task.task.name == "ready" else str(self._job["what"])
+        try:
+            if (code := result.get_return_code()) != ReturnCode.OK:
+                raise WsiFlError(str(result.get("said", f"site {site}: {code}")))
+            self._said[site] = answered(str(result.get("said", "")), site, asked)
+        except WsiFlError as error:
+            said = failed(str(error))
+            self._said[site] = said
             self._note(fl_ctx)
-            self.system_panic(self._said[site]["error"], fl_ctx)
+            self.system_panic(said["error"], fl_ctx)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Hear the signs of life of the hospitals' processes from the beginning."""
@@ -108,7 +113,7 @@ class Together(Controller):  # type: ignore[misc]
         silent = {site: latest - self._heard.get(site, 0.0) for site in self._sites if site not in self._said}
         for site, seconds in silent.items():
             if seconds > _SILENT_S / 2:
-                self._said[site] = {"error": f"site {site} was lost: it fell silent before the others"}
+                self._said[site] = failed(f"site {site} was lost: it fell silent before the others")
 
     def _note(self, fl_ctx: FLContext) -> None:
         folder = Path(self._engine.get_workspace().get_run_dir(fl_ctx.get_job_id()))

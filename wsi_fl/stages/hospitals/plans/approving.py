@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ from wsi_fl.stages.hospitals.plans.signed import (
     check_code,
     check_key,
     check_promises,
+    keep_cost,
     shown,
 )
 from wsi_fl.stages.site.account import (
+    Group,
+    above_budget,
     affordable_rounds,
     guarantee_of,
     planned,
@@ -39,6 +42,7 @@ from wsi_fl.stages.site.account import (
     require_budget,
     spends,
     terms_of,
+    worth_to_patient,
 )
 from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.stages.site.party import Party
@@ -67,6 +71,8 @@ class Cost:
         epsilon: of all rounds of the plan; None where there is no differential privacy.
         lifetime_epsilon: the same on top of everything on the account.
         rounds: how many of the plan's rounds the budget is enough for.
+        group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
+            already, and where the store knows no patients.
     """
 
     n_units: int
@@ -76,6 +82,13 @@ class Cost:
     max_epsilon: float | None
     delta: float
     rounds: int
+    group: Group | None = None
+    lifetime_group: Group | None = None
+
+    @property
+    def above(self) -> Group | None:
+        """What is above `max_epsilon` though ε per row is not, of everything on the account; None where nothing is."""
+        return self.lifetime_group if above_budget(self.lifetime_group, self.max_epsilon) else None
 
 
 @dataclass(frozen=True)
@@ -145,6 +158,7 @@ def sign(study: Study, looked: Looked, identity: Identity) -> Path:
         if not path.exists():
             write_text(path, _stub(site, looked.plan))
     approve(study, looked.plan, identity)
+    keep_cost(study, identity.name, looked.plan, None if looked.cost is None else asdict(looked.cost))
     return approval_path(study, identity.name)
 
 
@@ -169,7 +183,7 @@ def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> Non
         party: with the plan's own table of sites.
     """
     right = described(party, document["pipeline"], document["learns"], keys_of(document))
-    if plan.text != text_of(right, str(plan.document.get("created", ""))):
+    if plan.text != text_of(right, document["created"]):
         wrong = [key for key, value in right.items() if plan.document.get(key) != value]
         raise UsageError(
             f"the plan's words are not those of its settings ({next(iter(wrong), 'it has more than its keys')}); "
@@ -221,14 +235,17 @@ def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
         )
     alone = ledger.mechanisms()
     of_plan = planned(own, rounds)[len(alone) :]
+    run, ever = [*alone, *of_plan], [*past, *of_plan]
     return Cost(
         n_units,
         terms.unit,
-        epsilon([*alone, *of_plan], terms.delta),
-        epsilon([*past, *of_plan], terms.delta),
+        epsilon(run, terms.delta),
+        epsilon(ever, terms.delta),
         terms.max_epsilon,
         terms.delta,
         affordable,
+        worth_to_patient(terms, train.patient, run),
+        worth_to_patient(terms, train.patient, ever),
     )
 
 
@@ -241,7 +258,11 @@ def _notes(
         found.append(
             f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
         )
-    elif cost.rounds < document["rounds"]:
+    elif cost.unit == "row" and cost.epsilon is not None and cost.group is None:
+        found.append(
+            f"ε is per row, and the store of {me} names no patients, so what it is worth to a patient is not known"
+        )
+    if cost is not None and cost.rounds < document["rounds"]:
         found.append(
             f"your max_epsilon is enough for {cost.rounds} of {document['rounds']} rounds; then {me} leaves and the "
             "others go on"

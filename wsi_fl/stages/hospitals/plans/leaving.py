@@ -22,6 +22,7 @@ class Leaving(TypedDict):
         times: how often at most in a run, to each receiver of one hop; None where it is not fixed.
         bytes: size of each; None where it is not known yet, or small and not fixed.
         large: whether it bounds the longest letter.
+        of_records: whether it is computed of records, be it that they are counted.
     """
 
     what: str
@@ -30,6 +31,7 @@ class Leaving(TypedDict):
     times: int | None
     bytes: int | None
     large: bool
+    of_records: bool
     protected_by: str
 
 
@@ -79,6 +81,7 @@ def _model(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
         "times": pipeline.train.rounds,
         "bytes": n_bytes,
         "large": True,
+        "of_records": True,
         "protected_by": _protected(party, "model"),
     }
 
@@ -99,6 +102,7 @@ def _sums(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
         "times": None if shared else 1,  # a sum that a lost site made void is begun again
         "bytes": n_bytes,
         "large": True,
+        "of_records": True,
         "protected_by": _protected(party, "model"),
     }
 
@@ -116,6 +120,7 @@ def _buffer(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving
         "times": 1 if central else rounds,
         "bytes": n_bytes,
         "large": True,
+        "of_records": True,
         "protected_by": 'no differential privacy; the site allows it by name (allow = ["buffer"])',
     }
 
@@ -130,6 +135,7 @@ def _generators(party: Party, shape: Shape | None, n_classes: int | None) -> lis
         "times": 1,
         "bytes": n_bytes,
         "large": True,
+        "of_records": True,
         "protected_by": (
             'no differential privacy; the site allows it by name (allow = ["generator"]), and the model is checked '
             "for copies of training patches before it leaves"
@@ -142,6 +148,7 @@ def _generators(party: Party, shape: Shape | None, n_classes: int | None) -> lis
         "times": 1,
         "bytes": None if n_bytes is None else n_bytes * others,
         "large": True,
+        "of_records": True,
         "protected_by": "no differential privacy; each model in it has left its own site before",
     }
     return [own, package]
@@ -156,6 +163,7 @@ def _classifier(party: Party, shape: Shape | None, n_classes: int | None) -> Lea
         "times": 1,
         "bytes": _model_bytes(name, shape, n_classes),
         "large": True,
+        "of_records": True,
         "protected_by": 'no differential privacy; the site allows it by name (allow = ["model"])',
     }
 
@@ -181,6 +189,7 @@ _SCORES: Leaving = {
     "times": None,
     "bytes": None,
     "large": False,
+    "of_records": True,
     "protected_by": 'no differential privacy; only a site that allows it by name sends them (allow = ["scores"])',
 }
 
@@ -194,6 +203,7 @@ def _documents(rounds: int) -> list[Leaving]:
         "times": 1,
         "bytes": None,
         "large": False,
+        "of_records": False,
         "protected_by": "settings and shapes, the ledger's totals, and the number of records, which is public",
     }
     return [
@@ -212,6 +222,7 @@ def _documents(rounds: int) -> list[Leaving]:
         common
         | {
             "what": "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes",
+            "of_records": True,
             "to": "all sites and the coordinator",
             "often": "once, at the end",
         },

@@ -9,17 +9,19 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Annotated, Any, NotRequired
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
+from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
 from wsi_fl.stages.hospitals.plans.leaving import Leaving, leaving, staying
-from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, code_digest
+from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
@@ -76,14 +78,24 @@ class Protection(TypedDict):
     says: str
 
 
+def _a_time(text: str) -> str:
+    """A time as `make_plan` writes it; ValueError for anything else."""
+    with suppress(ValueError):
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is not None and time.isoformat(timespec="seconds") == text:
+            return text
+    raise ValueError("not a time with its zone, such as 2026-07-01T09:30:00+00:00")
+
+
 class PlanDocument(TypedDict):
-    """The file of a plan."""
+    """The file of a plan; `created` is missing as long as only its words are made."""
 
     format: str
     version: int
-    created: NotRequired[str]
+    created: NotRequired[Annotated[str, AfterValidator(_a_time)]]
     wsi_fl: str
     code: str
+    packages: dict[str, str]
     method: str
     pipeline: str
     does: str
@@ -149,6 +161,7 @@ def described(party: Party, name: str, learned: Learned, keys: Mapping[str, str]
         "version": VERSION,
         "wsi_fl": __version__,
         "code": code_digest(),
+        "packages": packages(),
         "method": party.name,
         "pipeline": name,
         "does": f"{party.method.name}: {party.method.does}.",
@@ -178,11 +191,14 @@ def document_of(plan: Plan) -> PlanDocument:
     if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
         raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
     try:
-        return TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
+        said = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it anew") from None
+    if "created" not in said:
+        raise UsageError("this plan is damaged: it does not say when it was created; ask for it anew")
+    return said
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -237,6 +253,12 @@ def protection(party: Party) -> Protection:
 _SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
 
 
+_PER_ROW = (
+    " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
+    "each site is told how large as it approves."
+)
+
+
 def _in_words(party: Party, *, own: bool) -> str:
     """The promise in a few sentences."""
     privacy = party.pipeline.privacy
@@ -247,7 +269,9 @@ def _in_words(party: Party, *, own: bool) -> str:
         )
     if not privacy.noisy:
         return "There is no differential privacy. Whoever receives what leaves a hospital may learn of single patients."
-    whom = "all rows of one patient" if privacy.unit == "patient" else "one row of the store"
+    per_patient = privacy.unit == "patient"
+    whom = "all rows of one patient" if per_patient else "one row of the store"
+    less = "" if per_patient else _PER_ROW
     noise = "chosen by each site so that ε is kept" if own else f"σ = {privacy.sigma:g}"
     worth = {
         "guaranteed": "Its ε is a guarantee, also against the other sites together",
@@ -258,7 +282,7 @@ def _in_words(party: Party, *, own: bool) -> str:
         ),
     }[guarantee_of(party.method, party.pipeline)]
     return (
-        f"Differential privacy of {whom}; noise: {noise}. {worth}. Each site's ε follows from its "
+        f"Differential privacy of {whom}; noise: {noise}. {worth}.{less} Each site's ε follows from its "
         "own number of records, and its own max_epsilon is a limit that nothing crosses."
     )
 

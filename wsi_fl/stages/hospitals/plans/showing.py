@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from wsi_fl.report.words import count, size
 from wsi_fl.stages.hospitals.plans.approving import Cost, Looked
 from wsi_fl.stages.hospitals.plans.making import PlanDocument
+from wsi_fl.stages.site.account import group_words
 from wsi_fl.stages.work.console import print_table, say
+
+_READ_OUT = 47
+"""Characters of a fingerprint that people compare: 16 bytes."""
 
 
 def print_look(looked: Looked) -> None:
@@ -16,9 +21,7 @@ def print_look(looked: Looked) -> None:
     say(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
-    print_table(
-        "who takes part", ("site", "real", "allows without DP", "max ε", "δ", "key"), _rows_of_sites(said)
-    )
+    print_table("who takes part", ("site", "real", "allows", "max ε", "δ", "key"), _rows_of_sites(said))
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
@@ -31,6 +34,8 @@ def print_look(looked: Looked) -> None:
     say(f"what never leaves: {'; '.join(said['stays'])}")
     if looked.cost is not None:
         say(cost_words(looked.cost))
+        if looked.cost.group is not None:
+            say(f"  {_patient_words(looked.cost)}", "red" if looked.cost.above else "")
     for note in looked.notes:
         say(f"  {note}", "yellow")
 
@@ -40,12 +45,19 @@ def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
         (
             one["name"],
             "yes" if one["real"] else "no",
-            (", ".join(one["allow"]) or "nothing") if one["real"] else "everything",
+            _allowed(one["allow"]) if one["real"] else "everything without DP",
             *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
-            (one["key"] or "not pinned")[:11],
+            (one["key"] or "not pinned")[:_READ_OUT],
         )
         for one in said["sites"]
     ]
+
+
+def _allowed(kinds: Sequence[str]) -> str:
+    """What a site allows by name; masked sums of shared noise are under differential privacy, all else is not."""
+    bare = ", ".join(kind for kind in kinds if kind != "shared")
+    said = [f"{bare} without DP"] if bare else ["nothing without DP"]
+    return "; ".join([*said, *(["shared noise"] if "shared" in kinds else [])])
 
 
 def cost_words(cost: Cost) -> str:
@@ -58,6 +70,20 @@ def cost_words(cost: Cost) -> str:
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
         f"{cost.lifetime_epsilon:.2f} of {limit}"
     )
+
+
+def _patient_words(cost: Cost) -> str:
+    """What ε per row is worth to the patient with the most rows."""
+    assert cost.group is not None and cost.lifetime_group is not None
+    ever = cost.lifetime_group["epsilon"]
+    return f"{group_words(cost.group)}{'' if ever is None else f'; with everything spent before {ever:.1f}'}"
+
+
+def above_words(cost: Cost | None) -> str:
+    """Say what is above the budget though ε per row is not; "" where nothing is."""
+    if cost is None or cost.above is None:
+        return ""
+    return f"{_patient_words(cost)}, which is above your max_epsilon = {cost.max_epsilon:g}"
 
 
 def print_signed(document: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity, NotTrusted, fingerprint, verified
+from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -118,6 +119,26 @@ def plan_path(study: Study) -> Path:
 def approval_path(study: Study, site: str) -> Path:
     """Return where a study keeps a site's approval of that plan."""
     return study.root / "federation" / f"approval-{site}.json"
+
+
+def keep_cost(study: Study, site: str, plan: Plan, cost: Mapping[str, Any] | None) -> None:
+    """Keep at home what a hospital saw of a plan's cost as it signed, which nobody else gets to know.
+
+    Args:
+        cost: None where its store was not there.
+    """
+    write_json(_cost_path(study, site), {"plan": plan.digest, "cost": cost})
+
+
+def kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
+    """Return what a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+    path = _cost_path(study, site)
+    kept = dict(read_json(path)) if path.is_file() else {}
+    return kept["cost"] if kept.get("plan") == plan.digest else None
+
+
+def _cost_path(study: Study, site: str) -> Path:
+    return study.root / "federation" / f"cost-{site}.json"
 
 
 def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
@@ -240,11 +261,18 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
 
 
 def check_code(plan: Plan, site: str) -> None:
-    """Refuse a plan for other code than a site has installed.
+    """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
 
     Raises:
         UsageError: naming both versions.
     """
+    planned = plan.document.get("packages")
+    for name, version_ in packages().items():
+        if isinstance(planned, dict) and planned.get(name) != version_:
+            raise UsageError(
+                f"the plan is for {name} {planned.get(name)}, and site {site} has {version_}; install the plan's "
+                "version, or agree on a new plan"
+            )
     said, here = str(plan.document["code"]), code_digest()
     if said != here:
         raise UsageError(
@@ -274,23 +302,6 @@ def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
 def shown(value: Any) -> str:
     """Return a value as a TOML file has it, and "nothing" for none."""
     return "nothing" if value is None else toml_value(value)
-
-
-def code_digest() -> str:
-    """Return the SHA-256 over the installed package's own code, which all sites of a plan must have alike.
-
-    Raises:
-        WsiFlError: when it cannot be read.
-    """
-    package = Path(__file__).parents[3]
-    digest = hashlib.sha256()
-    try:
-        for path in sorted(package.rglob("*.py")):
-            digest.update(f"{path.relative_to(package).as_posix()}\n".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    except OSError as error:
-        raise WsiFlError(f"the installed package cannot be read: {error}") from None
-    return digest.hexdigest()
 
 
 def _signed(document: dict[str, Any]) -> bytes:

@@ -1,0 +1,110 @@
+"""What a hospital says to the server and the coordinator of a job: one of four agreed documents, and nothing else.
+
+Neither side trusts the other: the server looks at what a hospital said before it keeps it, and the coordinator at what
+the server handed on. What is not agreed on ends the job in one line that names the hospital.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.documents import Amount, Name, NotAgreed, Words, decoded
+from wsi_fl.learning.counts import N_BINS, Scores
+from wsi_fl.stages.training.summary import Summary
+from wsi_fl.types import printable
+
+_LONGEST = 1000
+_MOST_VALUES = 1 << 21
+"""Of an answer: a hundred models that a hundred hospitals counted."""
+
+
+class Ready(TypedDict):
+    """A hospital's process listens."""
+
+
+class Failed(TypedDict):
+    """Why a hospital did not do what it was asked."""
+
+    error: Words
+
+
+class Reached(TypedDict):
+    """Whom a hospital that went to see all others reached, as `taking_part.greet` says it."""
+
+    site: Name
+    peers: list[Name]
+    seconds: Amount
+
+
+class Done(Summary):
+    """The summary of a run, and the counts that left the hospitals; None where none did."""
+
+    scores: Scores | None
+
+
+_KINDS: dict[str, Any] = {"ready": Ready, "check": Reached, "work": Done}
+
+
+def failed(text: str) -> Failed:
+    """Return a reason as the document that tells it: one printable line of at most 1000 characters."""
+    return {"error": printable(" ".join(text.split()))[:_LONGEST]}
+
+
+def answered(text: str, site: str, what: str) -> dict[str, Any]:
+    """Return what a hospital says, once it is known to be what was agreed on.
+
+    Args:
+        text: JSON.
+        site: who says it.
+        what: was asked: "ready", "check" or "work".
+
+    Raises:
+        NotAgreed: in one line that names the site.
+    """
+    said: dict[str, Any] = decoded(
+        text.encode(errors="surrogatepass"), _KINDS[what], site, most_values=_MOST_VALUES
+    )
+    if said.get("scores") is not None and not _whole(said["scores"]):
+        raise NotAgreed(f"site {site} told what was not agreed on: scores that do not fit together")
+    return said
+
+
+def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
+    """Return what the server handed on of each hospital; of failures alone where any hospital failed.
+
+    Args:
+        told: by site; who has said nothing yet is missing, or has an empty document.
+        sites: that were asked.
+        what: they were asked.
+
+    Raises:
+        NotAgreed: in one line that names the site.
+    """
+    if not isinstance(told, Mapping) or not set(told) <= set(sites):
+        raise NotAgreed(
+            "the server handed on what was not agreed on: answers of others than the job's hospitals"
+        )
+    texts = {site: json.dumps(one) for site, one in told.items() if one != {}}
+    failures = [site for site in texts if isinstance(told[site], Mapping) and "error" in told[site]]
+    if failures:
+        return {site: decoded(texts[site].encode(), Failed, site) for site in failures}
+    return {site: answered(text, site, what) for site, text in texts.items()}
+
+
+def _whole(scores: Scores) -> bool:
+    """Whether every model has counts of every hospital, all of the shape that the number of classes asks for."""
+    n, hospitals = len(scores["classes"]), set(scores["hospitals"])
+    bins = N_BINS if n == 2 else 0
+    return set(scores["counts"]) == set(scores["models"]) and all(
+        set(held) == hospitals
+        and all(
+            [len(row) for row in one["confusion"]] == [n] * n
+            and len(one["positives"]) == len(one["negatives"]) == bins
+            for one in held.values()
+        )
+        for held in scores["counts"].values()
+    )
