@@ -17,6 +17,7 @@ from wsi_fl.stages.hospitals.plans import approving
 from wsi_fl.stages.hospitals.plans import signed as signed_plans
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
+from wsi_fl.stages.hospitals.plans.showing import print_look
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
@@ -296,6 +297,16 @@ def test_a_plan_pins_the_keys_that_speak_for_sites(coordinator, tmp_path, identi
     false = {**keys, "S0": keys["S1"]}
     other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
     refused(lambda: sign(study, look(study, other, "S0"), identities["S0"]), "another key of S0", "telephone")
+
+
+def test_people_are_shown_all_of_each_key_that_they_compare(coordinator, tmp_path, identities, capfd):
+    keys = {name: fingerprint(identities[name].certificate) for name in SITES}
+    plan = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
+    print_look(look(hospital(tmp_path, "S0"), plan, "S0"))
+    shown = capfd.readouterr().err
+    for name, key in keys.items():
+        assert f"{name}: {key}\n" in shown
+        assert len(bytes.fromhex(key.replace(":", ""))) == 32
 
 
 def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from wsi_fl.report.words import count, size
+from wsi_fl.stages.hospitals.kits.making import print_fingerprint
 from wsi_fl.stages.hospitals.plans.approving import Cost, Looked
 from wsi_fl.stages.hospitals.plans.making import PlanDocument
 from wsi_fl.stages.work.console import print_table, say
@@ -16,9 +17,9 @@ def print_look(looked: Looked) -> None:
     say(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
-    print_table(
-        "who takes part", ("site", "real", "allows without DP", "max ε", "δ", "key"), _rows_of_sites(said)
-    )
+    print_table("who takes part", ("site", "real", "allows without DP", "max ε", "δ"), _rows_of_sites(said))
+    for one in said["sites"]:
+        print_fingerprint(one["name"], one["key"] or "not pinned")
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
@@ -42,7 +43,6 @@ def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
             "yes" if one["real"] else "no",
             (", ".join(one["allow"]) or "nothing") if one["real"] else "everything",
             *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
-            (one["key"] or "not pinned")[:11],
         )
         for one in said["sites"]
     ]
