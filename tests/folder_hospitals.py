@@ -1,18 +1,22 @@
 """Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
-same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s"}. Who was killed is
-started again, as cron would, unless it is gone for good.
+same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s", "lies", "after"}. Who
+was killed is started again, as cron would, unless it is gone for good.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
-from wsi_fl.federation import loop
+import numpy as np
+
+from wsi_fl.federation import loop, shared
+from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.hospitals import by_folder
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
 from wsi_fl.stages.hospitals.kits.kit import Kit
@@ -29,6 +33,12 @@ def be(job, killed):
     os.dup2(log, 2)
     if job.get("kill") is not None and not killed:
         _die_in(job["kill"])
+    if job.get("lies"):
+        _lie(job["lies"])
+    if job.get("after"):  # cron starts a hospital that another one waits for
+        share = Path(Kit.open(Path(job["kit"])).folder)
+        while not any(share.rglob(f"{job['after']}~hello~*.letter")):
+            time.sleep(0.02)
     by_folder._LEAVING_S = job.get("leaving_s", by_folder._LEAVING_S)
     try:
         for _ in range(job.get("calls", 1)):
@@ -40,6 +50,18 @@ def be(job, killed):
         traceback.print_exc()
         document = {"error": f"{type(error).__name__}: {error}"}
     (study / "result.json").write_text(json.dumps(document))
+
+
+def _lie(how):
+    """Be a hospital that wants others to spend: it spoils sums, or says that it never had one and begins again."""
+    masked = shared.masked
+    if how == "spoils":
+        shared.masked = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
+    shared._is_done = lambda *_: False
+    by_folder.finished_summary = lambda *_: None
+    PrivacyLedger.affords = lambda *_: True
+    shared._refusal = lambda *_: ""
+    PrivacyLedger._check = lambda *_: None
 
 
 def _die_in(kill):

@@ -208,7 +208,7 @@ def approved(
         days: how long it holds.
 
     Raises:
-        UsageError: when the request was not signed by the key that it is for, or is for a key of another exponent than the usual.
+        UsageError: when the request was not signed by the key that it is for, or the key has an unusual exponent.
     """
     try:
         asked, above, private = (

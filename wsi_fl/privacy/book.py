@@ -78,6 +78,7 @@ class Entry(_Line):
         relayed: SHA-256 of a mixture of releases that is passed on, the round's among them.
         promise: SHA-256 of the site file that the run keeps.
         agreement: SHA-256 of the plan that the hospital signed; "" where none was asked for.
+        approved: when it did.
         real: whether the site was a real hospital when it wrote the line.
         prev: SHA-256 of the file before this line; None on lines from before the chain.
     """
@@ -97,6 +98,7 @@ class Entry(_Line):
     real: bool = False
     promise: str = ""
     agreement: str = ""
+    approved: str = ""
     prev: str | None = Field(None, pattern="^[0-9a-f]{64}$")
 
     @property

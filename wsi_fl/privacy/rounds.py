@@ -66,6 +66,12 @@ def applied(entries: Iterable[Entry]) -> list[Mechanism]:
     return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
 
 
+def attempts_of(entries: Iterable[Entry], site: str, approved: str) -> int:
+    """Return in how many rounds, of whatever run, a model could leave a site under one approval; "" for none."""
+    under = [e for e in entries if (e.site, e.approved) == (site, approved) and e.released]
+    return len({(e.run_id, e.round) for e in under if str(e.released).startswith("model ")})
+
+
 def units_of(entries: Iterable[Entry]) -> set[str]:
     """Return whose records all that was spent protects: "row", "patient", or both where they were mixed."""
     return {str(e.unit) for e in entries if e.mechanism}

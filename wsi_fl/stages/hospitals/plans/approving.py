@@ -11,6 +11,7 @@ from wsi_fl.federation.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.plans.learned import of_store
 from wsi_fl.stages.hospitals.plans.making import (
@@ -67,6 +68,7 @@ class Cost:
         epsilon: of all rounds of the plan; None where there is no differential privacy.
         lifetime_epsilon: the same on top of everything on the account.
         rounds: how many of the plan's rounds the budget is enough for.
+        most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
     """
 
     n_units: int
@@ -76,6 +78,7 @@ class Cost:
     max_epsilon: float | None
     delta: float
     rounds: int
+    most_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -229,6 +232,7 @@ def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
         terms.max_epsilon,
         terms.delta,
         affordable,
+        epsilon([*alone, *of_plan * MOST_ATTEMPTS], terms.delta) if terms.guarantee == "shared" else None,
     )
 
 

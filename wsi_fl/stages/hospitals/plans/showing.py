@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.report.words import count, size
 from wsi_fl.stages.hospitals.kits.making import print_fingerprint
 from wsi_fl.stages.hospitals.plans.approving import Cost, Looked
@@ -18,8 +19,8 @@ def print_look(looked: Looked) -> None:
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
     print_table("who takes part", ("site", "real", "allows without DP", "max ε", "δ"), _rows_of_sites(said))
-    for one in said["sites"]:
-        print_fingerprint(one["name"], one["key"] or "not pinned")
+    for site in said["sites"]:
+        print_fingerprint(site["name"], site["key"] or "not pinned")
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
@@ -54,9 +55,14 @@ def cost_words(cost: Cost) -> str:
     if cost.epsilon is None or cost.lifetime_epsilon is None:
         return f"{of}: no ε is spent, for there is no differential privacy"
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
+    tried = (
+        ""
+        if cost.most_epsilon is None
+        else f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {cost.most_epsilon:.2f}"
+    )
     return (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
-        f"{cost.lifetime_epsilon:.2f} of {limit}"
+        f"{cost.lifetime_epsilon:.2f} of {limit}{tried}"
     )
 
 
