@@ -1,8 +1,8 @@
 """Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
-same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s", "lies", "after"}. Who
-was killed is started again, as cron would, unless it is gone for good.
+same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s", "end_s", "lies",
+"after", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
 """
 
 import json
@@ -14,12 +14,15 @@ import traceback
 from pathlib import Path
 
 import numpy as np
+import sklearn.linear_model
+import sklearn.model_selection  # noqa: F401
 
-from wsi_fl.federation import loop, shared
+from wsi_fl.federation import loop, relayed, shared
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.hospitals import by_folder
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
 from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans.signed import Plan, approve, plan_path
 from wsi_fl.stages.training import mpcpa, ranks  # noqa: F401
 from wsi_fl.study.folder import Study
 
@@ -35,10 +38,13 @@ def be(job, killed):
         _die_in(job["kill"])
     if job.get("lies"):
         _lie(job["lies"])
+    if job.get("approves"):
+        approve(Study(study), Plan.load(plan_path(Study(study))), Kit.open(Path(job["kit"])).identity())
     if job.get("after"):  # cron starts a hospital that another one waits for
         share = Path(Kit.open(Path(job["kit"])).folder)
         while not any(share.rglob(f"{job['after']}~hello~*.letter")):
             time.sleep(0.02)
+    relayed._END_S = job.get("end_s", relayed._END_S)
     by_folder._LEAVING_S = job.get("leaving_s", by_folder._LEAVING_S)
     try:
         for _ in range(job.get("calls", 1)):
