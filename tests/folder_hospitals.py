@@ -2,7 +2,7 @@
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
 same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s", "end_s", "lies",
-"after", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
+"after", "back_s", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
 """
 
 import json
@@ -36,6 +36,7 @@ def be(job, killed):
     os.dup2(log, 2)
     if job.get("kill") is not None and not killed:
         _die_in(job["kill"])
+    time.sleep(job.get("back_s", 0) if killed else 0)
     if job.get("lies"):
         _lie(job["lies"])
     if job.get("approves"):
@@ -71,8 +72,8 @@ def _lie(how):
 
 
 def _die_in(kill):
-    """SIGKILL where a function of the loop is about to be called in a round, or of the rank in none."""
-    module = loop if kill["round"] else ranks
+    """SIGKILL where a function of the loop is about to be called in a round, or of the rank or the sums in none."""
+    module = loop if kill["round"] else next(m for m in (ranks, shared) if hasattr(m, kill["where"]))
     real = getattr(module, kill["where"])
 
     def deadly(*args, **kwargs):

@@ -52,3 +52,23 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
         log = (group.root / site / "stderr.txt").read_text()
         assert log.count("let its people approve the plan again; nothing was sent") >= spoils - MOST_ATTEMPTS
         assert "it holds the sum, and makes another one only where its people" in log
+
+
+def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tmp_path, federation):
+    """Before that all try again; afterwards who has the sum makes no other one, unless its people approve again."""
+    (tmp_path / "share").mkdir()
+    early, late = (
+        Turns(tmp_path / name, "oneshot", SHARED, federation, tmp_path / "share")
+        for name in ("early", "late")
+    )
+    early.jobs[2]["kill"] = {"where": "_masked", "round": 0}
+    late.jobs[2] |= {"kill": {"where": "_open", "round": 0}, "back_s": 3}
+    again = late.turn(approve=True)
+    again.jobs = [{k: v for k, v in job.items() if k not in ("kill", "after")} for job in again.jobs]
+    start(tmp_path, [early, late, again])
+    for group, charged in ((early, [[2], [2], [1]]), (late, [[1, 1]] * 3)):
+        assert [[len(one) for one in group.charges(site).values()] for site in SITES] == charged
+        for site in SITES:
+            assert group.result(site)["lost"] == []
+    log = (late.root / "S2" / "stderr.txt").read_text()
+    assert "site 0: it holds the sum" in log

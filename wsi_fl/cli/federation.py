@@ -164,6 +164,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, as_json: bool) -> N
         "approval": study.relative(path),
         "epsilon": looked.cost.epsilon if looked.cost else None,
         "lifetime_epsilon": looked.cost.lifetime_epsilon if looked.cost else None,
+        "most_epsilon": looked.cost.most_epsilon if looked.cost else None,
         "rounds": looked.cost.rounds if looked.cost else None,
         "notes": list(looked.notes),
     }
