@@ -1,21 +1,28 @@
 """Hospitals as processes of their own over a folder: one process that has imported PyTorch, and forks one each.
 
 `python tests/folder_hospitals.py JOBS` takes a JSON list of groups. A group is a list of hospitals that work at the
-same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s"}. Who was killed is
-started again, as cron would, unless it is gone for good.
+same time: {"study", "kit", "kill": {"where", "round"}, "gone", "without", "calls", "leaving_s", "end_s", "lies",
+"after", "back_s", "approves"}. Who was killed is started again, as cron would, unless it is gone for good.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
-from wsi_fl.federation import loop
+import numpy as np
+import sklearn.linear_model
+import sklearn.model_selection  # noqa: F401
+
+from wsi_fl.federation import loop, relayed, shared
+from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.stages.hospitals import by_folder
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
 from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.plans.signed import Plan, approve, plan_path
 from wsi_fl.stages.training import mpcpa, ranks  # noqa: F401
 from wsi_fl.study.folder import Study
 
@@ -29,6 +36,16 @@ def be(job, killed):
     os.dup2(log, 2)
     if job.get("kill") is not None and not killed:
         _die_in(job["kill"])
+    time.sleep(job.get("back_s", 0) if killed else 0)
+    if job.get("lies"):
+        _lie(job["lies"])
+    if job.get("approves"):
+        approve(Study(study), Plan.load(plan_path(Study(study))), Kit.open(Path(job["kit"])).identity())
+    if job.get("after"):  # cron starts a hospital that another one waits for
+        share = Path(Kit.open(Path(job["kit"])).folder)
+        while not any(share.rglob(f"{job['after']}~hello~*.letter")):
+            time.sleep(0.02)
+    relayed._END_S = job.get("end_s", relayed._END_S)
     by_folder._LEAVING_S = job.get("leaving_s", by_folder._LEAVING_S)
     try:
         for _ in range(job.get("calls", 1)):
@@ -42,9 +59,21 @@ def be(job, killed):
     (study / "result.json").write_text(json.dumps(document))
 
 
+def _lie(how):
+    """Be a hospital that wants others to spend: it spoils sums, or says that it never had one and begins again."""
+    masked = shared.masked
+    if how == "spoils":
+        shared.masked = lambda values, *args: masked(values, *args) ^ np.uint64(0x5A5A5A5A5A5A5A5A)
+    shared._is_done = lambda *_: False
+    by_folder.finished_summary = lambda *_: None
+    PrivacyLedger.affords = lambda *_: True
+    shared._refusal = lambda *_: ""
+    PrivacyLedger._check = lambda *_: None
+
+
 def _die_in(kill):
-    """SIGKILL where a function of the loop is about to be called in a round, or of the rank in none."""
-    module = loop if kill["round"] else ranks
+    """SIGKILL where a function of the loop is about to be called in a round, or of the rank or the sums in none."""
+    module = loop if kill["round"] else next(m for m in (ranks, shared) if hasattr(m, kill["where"]))
     real = getattr(module, kill["where"])
 
     def deadly(*args, **kwargs):

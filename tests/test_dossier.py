@@ -49,7 +49,9 @@ def spend(study, plan, rounds=2):
         f"{RUN} {'a' * 32}",
         Terms(1e-5, max_epsilon=50.0, lifetime=True, guarantee="guaranteed", allow=("scores",)),
     )
-    ledger = PrivacyLedger(study.ledger("S0"), site="S0", run=run, terms=terms, agreement=plan.digest)
+    ledger = PrivacyLedger(
+        study.ledger("S0"), site="S0", run=run, terms=terms, named={"agreement": plan.digest}
+    )
     round_ = plan_of_round(n=36, batch_size=8, epochs=1, sigma=1.4, clip=0.7, delta=1e-5)
     for number in range(1, rounds + 1):
         ledger.release(number, np.zeros(4, np.float32), schema="x", mechanism=round_, content="model")

@@ -446,7 +446,7 @@ def test_the_owner_of_the_share_is_caught(identities, ledgers, share, line_of, w
 SITES = ("S0", "S1", "S2")
 BASE = ["train.rounds=3", "privacy.insecure_seed=5", "privacy.sigma=4", "comm.timeout_s=150"]
 OPEN = [*BASE[:1], "privacy.enabled=false", BASE[3]]
-REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator"]'
+REAL = 'real = true\nmax_epsilon = 5000.0\ndelta = 1e-5\nallow = ["model", "buffer", "generator", "shared"]'
 JOBS = {
     "proxyfl": BASE,
     "fedavg": BASE,

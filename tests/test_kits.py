@@ -204,4 +204,4 @@ def test_over_a_folder_there_is_no_server_to_ask(founded):
 
 def test_a_fingerprint_is_printed_letter_by_letter(capfd):
     print_requested({"file": "request.json", "fingerprint": "1E:CD:AB:50:A"})
-    assert "  1E:CD:AB:50:A" in capfd.readouterr().err
+    assert "fingerprint of the request: 1E:CD:AB:50:A" in capfd.readouterr().err

@@ -424,6 +424,22 @@ def test_three_void_sums_do_not_end_a_run_and_all_are_charged(study):
     assert summary["sites"][0]["epsilon"] == pytest.approx(gaussian_epsilon(sqrt(4) / 3, 1e-5), rel=1e-4)
 
 
+def test_who_holds_a_sum_makes_no_other_one(study, monkeypatch):
+    """One site has opened it when the job ends, so that the others would have to spend once more, and it too."""
+    real, opened = shared._open, []
+
+    def second(site, *given):
+        opened.append(site.name)
+        return cut() if len(opened) > 1 else real(site, *given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shared, "_open", second)
+        oneshot(study, *SHARED)
+    assert opened == ["S0", "S1"]
+    refused(lambda: resume(study, "1", backend="local"), "site 0: it holds the sum", "nothing was sent")
+    assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [1, 1, 1]
+
+
 def test_a_second_attempt_asks_all_budgets_first(study):
     file = study.root / "sites" / "S2.toml"
     file.write_text(file.read_text() + "max_epsilon = 1.5\n")

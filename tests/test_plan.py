@@ -24,7 +24,7 @@ from wsi_fl.stages.hospitals.plans import signed as signed_plans
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.code import code_digest
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
-from wsi_fl.stages.hospitals.plans.showing import print_look
+from wsi_fl.stages.hospitals.plans.showing import cost_words, print_look
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
@@ -146,6 +146,25 @@ def test_without_a_store_a_plan_of_features_says_what_must_agree(tmp_path):
     oneshot = document_of(made(study, tmp_path, "oneshot", heads[0], "privacy.noise='own'"))
     assert oneshot["rounds"] == 1 and oneshot["leaves"][0]["what"].startswith("sums of features")
     assert oneshot["leaves"][0]["often"] == "once"
+
+
+def test_how_often_a_sum_may_be_tried_stands_in_the_plan_and_is_priced(tmp_path):
+    import numpy as np
+
+    said = f'{REAL}\nallow = ["shared"]'
+    study, own = make_study(tmp_path / "c", n_sites=3, site_extra=said), hospital(tmp_path / "h", "S0", said)
+    x, labels = np.random.default_rng(0).normal(size=(40, 8)), np.arange(40) % 2
+    for where in (study, own):
+        write_features(where, "S0", x, labels, [f"p{k}" for k in range(40)], ["train"] * 30 + ["test"] * 10)
+    settings = ("train.data='features'", "privacy.noise='shared'", "privacy.target_epsilon=1")
+    plan = made(study, tmp_path, "oneshot", *settings)
+    sums = document_of(plan)["leaves"][0]
+    assert sums["times"] == 3 and "at most 3 times under one approval" in sums["often"]
+    cost = look(own, plan, "S0").cost
+    assert cost.epsilon == pytest.approx(1, rel=1e-3) and 1.5 < cost.most_epsilon < 3
+    assert f"3 times in all at ε = {cost.most_epsilon:.2f}" in cost_words(cost)
+    often = changed(plan, leaves=[sums | {"times": 99}, *document_of(plan)["leaves"][1:]])
+    refused(lambda: look(own, often, "S0"), "(leaves)", "changed by hand")
 
 
 def test_the_longest_letter_is_bounded_by_the_package_of_all_generators(tmp_path):
@@ -431,6 +450,16 @@ def test_a_plan_pins_the_keys_that_speak_for_sites(coordinator, tmp_path, identi
     false = {**keys, "S0": keys["S1"]}
     other = make_plan(coordinator, method="proxyfl", out=tmp_path / "other.json", keys=false)
     refused(lambda: sign(study, look(study, other, "S0"), identities["S0"]), "another key of S0", "telephone")
+
+
+def test_people_are_shown_all_of_each_key_that_they_compare(coordinator, tmp_path, identities, capfd):
+    keys = {name: fingerprint(identities[name].certificate) for name in SITES}
+    plan = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
+    print_look(look(hospital(tmp_path, "S0"), plan, "S0"))
+    shown = capfd.readouterr().err
+    for name, key in keys.items():
+        assert f"{name}: {key}\n" in shown
+        assert len(bytes.fromhex(key.replace(":", ""))) == 32
 
 
 def test_what_cannot_be_shown_is_not_signed(coordinator, tmp_path):

@@ -8,16 +8,20 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
+from conftest import refused
 from typing_extensions import TypedDict
 
 from tests.test_comm import release_of
 from tests.wires import NAMES, Federation, Wire
-from wsi_fl.federation import relayed
+from wsi_fl.federation import certificates, relayed
 from wsi_fl.federation.certificates import (
     Identity,
     NotTrusted,
+    approved,
     fingerprint,
     new_key,
+    new_request,
+    new_root,
     verified,
 )
 from wsi_fl.federation.comm import LocalComm, PeerLate
@@ -237,6 +241,28 @@ def test_a_kit_of_another_key_is_refused(federation):
     with pytest.raises(UsageError, match="of another key"):
         Identity.load(new_key(), identity.certificate, federation.root)
     assert fingerprint(identity.certificate) != fingerprint(federation.root)
+
+
+def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monkeypatch):
+    """Whoever may choose the exponent finds a key with a fingerprint like another's soon, or needs no private one."""
+    usual, made = certificates.generate_private_key, {}
+    for exponent in (3, 65537):
+        monkeypatch.setattr(
+            certificates,
+            "generate_private_key",
+            lambda public_exponent, key_size, e=exponent: usual(e, key_size),
+        )
+        made[exponent] = new_key()
+    request = new_request(made[3], "C1", "org")
+    refused(lambda: approved(request, federation.key, federation.root, role="hospital"), "exponent", "65537")
+    monkeypatch.setattr(certificates, "_EXPONENT", 3)  # a federation that does not look
+    theirs = approved(request, federation.key, federation.root, role="hospital")
+    root = new_root(made[3], "a federation")
+    below = approved(new_request(made[3], "C1", "org"), made[3], root, role="hospital")
+    monkeypatch.setattr(certificates, "_EXPONENT", 65537)
+    refused(lambda: verified(theirs, federation.root), "of C1", "exponent 3", error=NotTrusted)
+    refused(lambda: verified(below, root), "exponent 3", error=NotTrusted)
+    refused(lambda: Identity.load(made[3], theirs, federation.root), "no use", "exponent 3")
 
 
 def test_another_key_of_a_site_than_the_pinned_one_is_refused(federation, identities):

@@ -34,6 +34,9 @@ from wsi_fl.types import KnownToAll, UsageError
 Role = Literal["server", "coordinator", "hospital"]
 _KEY_BITS = 2048
 """NVIDIA FLARE 2.9 has room for keys of this length alone in what it encrypts from end to end."""
+_EXPONENT = 65537
+"""The only public exponent that is taken: who may choose one soon finds a key whose fingerprint begins like another's,
+or one whose signatures need no private key."""
 _ROOT_DAYS, _CERTIFICATE_DAYS = 3650, 730
 _SKEW = timedelta(minutes=10)
 """A certificate holds from a little before it was made, for clocks that are slow."""
@@ -135,15 +138,14 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
             )
     if _is_authority(found):
         raise NotTrusted(f"the certificate of {name} may sign others, and speaks for no site")
-    key = found.public_key()
-    if not isinstance(key, RSAPublicKey):
-        raise NotTrusted(f"the certificate of {name} has no RSA key")
+    _usual(above.public_key(), "the federation's root")
+    key = _usual(found.public_key(), f"the certificate of {name}")
     return Holder(name, organization, found.not_valid_after_utc, key)
 
 
 def new_key() -> str:
     """Return a fresh private key as PEM."""
-    key = generate_private_key(public_exponent=65537, key_size=_KEY_BITS)
+    key = generate_private_key(public_exponent=_EXPONENT, key_size=_KEY_BITS)
     return key.private_bytes(Encoding.PEM, PrivateFormat.TraditionalOpenSSL, NoEncryption()).decode()
 
 
@@ -206,7 +208,7 @@ def approved(
         days: how long it holds.
 
     Raises:
-        UsageError: when the request was not signed by the key that it is for.
+        UsageError: when the request was not signed by the key that it is for, or the key has an unusual exponent.
     """
     try:
         asked, above, private = (
@@ -216,8 +218,12 @@ def approved(
         )
     except ValueError:
         raise UsageError("this is no certificate request") from None
-    if not asked.is_signature_valid or not isinstance(key := asked.public_key(), RSAPublicKey):
+    if not asked.is_signature_valid:
         raise UsageError("this request was not signed by the key that it is for")
+    try:
+        key = _usual(asked.public_key(), "this request")
+    except NotTrusted as error:
+        raise UsageError(str(error)) from None
     name = _named(asked.subject, NameOID.COMMON_NAME)
     subject = [  # of the request nothing but these: whatever else it says could give its holder a role
         x509.NameAttribute(NameOID.COMMON_NAME, name),
@@ -291,6 +297,18 @@ def _private(pem: str) -> RSAPrivateKey:
     key = load_pem_private_key(pem.encode(), None)
     if not isinstance(key, RSAPrivateKey):
         raise UsageError("this is no RSA key")
+    return key
+
+
+def _usual(key: object, whose: str) -> RSAPublicKey:
+    """Return a public key, once it is an RSA key with the usual exponent."""
+    if not isinstance(key, RSAPublicKey):
+        raise NotTrusted(f"{whose} has no RSA key")
+    if (exponent := key.public_numbers().e) != _EXPONENT:
+        raise NotTrusted(
+            f"{whose} has a key with the exponent {exponent}, and {_EXPONENT} alone is taken; make a key with `wsi-fl "
+            "federation request`"
+        )
     return key
 
 

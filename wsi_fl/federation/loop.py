@@ -83,7 +83,8 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=BUFFERS)
         for site in acting:
             tally = comm.traffic[site.index].since(before[site.index])
-            _log_round(site, method, schedule, tally, round_=round_, report=report)
+            anew = round_ == firsts[site.index]
+            _log_round(site, method, schedule, tally, round_=round_, anew=anew, report=report)
     for site in sites:
         for role, learner in site.learners.items():
             site.folder.save_model(role, learner.model.state_dict())
@@ -227,9 +228,20 @@ def _require_planned(site: Site, plan: PrivacyPlan, schedule: Schedule, n: int, 
 
 
 def _log_round(
-    site: Site, method: Method, schedule: Schedule, traffic: Traffic, *, round_: int, report: Report
+    site: Site,
+    method: Method,
+    schedule: Schedule,
+    traffic: Traffic,
+    *,
+    round_: int,
+    anew: bool,
+    report: Report,
 ) -> None:
-    """Evaluate the site's models and write the round's line."""
+    """Evaluate the site's models and write the round's line.
+
+    Args:
+        anew: whether lines of this round and later ones may be there, which this one takes the place of.
+    """
     line: dict[str, Any] = {
         "round": round_,
         "seconds": round(site.seconds, 3),
@@ -247,5 +259,7 @@ def _log_round(
         "bytes": traffic.bytes,
         "communication_seconds": round(traffic.seconds, 4),
     }
+    if anew:
+        site.folder.forget_rounds_from(round_)
     site.folder.log_round(line)
     report({"site": site.name, "round": round_, "done": line})

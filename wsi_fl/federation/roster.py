@@ -139,7 +139,6 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
 
 def begin(site: Site, method: Method, first: int) -> None:
     """Bring a site into the state in which it enters round `first`."""
-    site.folder.forget_rounds_from(first)
     kept = site.folder.checkpoints()
     if first in kept:
         restore(site, first)

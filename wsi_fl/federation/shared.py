@@ -3,14 +3,15 @@
 Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
 CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
 t sites that put together what they know. A site that vanishes makes the sum unreadable. The others begin again with
-fresh noise, which the account is charged for once more.
+fresh noise, which the account is charged for once more. What a peer says never makes a site begin again: it does so
+while it has no sum, and a few times under each approval of its people.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -40,11 +41,19 @@ from wsi_fl.privacy.discrete import (
 from wsi_fl.privacy.masks import KeyPair, masked, opened
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.release import Release
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.privacy.rounds import attempts_of
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
+from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 _MOST = 1 << 30
 """More rows than any sum is of: what comes to more is no sum."""
-_MOST_ATTEMPTS = 100
+_FURTHEST = 100
+"""Attempts by which the count of one site may be ahead of another's."""
+_REFUSALS = {
+    "budget": "its max_epsilon does not allow another attempt at the sum",
+    "finished": "it holds the sum, and makes another one only where its people approve the plan again",
+    "approval": f"its approval was good for {MOST_ATTEMPTS} attempts at the sum; let its people approve the plan again",
+}
 
 
 class Offer(TypedDict):
@@ -54,13 +63,13 @@ class Offer(TypedDict):
         public: its fresh key; empty where it takes no part.
         done: whether it holds the sum already, from before a restart.
         attempt: the first round of its ledger that is not final; every attempt at a sum takes one.
-        able: whether its budget covers the attempt.
+        refuses: why it makes no further attempt; "" where it does.
     """
 
     public: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
     done: bool
     attempt: Round
-    able: bool
+    refuses: Literal["", "budget", "finished", "approval"]
 
 
 def share_sums(
@@ -94,21 +103,21 @@ def share_sums(
         {
             "public": keys[site.index].public.hex() if site.index in keys else "",
             "done": _is_done(site, method),
-            "attempt": (attempt := site.ledger.last_sent() + 1),
-            "able": site.plan is None or site.ledger.affords(attempt, site.plan),
+            "attempt": site.ledger.last_sent() + 1,
+            "refuses": _refusal(site, method),
         }
         for site in sites
     ]
     told = dict(zip(comm.running, comm.gather(mine, Offer), strict=True))
     if not here or all(told[index]["done"] for index in present):
         return
-    if poor := [index for index in present if not told[index]["able"]]:
-        raise UsageError(
-            f"site {poor[0]}: its max_epsilon does not allow another attempt at the sum, and nothing was sent; go on "
-            "without it (train --resume RUN --without SITE)"
+    if refusing := [index for index in present if told[index]["refuses"]]:
+        raise NoCommonPlan(
+            f"site {refusing[0]}: {_REFUSALS[told[refusing[0]]['refuses']]}; nothing was sent. The others can go on "
+            "--without it"
         )
     attempt = max(told[index]["attempt"] for index in present)
-    if attempt > min(told[index]["attempt"] for index in present) + _MOST_ATTEMPTS:
+    if attempt > min(told[index]["attempt"] for index in present) + _FURTHEST:
         raise WsiFlError(f"a site says that this is attempt {attempt} at the sum; start a new run")
     sum_ = _Sum(method, colluding, schedule.insecure_seed, attempt, list(present))
     publics = [bytes.fromhex(told[index]["public"]) for index in present]
@@ -126,6 +135,18 @@ def share_sums(
         others = [message for message in arrived if message.receiver == site.index]
         _open(site, method, messages[site.index], others, len(present))
         checkpoint(site, round_)
+
+
+def _refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
+    """Why a site makes no further attempt, whatever others say; "" where it does."""
+    affords = site.plan is None or site.ledger.affords(site.ledger.last_sent() + 1, site.plan)
+    approved = site.ledger.named.get("approved", "")
+    tried = attempts_of(site.ledger.entries, site.name, approved)
+    if tried and _is_done(site, method):
+        return "finished"
+    if approved and tried >= MOST_ATTEMPTS:
+        return "approval"
+    return "" if affords else "budget"
 
 
 def _is_done(site: Site, method: Method) -> bool:

@@ -2,7 +2,8 @@
 
 Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
 A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
-files elsewhere that hold the number of lines and the SHA-256 of the file as it was when it was last written. Lines of
+files elsewhere that hold the number of lines and the SHA-256 of the file as it was when it was last written. They are
+read again, under a lock of their own, before each line that is written: so of two copies one spends. Lines of
 versions from before the chain have no `prev`; the next line that has one covers them all. Such lines after chained
 ones, where two versions share a ledger, are accepted as long as a head vouches for what was there before.
 """
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,7 @@ class Entry(_Line):
         relayed: SHA-256 of a mixture of releases that is passed on, the round's among them.
         promise: SHA-256 of the site file that the run keeps.
         agreement: SHA-256 of the plan that the hospital signed; "" where none was asked for.
+        approved: when it did.
         real: whether the site was a real hospital when it wrote the line.
         prev: SHA-256 of the file before this line; None on lines from before the chain.
     """
@@ -96,6 +98,7 @@ class Entry(_Line):
     real: bool = False
     promise: str = ""
     agreement: str = ""
+    approved: str = ""
     prev: str | None = Field(None, pattern="^[0-9a-f]{64}$")
 
     @property
@@ -166,6 +169,19 @@ class Book:
         self._chained = False
         self._unchained = 0
         """The first line without `prev` after the last chained one, once there is one; 0 for none."""
+        if not self._catch_up_with_heads() and self._unchained and heads:
+            raise WsiFlError(
+                f"{path}: line {self._unchained} does not follow the lines before it, as an earlier version of wsi-fl "
+                "would have written it, and no head file vouches for them; put the newest backup of the ledger and its "
+                "ledger.head.json back"
+            )
+
+    def _catch_up_with_heads(self) -> bool:
+        """Read on, and refuse unless what every head knows is a beginning of this file; return whether one knows any.
+
+        Raises:
+            WsiFlError: when a head knows another file, or a longer one.
+        """
         known = {
             head: _read_head(head) for head in self._heads if head.exists()
         }  # before the file, which may grow
@@ -173,16 +189,11 @@ class Book:
         for head, was in known.items():
             if was.lines and [was.sha256] != self._digests[was.lines - 1 : was.lines]:
                 raise WsiFlError(
-                    f"{path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
-                    f"{was.elsewhere(path)}; put the newest backup of the ledger back: it is the site's budget, "
+                    f"{self.path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
+                    f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
                     "whatever became of its studies"
                 )
-        if self._unchained and heads and not any(was.lines for was in known.values()):
-            raise WsiFlError(
-                f"{path}: line {self._unchained} does not follow the lines before it, as an earlier version of wsi-fl "
-                "would have written it, and no head file vouches for them; put the newest backup of the ledger and its "
-                "ledger.head.json back"
-            )
+        return any(was.lines for was in known.values())
 
     def catch_up(self) -> None:
         """Read what this process and others have written since."""
@@ -206,18 +217,26 @@ class Book:
         """Write one more line, then the heads. The caller holds the lock and has caught up."""
         append_line(self.path, {**entry, "prev": self._so_far.hexdigest()})
         self.catch_up()
-        for head in self._heads:
-            if os.access(head.parent, os.W_OK):
-                now = Head(
-                    lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve())
-                )
-                write_json(head, now.model_dump())
+        for head in self._writable_heads():
+            now = Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
+            write_json(head, now.model_dump())
+
+    def _writable_heads(self) -> list[Path]:
+        return [head for head in self._heads if os.access(head.parent, os.W_OK)]
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let nobody else read what is left of the budget, or spend it, meanwhile; begin by catching up."""
-        with alone(self.path):
-            self.catch_up()
+        """Let nobody else read what is left of the budget, or spend it, meanwhile; begin by catching up.
+
+        Copies of a study share no ledger, and yet the head in the user's own folder: so heads are locked and read too.
+
+        Raises:
+            WsiFlError: when a copy of the ledger was written since.
+        """
+        with ExitStack() as held:
+            for path in (self.path, *(head.with_suffix(".lock") for head in self._writable_heads())):
+                held.enter_context(alone(path))
+            self._catch_up_with_heads()
             yield
 
     def _new_lines(self) -> list[bytes]:

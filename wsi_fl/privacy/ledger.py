@@ -7,9 +7,10 @@ real site `max_epsilon` is a budget for its lifetime, over all runs and seeds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,8 @@ class PrivacyLedger:
         includes: other entries of the same ledger, by what they call their run ("stain"), whose cost is part of
             this run's; they are no rounds of it.
         heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
-        promise: SHA-256 of the site file that the run keeps; "" where it keeps none.
-        agreement: SHA-256 of the plan that the hospital signed, which every line of training names; "" without one.
+        named: what every line of training names: "promise", SHA-256 of the site file that the run keeps, and
+            "agreement" and "approved", SHA-256 of the plan that the hospital signed, and when; "" for none.
 
     Raises:
         WsiFlError: when the file is damaged or not the newest, counts another unit towards the same budget, was priced
@@ -50,11 +51,10 @@ class PrivacyLedger:
         terms: Terms,
         includes: Collection[str] = (),
         heads: Sequence[Path] = (),
-        promise: str = "",
-        agreement: str = "",
+        named: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.path, self.site, self.run, self.terms = path, site, run, terms
-        self._named = {key: said for key, said in (("promise", promise), ("agreement", agreement)) if said}
+        self.named = {key: said for key, said in named.items() if said}
         self._counted = {run_id(run), *map(run_id, includes)}
         self._book = Book(path, heads)
         self._check_account()
@@ -179,7 +179,7 @@ class PrivacyLedger:
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
         scope = self._scope(binding)
         self.terms.check_account(self._book.entries, scope, path=self.path, site=self.site)
-        promise = self._named.get("promise")
+        promise = self.named.get("promise")
         if promise and {e.promise for e in self._own() if e.promise} - {promise}:
             raise WsiFlError(
                 f"{self.path}: run {self.run} began with another sites/{self.site}/site.toml than it has now; put that "
@@ -234,7 +234,7 @@ class PrivacyLedger:
 
     def _entry(self, round_: int, mechanism: Mechanism | None, content: str) -> dict[str, Any]:
         entry = {"time": datetime.now(UTC).isoformat(timespec="seconds")} | self._line(round_)
-        return entry | self.terms.line(mechanism, content) | self._named
+        return entry | self.terms.line(mechanism, content) | self.named
 
     def _scope(self, lifetime: bool) -> list[Entry]:
         """Return what counts towards ε; over a lifetime also what others have written since."""

@@ -75,6 +75,12 @@ def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:
     return [e for e in entries if not e.simulated or e.unit in (None, unit)]
 
 
+def attempts_of(entries: Iterable[Entry], site: str, approved: str) -> int:
+    """Return in how many rounds, of whatever run, a model could leave a site under one approval; "" for none."""
+    under = [e for e in entries if (e.site, e.approved) == (site, approved) and e.released]
+    return len({(e.run_id, e.round) for e in under if str(e.released).startswith("model ")})
+
+
 def units_of(entries: Iterable[Entry]) -> set[str]:
     """Return whose records all that was spent protects: "row", "patient", or both where they were mixed."""
     return {str(e.unit) for e in entries if e.mechanism}

@@ -17,6 +17,10 @@ PROTECTS_UP_TO = 100.0
 """An ε above it protects nobody: it is shown as none, and what it covers leaves only where the site allows that."""
 
 
+MOST_ATTEMPTS = 3
+"""At a sum of all sites that hides its parts, under one approval: whoever spoils sums makes others spend no more."""
+
+
 _MECHANISM = ("sigma", "clip", "sample_rate", "steps")
 _PLAN = ("n", "batch_size", "mode")
 

@@ -98,6 +98,16 @@ class RunFolder:
         """Return the SHA-256 of the plan that the hospitals signed; "" where none was asked for."""
         return str(self.manifest.get("agreement") or "") if self.id else ""
 
+    @property
+    def approved(self) -> str:
+        """Return when this hospital approved what the run does now; "" where nobody was asked."""
+        return str(self.manifest.get("approved") or "") if self.id else ""
+
+    def go_on_under(self, approved: str) -> None:
+        """Write down that the run goes on under a hospital's newest approval, which is good for no other run then."""
+        if approved != self.approved:
+            self.write_manifest({**self.manifest, "approved": approved})
+
     def refuse_changed_settings(self) -> None:
         """Refuse to go on with settings that were edited since the run began.
 

@@ -16,7 +16,7 @@ from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
-from wsi_fl.types import UsageError
+from wsi_fl.types import KnownToAll, UsageError
 
 _LEAVING_S = 10.0
 """How long a site that has the last letter of a run may take to write its summary and to leave."""
@@ -32,10 +32,11 @@ def take_part_by_folder(
     """Do a hospital's part of the plan that it has signed, over a folder, and return the run's summary.
 
     To call it again is always right, also from cron. It begins the plan's run, or goes on with the one that all
-    sites have, from their checkpoints; what was sent is sent again, and nothing is charged twice. When the run has
-    finished, the summary is returned at once, unless a peer that was stopped before its own end says hello: then this
-    site helps it to finish. A peer that was stopped and started again makes all begin again from their checkpoints,
-    in the same process.
+    sites have, from their checkpoints; what was sent is sent again, and nothing is charged twice but a sum that was
+    spoilt. When the run has finished, the summary is returned at once, unless a peer that was stopped before its own
+    end says hello: then this site helps it to finish, as far as that costs nothing. A sum that a site holds is never
+    made again, unless its people approve the plan again. A peer that was stopped and started again makes all begin
+    again from their checkpoints, in the same process.
 
     The processes of all sites must be alive at the same time: to say hello, and then in every round, as each waits for
     the others' letters of that round. With `comm.timeout_s` of days a site waits that long for a machine that sleeps,
@@ -88,8 +89,11 @@ def _until_done(
             )
         except SiteReturned as returned:
             say(f"  {returned}; all begin again from their checkpoints")
-        except _NobodyWaits:
-            assert finished is not None
+        except KnownToAll as refusal:
+            if finished is None:
+                raise
+            if not isinstance(refusal, _NobodyWaits):
+                say(f"  {refusal}; the run has finished here", "yellow")
             return finished
         finally:
             line.close()

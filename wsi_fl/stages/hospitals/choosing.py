@@ -122,13 +122,13 @@ def begin_or_go_on(party: Party, plan: Plan, without: Sequence[str], comm: Comm)
     for identity, run in mine.items():
         if identity != chosen:
             run.discard_if_unstarted()
+    approved = approved_at(study, party.names[me])
     if chosen:
-        return _going_on(study, mine[chosen], plan, without)
+        return _going_on(study, mine[chosen], plan, without, approved)
     if without:
         raise KnownToAll(
             "a plan begins with all its sites; leave out --without, or sign a plan of fewer sites"
         )
-    approved = approved_at(study, party.names[me])
     return agree_on_run(party, plan.name, comm, agreement=plan.digest, approved=approved)
 
 
@@ -166,17 +166,18 @@ def refuse_once_more(study: Study, plan: Plan, site: str) -> None:
     """
     approved = approved_at(study, site)
     for run in runs_of_plan(study, plan.digest):
-        if run.manifest.get("approved") == approved and run.site(site).checkpoints():
+        if run.approved == approved and run.site(site).checkpoints():
             raise UsageError(
                 f"site {site} approved plan {plan.digest[:8]} for one run, which is {run.name}; go on with it by "
                 f"`federation submit --resume last`, or let {site} approve the plan again, which costs its ε on top"
             )
 
 
-def _going_on(study: Study, run: RunFolder, plan: Plan, without: Sequence[str]) -> RunFolder:
+def _going_on(study: Study, run: RunFolder, plan: Plan, without: Sequence[str], approved: str) -> RunFolder:
     """Check that a run can go on, and write down who comes back and who is left out."""
     run.refuse_changed_settings()
     party = Party.of_run(as_begun(study, run, goes_on=True), run)
     require_agreed(party, plan)
+    run.go_on_under(approved)
     note_who_goes_on(party, without)
     return run

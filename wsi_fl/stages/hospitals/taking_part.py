@@ -92,6 +92,7 @@ def take_part(
         if finished is not None:
             return finished
         check(party, "mpi", stores=False)
+        party.run.go_on_under(approved_at(study, identity.name))
         note_who_goes_on(party, without)
         running = running_sites(party)
         run_of = lambda _: party.run  # noqa: E731

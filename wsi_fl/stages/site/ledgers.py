@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.terms import Terms
@@ -25,9 +26,7 @@ def open_ledger(
     run: str,
     terms: Terms,
     includes: Collection[str] = (),
-    *,
-    promise: str = "",
-    agreement: str = "",
+    named: Mapping[str, str] = MappingProxyType({}),
 ) -> PrivacyLedger:
     """Return a site's privacy account, which for a real hospital must know all that was ever spent here.
 
@@ -35,8 +34,7 @@ def open_ledger(
         run: the run's id.
         terms: under which the site takes part.
         includes: other entries whose cost is part of the run's.
-        promise: SHA-256 of the site file that the run keeps.
-        agreement: SHA-256 of the plan that the hospital signed.
+        named: what each of its lines names; see `PrivacyLedger`.
 
     Raises:
         UsageError: when the ledger is missing or lacks rounds of a run, or a release, that lie in the study.
@@ -51,8 +49,7 @@ def open_ledger(
         run=run,
         terms=terms,
         includes=includes,
-        promise=promise,
-        agreement=agreement,
+        named=named,
     )
     if not site.real:
         if beside_store.exists():

@@ -176,8 +176,11 @@ def assemble(party: Party, index: int) -> Site:
         _identity(party.run),
         terms,
         counted,
-        promise=study.promise(site.name),
-        agreement=party.run.agreement,
+        {
+            "promise": study.promise(site.name),
+            "agreement": party.run.agreement,
+            "approved": party.run.approved,
+        },
     )
     canaries = agreed_canaries(folder, pipeline, data, train.n_stains)
     units = units_of(pipeline, train, site.name)

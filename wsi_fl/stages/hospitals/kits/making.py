@@ -200,10 +200,15 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
     return said | reached | {"kit": str(kit), "fingerprint": found, "until": until.date().isoformat()}
 
 
+def print_fingerprint(whose: str, found: str) -> None:
+    """Say the fingerprint of a key, all 32 bytes of it, for people to compare: of a few bytes forgeries are found."""
+    say(f"  fingerprint of {whose}: {found}")
+
+
 def print_provisioned(document: dict[str, Any]) -> None:
     """Say what was founded, and what comes next."""
-    say(f"federation {document['federation']} founded; the root's fingerprint, to be read out to hospitals:")
-    say(f"  {document['fingerprint']}")
+    say(f"federation {document['federation']} founded; to be read out to hospitals:")
+    print_fingerprint("the root", document["fingerprint"])
     for name, kit in document["kits"].items():
         say(f"  kit of {name}: {kit}")
     say(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
@@ -211,18 +216,16 @@ def print_provisioned(document: dict[str, Any]) -> None:
 
 def print_requested(document: dict[str, Any]) -> None:
     """Say what to send, and what to read out."""
-    say(f"send {document['file']} to the coordinator, and read out its fingerprint by telephone:")
-    say(f"  {document['fingerprint']}")
+    say(f"send {document['file']} to the coordinator, and read out by telephone:")
+    print_fingerprint("the request", document["fingerprint"])
 
 
 def print_approved(document: dict[str, Any]) -> None:
     """Say what to send back."""
-    say(
-        f"{document['name']} ({document['organization']}) is {document['role']} of the federation now; its fingerprint:"
-    )
-    say(f"  {document['fingerprint']}")
-    say(f"send {document['file']} back, and read out the root's fingerprint:")
-    say(f"  {document['root_fingerprint']}")
+    say(f"{document['name']} ({document['organization']}) is {document['role']} of the federation now")
+    print_fingerprint(document["name"], document["fingerprint"])
+    say(f"send {document['file']} back, and read out:")
+    print_fingerprint("the root", document["root_fingerprint"])
 
 
 def print_joined(document: dict[str, Any]) -> None:
@@ -231,7 +234,8 @@ def print_joined(document: dict[str, Any]) -> None:
     say(
         f"{document['kit']} is the kit of {document['name']} in {document['federation']} until {document['until']}"
     )
-    say(f"  reached by {by}; the root's fingerprint is {document['fingerprint']}")
+    say(f"  reached by {by}")
+    print_fingerprint("the root", document["fingerprint"])
     say(f"next: wsi-fl federation check {document['kit']}")
 
 

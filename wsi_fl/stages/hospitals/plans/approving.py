@@ -11,6 +11,7 @@ from wsi_fl.federation.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.plans.learned import of_store
 from wsi_fl.stages.hospitals.plans.making import (
@@ -73,6 +74,7 @@ class Cost:
         rounds: how many of the plan's rounds the budget is enough for.
         group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
             already, and where the store knows no patients.
+        most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
     """
 
     n_units: int
@@ -89,6 +91,8 @@ class Cost:
     def above(self) -> Group | None:
         """What is above `max_epsilon` though ε per row is not, of everything on the account; None where nothing is."""
         return self.lifetime_group if above_budget(self.lifetime_group, self.max_epsilon) else None
+
+    most_epsilon: float | None = None
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,7 @@ def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
         affordable,
         worth_to_patient(terms, train.patient, run),
         worth_to_patient(terms, train.patient, ever),
+        epsilon([*alone, *of_plan * MOST_ATTEMPTS], terms.delta) if terms.guarantee == "shared" else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.buffers import BufferShape
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import Party
 from wsi_fl.types import Images, Shape
@@ -86,6 +87,11 @@ def _model(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
     }
 
 
+_TRIED = (
+    f"once; where a site spoils the sum, at most {MOST_ATTEMPTS} times under one approval, at its ε each time"
+)
+
+
 def _sums(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
     name = party.pipeline.model.proxy
     shared = party.pipeline.privacy.noise == "shared"
@@ -98,8 +104,8 @@ def _sums(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
     return {
         "what": f"{noisy} ({name})",
         "to": "all sites" if shared else _receivers(party),
-        "often": "once",
-        "times": None if shared else 1,  # a sum that a lost site made void is begun again
+        "often": _TRIED if shared else "once",
+        "times": MOST_ATTEMPTS if shared else 1,
         "bytes": n_bytes,
         "large": True,
         "of_records": True,

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
 from wsi_fl.stages.hospitals.plans.leaving import Leaving, leaving, staying
@@ -61,7 +62,8 @@ class Protection(TypedDict):
     """What differential privacy promises.
 
     Attributes:
-        epsilon: the largest ε that training may cost a site; None where each site's max_epsilon alone bounds it.
+        epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None where each site's
+            max_epsilon alone bounds it.
         delta: of simulated sites that name none.
         says: all this in words.
     """
@@ -275,7 +277,10 @@ def _in_words(party: Party, *, own: bool) -> str:
     noise = "chosen by each site so that ε is kept" if own else f"σ = {privacy.sigma:g}"
     worth = {
         "guaranteed": "Its ε is a guarantee, also against the other sites together",
-        "shared": f"Its ε rests on the noise of the other sites, of which at most {privacy.colluding} may collude",
+        "shared": (
+            f"Its ε is that of one attempt at the sum, of which an approval allows {MOST_ATTEMPTS}, and rests on the "
+            f"noise of the other sites, of which at most {privacy.colluding} may collude"
+        ),
         "nominal": (
             f"Its ε is nominal and no guarantee, since the proxy also learns from the private model "
             f"(β = {weights_of(party.pipeline).beta:g})"

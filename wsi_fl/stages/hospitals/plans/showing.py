@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.report.words import count, size
+from wsi_fl.stages.hospitals.kits.making import print_fingerprint
 from wsi_fl.stages.hospitals.plans.approving import Cost, Looked
 from wsi_fl.stages.hospitals.plans.making import PlanDocument
 from wsi_fl.stages.site.account import group_words
 from wsi_fl.stages.work.console import print_table, say
-
-_READ_OUT = 47
-"""Characters of a fingerprint that people compare: 16 bytes."""
 
 
 def print_look(looked: Looked) -> None:
@@ -21,7 +20,9 @@ def print_look(looked: Looked) -> None:
     say(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
-    print_table("who takes part", ("site", "real", "allows", "max ε", "δ", "key"), _rows_of_sites(said))
+    print_table("who takes part", ("site", "real", "allows", "max ε", "δ"), _rows_of_sites(said))
+    for site in said["sites"]:
+        print_fingerprint(site["name"], site["key"] or "not pinned")
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
@@ -47,7 +48,6 @@ def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
             "yes" if one["real"] else "no",
             _allowed(one["allow"]) if one["real"] else "everything without DP",
             *("–" if value is None else f"{value:g}" for value in (one["max_epsilon"], one["delta"])),
-            (one["key"] or "not pinned")[:_READ_OUT],
         )
         for one in said["sites"]
     ]
@@ -66,9 +66,14 @@ def cost_words(cost: Cost) -> str:
     if cost.epsilon is None or cost.lifetime_epsilon is None:
         return f"{of}: no ε is spent, for there is no differential privacy"
     limit = "no limit" if cost.max_epsilon is None else f"{cost.max_epsilon:g}"
+    tried = (
+        ""
+        if cost.most_epsilon is None
+        else f"; a sum that a site spoils is tried again, {MOST_ATTEMPTS} times in all at ε = {cost.most_epsilon:.2f}"
+    )
     return (
         f"{of}: all rounds cost ε = {cost.epsilon:.2f} at δ = {cost.delta:g}; with everything spent before "
-        f"{cost.lifetime_epsilon:.2f} of {limit}"
+        f"{cost.lifetime_epsilon:.2f} of {limit}{tried}"
     )
 
 

@@ -1,0 +1,102 @@
+"""One budget however many processes spend it at once, on one ledger or on copies of it."""
+
+import json
+import random
+import shutil
+import time
+from hashlib import sha256
+from multiprocessing import get_context
+
+import numpy as np
+import pytest
+
+from wsi_fl.privacy.accounting import Mechanism, epsilon
+from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
+from wsi_fl.types import WsiFlError
+
+DELTA, LIMIT, TRIES = 1e-5, 3.0, 100
+SUM = Mechanism(sigma=17.0, clip=1.0, sample_rate=1.0, steps=1)
+"""More than a hundred of them are within the limit, two hundred are not."""
+TERMS = Terms(delta=DELTA, max_epsilon=LIMIT, lifetime=True, guarantee="guaranteed")
+FORK = get_context("fork")
+
+
+def opened(place, user, run):
+    heads = [place / "ledger.head.json", user / "C1.head.json"]
+    return PrivacyLedger(place / "C1.jsonl", site="C1", run=run, terms=TERMS, heads=heads)
+
+
+def released(ledger, round_, number):
+    vector = np.full(3, number, np.float32)
+    made = ledger.release(round_, vector, schema="ab" * 32, mechanism=SUM, content="model")
+    ledger.sending(round_, made.digest)
+    return made.digest
+
+
+def spend(place, user, run, ready, told):
+    """Spend a hundred times at odd moments, as a job that opened its ledger before the other one began."""
+    chance, ledger, let, why = random.Random(run), opened(place, user, run), [], []
+    ready.wait(30)
+    for k in range(1, TRIES + 1):
+        time.sleep(chance.random() / 1000)
+        try:
+            if chance.random() < 0.1:
+                ledger = opened(place, user, run)
+            let.append(released(ledger, k, chance.random()))
+        except BudgetSpent:
+            why.append("spent")
+        except WsiFlError as error:
+            assert "this is not the ledger that" in str(error), error
+            why.append("not the newest")
+    told.put((run, let, why))
+
+
+def at_once(places, user):
+    """What two processes could let go, {run: digests}, and why not, {run: words}."""
+    ready, told = FORK.Barrier(2), FORK.Queue()
+    jobs = [FORK.Process(target=spend, args=(p, user, f"r{k}", ready, told)) for k, p in enumerate(places)]
+    for job in jobs:
+        job.start()
+    found = [told.get(timeout=60) for _ in jobs]
+    for job in jobs:
+        job.join(30)
+    return {run: let for run, let, _ in found}, {run: why for run, _, why in found}
+
+
+def lines(place):
+    return [json.loads(line) for line in (place / "C1.jsonl").read_text().splitlines()]
+
+
+def charged(place):
+    return {line["released"].split()[1] for line in lines(place) if line.get("mechanism")}
+
+
+@pytest.fixture
+def place(tmp_path):
+    for name in ("study", "user"):
+        (tmp_path / name).mkdir()
+    released(opened(tmp_path / "study", tmp_path / "user", "before"), 1, 0.0)
+    return tmp_path / "study"
+
+
+def test_two_processes_on_one_ledger_spend_all_of_its_budget_and_no_more(place):
+    let, why = at_once([place, place], place.parent / "user")
+    left = [*let["r0"], *let["r1"]]
+    assert charged(place) >= set(left) and len(charged(place)) == 1 + len(left)
+    assert epsilon([SUM] * (1 + len(left)), DELTA) <= LIMIT < epsilon([SUM] * (2 + len(left)), DELTA)
+    assert {*why["r0"], *why["r1"]} == {"spent"} and len(left) < 2 * TRIES
+
+
+def test_of_two_copies_of_a_study_at_work_at_once_one_spends(place):
+    user = place.parent / "user"
+    copy = shutil.copytree(place, place.parent / "copy")
+    let, why = at_once([place, copy], user)
+    left = [*let["r0"], *let["r1"]]
+    assert epsilon([SUM] * (1 + len(left)), DELTA) <= LIMIT
+    # whoever was first lost nothing to the other, and the head knows all that left
+    assert sorted(map(len, let.values())) == [0, TRIES]
+    assert sorted(map(len, why.values())) == [0, TRIES]
+    head = json.loads((user / "C1.head.json").read_text())
+    newest = next(p for p in (place, copy) if len(lines(p)) == head["lines"])
+    assert sha256((newest / "C1.jsonl").read_bytes()).hexdigest() == head["sha256"]
+    assert charged(newest) >= set(left)
