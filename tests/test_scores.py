@@ -433,10 +433,44 @@ def test_the_matrix_has_every_model_at_every_hospital_and_all_together():
         *(model["hospitals"][h]["accuracy"] for h in ("S0", "S2")),
         model["merged"]["accuracy"],
     ]
-    assert found["best"] == max(
-        ((site, shown[k][-1]) for k, site in enumerate(SITES)), key=lambda pair: pair[1]
-    )
+    best, score = max(((site, shown[k][-1]) for k, site in enumerate(SITES)), key=lambda pair: pair[1])
+    assert found["verdict"] == f"There the model of {best} does best, with an accuracy of {score:.3f}."
     assert section(None) is None
+
+
+def answered(tables):
+    """Counts of several models at one hospital, by their confusion matrices."""
+    return {
+        "classes": ["normal", "tumour"],
+        "round": 1,
+        "models": {site: site for site in tables},
+        "hospitals": ["S0"],
+        "counts": {
+            site: {"S0": {"n": 24, "confusion": table, "positives": [13], "negatives": [11]}}
+            for site, table in tables.items()
+        },
+    }
+
+
+def test_a_tie_has_no_winner():
+    good, same = [[10, 1], [2, 11]], [[9, 2], [1, 12]]
+    said = section(results(answered({"S0": good, "S1": same, "S2": [[8, 3], [6, 7]]})))["verdict"]
+    assert said == "There the models of S0 and S1 do best, both with an accuracy of 0.875."
+    said = section(results(answered(dict.fromkeys(SITES, good))))["verdict"]
+    assert said == "There all models do equally well, with an accuracy of 0.875."
+
+
+def test_models_that_always_say_the_same_are_no_winners():
+    always = [[0, 11], [0, 13]]
+    document = answered(dict.fromkeys(SITES, always))
+    said = section(results(document))["verdict"]
+    assert said == "There no model does better than always saying tumour, which has an accuracy of 0.542."
+    assert section(results(answered({"S0": always, "S1": [[11, 0], [13, 0]]})))["verdict"] == said
+    summary = {"run": "r", "method": "proxyfl", "seconds": 1, "sites": [], "losses": [], "lost": []}
+    page = render_coordinator(
+        summary | {"communication": {"messages": 0, "bytes": 0, "seconds": 0}}, document
+    )
+    assert "always saying tumour" in page and "does best" not in page and "Darker is higher" not in page
 
 
 def test_the_report_of_a_run_draws_the_matrix(tmp_path, capsys):

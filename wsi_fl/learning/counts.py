@@ -187,11 +187,20 @@ def results(document: Scores) -> dict[str, Any]:
 
     Returns:
         `hospitals`, the names of those that told counts, and `models`: by name, the scores on each hospital's test
-        part (`hospitals`) and on all of these together (`merged`).
+        part (`hospitals`) and on all of these together (`merged`). `constant` is the class that most of all test
+        examples have, and the accuracy of always saying it; None without examples.
     """
-    models = {}
+    models, truth = {}, np.zeros(len(document["classes"]), np.int64)
     for model in document["models"]:
         told = document["counts"][model]
         parts = {name: scores_of(told[name]) for name in document["hospitals"]}
-        models[model] = {"hospitals": parts, "merged": scores_of(merged(list(told.values())))}
-    return {"hospitals": list(document["hospitals"]), "models": models}
+        whole = merged(list(told.values()))
+        models[model] = {"hospitals": parts, "merged": scores_of(whole)}
+        truth = np.maximum(truth, np.sum(whole["confusion"], axis=1))  # of a model that did not arrive it is 0
+    most = int(truth.argmax())
+    constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
+    return {
+        "hospitals": list(document["hospitals"]),
+        "models": models,
+        "constant": constant if truth.sum() else None,
+    }

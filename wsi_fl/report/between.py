@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wsi_fl.report.page import Json
-from wsi_fl.report.words import SCORES, known
+from wsi_fl.report.words import SCORES, known, number
 
 METRICS = {name: SCORES[name] for name in ("accuracy", "macro_accuracy", "auroc")}
 
@@ -33,7 +33,7 @@ def section(between: Json | None) -> dict[str, Any] | None:
         "n": sum(sizes.values()),
         "one": next(iter(models)) if alone else None,
         "tables": tables,
-        "best": None if alone else _best(models),
+        "verdict": _verdict(models, between.get("constant")),
     }
 
 
@@ -59,7 +59,23 @@ def _cell(scores: Json, metric: str) -> dict[str, Any]:
     return {"value": scores[metric], "within": within}
 
 
-def _best(models: Mapping[str, Json]) -> tuple[str, float] | None:
-    """Return the model with the highest accuracy on all test parts together, and that accuracy."""
-    found = [(name, v) for name, one in models.items() if known(v := one["merged"]["accuracy"])]
-    return max(found, key=lambda pair: pair[1]) if found else None
+def _verdict(models: Mapping[str, Json], constant: Json | None) -> str:
+    """Return in a sentence which model has the highest accuracy on all test parts together; a tie has no winner."""
+    found = {name: v for name, one in models.items() if known(v := one["merged"]["accuracy"])}
+    top = max(found.values(), default=None)
+    if top is None:
+        return ""
+    if constant is not None and top <= constant["accuracy"]:
+        none = "the model does not do" if len(found) == 1 else "no model does"
+        score = f"which has an accuracy of {number(constant['accuracy'])}"
+        return f"There {none} better than always saying {constant['class']}, {score}."
+    if len(found) == 1:
+        return ""
+    first = [name for name, value in found.items() if value == top]
+    score = f"with an accuracy of {number(top)}"
+    if len(first) == 1:
+        return f"There the model of {first[0]} does best, {score}."
+    if len(first) == len(found):
+        return f"There all models do equally well, {score}."
+    both = "both " if len(first) == 2 else "each "
+    return f"There the models of {', '.join(first[:-1])} and {first[-1]} do best, {both}{score}."

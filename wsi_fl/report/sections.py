@@ -301,8 +301,12 @@ def _average(values: Iterable[Any]) -> float | None:
 def _named(
     choose: Callable[..., tuple[str, float]], names: Sequence[str], values: Sequence[float | None]
 ) -> tuple[str, float] | None:
+    """The name with the highest or lowest value; None where several have it, as a tie has no winner."""
     found = [(name, value) for name, value in zip(names, values, strict=True) if value is not None]
-    return choose(found, key=lambda pair: pair[1]) if found else None
+    if not found:
+        return None
+    chosen = choose(found, key=lambda pair: pair[1])
+    return chosen if sum(value == chosen[1] for _, value in found) == 1 else None
 
 
 def _total(values: Iterable[Any]) -> float | None:
