@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from wsi_fl.privacy.cipher import CipherStream
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SIZES = (200 * 300, 203, 2)
@@ -18,17 +18,8 @@ BITS = 42_000
 
 
 def cipher_normals(n: int) -> np.ndarray:
-    """Normal float64[n] from a cipher with a key of the operating system."""
-    stream = Cipher(algorithms.AES256(os.urandom(32)), modes.CTR(os.urandom(16))).encryptor()
-    uniform = (np.frombuffer(stream.update(bytes(16 * n)), "<u8") >> 11).reshape(2, n) * 2.0**-53
-    return np.sqrt(-2 * np.log1p(-uniform[0])) * np.cos(2 * np.pi * uniform[1])
-
-
-def noise_source():
-    """What `DPTrainer.step` takes its noise from in a real run."""
-    from wsi_fl.privacy.dpsgd import entropy_generator
-
-    return entropy_generator()
+    """Normal float64[n] as noise is made of."""
+    return CipherStream.fresh().normal(n)
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +207,7 @@ def test_nothing_follows_from_a_step_of_ours():
     before = vector(model.parameters()).detach().numpy().copy()
     optimizer = torch.optim.Adam(model.parameters(), lr=LR, eps=ADAM_EPS, fused=True)
     trainer = DPTrainer(model, optimizer, sigma=SIGMA, clip=CLIP, batch_size=BATCH_SIZE)
-    trainer.step(torch.empty(0, 3, 64, 64), lambda logits: logits.sum(), noise_source())
+    trainer.step(torch.empty(0, 3, 64, 64), lambda logits: logits.sum(), CipherStream.fresh())
     after = vector(model.parameters()).detach().numpy()
     true = np.random.default_rng(0).standard_normal(len(after))
     release = Release(before, after, FULL, LR, ADAM_EPS, SIGMA, CLIP, BATCH_SIZE, true_sum=true)

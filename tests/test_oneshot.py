@@ -16,6 +16,7 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.models.shared_head import CONSTANT, LONGEST, SharedHead, codes
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
+from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -126,9 +127,9 @@ def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_ha
 
 def test_the_noise_has_the_variance_that_the_account_is_told():
     dp = NoisySums(3.0, 0.5, 10)
-    drawn = dp.noisy(torch.zeros(20_000, dtype=torch.float64)).numpy()
+    drawn = dp.noisy(torch.zeros(20_000, dtype=torch.float64), CipherStream.fresh()).numpy()
     assert kstest(drawn / 1.5, "norm").pvalue > 1e-4
-    assert not np.array_equal(drawn, dp.noisy(torch.zeros(20_000, dtype=torch.float64)))
+    assert not np.array_equal(drawn, dp.noisy(torch.zeros(20_000, dtype=torch.float64), CipherStream.fresh()))
 
 
 def test_no_generator_whose_state_could_be_solved_for_makes_the_noise(monkeypatch):
@@ -139,7 +140,7 @@ def test_no_generator_whose_state_could_be_solved_for_makes_the_noise(monkeypatc
             torch.manual_seed(0)
             np.random.seed(0)  # noqa: NPY002
             random.seed(0)
-            found.append(NoisySums(2.0, 1.0, 10).noisy(exact))
+            found.append(NoisySums(2.0, 1.0, 10).noisy(exact, CipherStream.fresh()))
     assert not torch.equal(*found)
     steps = found[0] * discrete.SCALE
     assert torch.equal(steps, steps.round())

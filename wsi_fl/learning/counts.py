@@ -196,7 +196,9 @@ def results(document: Scores) -> dict[str, Any]:
         parts = {name: scores_of(told[name]) for name in document["hospitals"]}
         whole = merged(list(told.values()))
         models[model] = {"hospitals": parts, "merged": scores_of(whole)}
-        truth = np.maximum(truth, np.sum(whole["confusion"], axis=1))  # of a model that did not arrive it is 0
+        truth = np.maximum(
+            truth, np.sum(whole["confusion"], axis=1)
+        )  # of a model that did not arrive it is 0
     most = int(truth.argmax())
     constant = {"class": document["classes"][most], "accuracy": float(truth[most] / truth.sum())}
     return {

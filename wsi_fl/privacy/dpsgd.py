@@ -35,6 +35,7 @@ def check_trainable(model: nn.Module) -> None:
         return  # importing Opacus takes a rank a second
     from opacus.validators import ModuleValidator
 
+    model.train()  # it looks at no other
     problems = ModuleValidator.validate(model, strict=False)
     if problems:
         reason = _one_line(problems[0]).split(". ")[0]
@@ -107,7 +108,7 @@ def _generic_copy(model: nn.Module) -> nn.Module:
 def _train_without_dropout(model: nn.Module) -> None:
     """Set training mode where a module has parameters: dropout has none, and what it drew would have to stay secret."""
     for module in model.modules():
-        module.training = module is model or any(True for _ in module.parameters(recurse=False))
+        module.training = any(True for _ in module.parameters(recurse=False))
 
 
 def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
