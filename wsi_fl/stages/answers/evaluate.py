@@ -16,10 +16,8 @@ from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import (
-    accuracy,
     calibration,
     confusion,
-    macro_accuracy,
     mean_and_sd,
     slide_level,
 )
@@ -228,12 +226,8 @@ def _tumor_types(predicted: Said, table: Table) -> dict[str, Any]:
     found = {}
     for kind in sorted(set(table.tumor_type.tolist()) - {""}):
         rows = table.tumor_type == kind
-        p, label = predicted[rows], table.label[rows]
-        found[kind] = {
-            "n": len(label),
-            "accuracy": accuracy(p, label),
-            "macro_accuracy": macro_accuracy(p, label),
-        }
+        known = scored(predicted[rows], table.label[rows])
+        found[kind] = {name: known[name] for name in ("n", "accuracy", "macro_accuracy")}
     return found
 
 
