@@ -133,7 +133,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
     truth: list[Any] = []
     for site in document["sites"]:
         with (study.root / run / "sites" / site["site"] / "predictions.csv").open(encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
+            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
         columns = [name for name in lines[0] if name.startswith(("p_", "without_event_"))]
         if document["task"] == "survival":
             ends = [float(name.rsplit("_", 1)[1]) for name in columns]
@@ -142,7 +142,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
             truth = [(float(line["time"]), float(line["event"])) for line in lines]
         else:
             scores.append([float(line[columns[-1]]) for line in lines])
-            truth = [int(line["label"] == columns[-1].removeprefix("p_")) for line in lines]
+            truth = [int(line["truth"] == columns[-1].removeprefix("p_")) for line in lines]
     return scores, truth
 
 
