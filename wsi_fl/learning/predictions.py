@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import calibration, confusion, slide_level
 from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth, intervals, scored
 
@@ -40,6 +41,20 @@ class Predictions:
     outputs: tuple[str, ...]
     task: Task = CLASSES
     about: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Examples], **columns: Any) -> Self:
+        """Return the table of several sites' test examples, in order, by site.
+
+        Args:
+            columns: what else a table has: site, answer, said, outputs, about.
+        """
+        told = [*parts.values()]
+        truth, slide, patient = (
+            np.concatenate([getattr(one, name) for one in told]) for name in ("label", "slide", "patient")
+        )
+        part = np.repeat([*parts], [len(one) for one in told])
+        return cls(part=part, slide=slide, patient=patient, truth=truth, task=told[0].task, **columns)
 
     def __len__(self) -> int:
         return len(self.truth)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples
@@ -177,25 +178,21 @@ def _predicted(party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, 
         }
     known = (*ANSWERS, *[STACK] * (found.stack is not None))
     possible = [answer for answer in known if set(roles(answer)) <= found.models.keys()]
-    tables = [table for _, table in seen.values()]
-    columns = {name: np.concatenate([getattr(one, name) for one in tables]) for name in _columns(tables[0])}
-    xy = columns.pop("xy_l0", None)
-    about = {"tumor_type": columns.pop("tumor_type")} if xy is None else {"x_l0": xy[:, 0], "y_l0": xy[:, 1]}
-    return Predictions(
+    return Predictions.of(
+        {name: one for name, (one, _) in seen.items()},
         site=site.name,
         answer=found.answer,
-        part=np.repeat([*seen], [len(table) for table in tables]),
-        truth=columns.pop("label"),
         said={answer: answered(by_role, answer, found.stack) for answer in possible},
         outputs=classes,
-        task=data.task,
-        about=about,
-        **columns,
+        about=_about([table for _, table in seen.values()]),
     )
 
 
-def _columns(table: Table) -> tuple[str, ...]:
-    return ("label", "slide", "patient", "tumor_type" if isinstance(table, BagTable) else "xy_l0")
+def _about(tables: Sequence[Table]) -> dict[str, NDArray[Any]]:
+    """What is known of a slide before the diagnosis, or where a patch lies."""
+    column = "tumor_type" if isinstance(tables[0], BagTable) else "xy_l0"
+    known = np.concatenate([getattr(one, column) for one in tables])
+    return {column: known} if known.ndim == 1 else {"x_l0": known[:, 0], "y_l0": known[:, 1]}
 
 
 def print_evaluation(document: dict[str, Any]) -> None:
