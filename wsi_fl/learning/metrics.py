@@ -25,7 +25,7 @@ Weights = NDArray[np.int32]
 Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
 """Weights → every score by name, float64[b]; NaN where it cannot be computed."""
 
-_AT_ONCE = 1 << 22
+_AT_ONCE = 1 << 20
 """Weights that are held at a time while intervals are computed."""
 
 

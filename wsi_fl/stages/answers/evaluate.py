@@ -24,7 +24,7 @@ from wsi_fl.stages.answers.between import between_of, print_between
 from wsi_fl.stages.answers.outside import outside
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, settings_of
-from wsi_fl.stages.site.data import Data, Table
+from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
@@ -33,6 +33,9 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import BagTable, WsiFlError
+
+TestPart = tuple[Examples, dict[str, NDArray[Any]]]
+"""A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
 
 
 def evaluate(
@@ -116,12 +119,15 @@ def _over_models(rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool)
     return found
 
 
-def _test_part(data: Data) -> tuple[Examples, Table]:
-    return data.held_out, data.table.take(np.flatnonzero(data.table.split == "test"))
+def _test_part(data: Data) -> TestPart:
+    table, rows = data.table, np.flatnonzero(data.table.split == "test")
+    if isinstance(table, BagTable):
+        return data.held_out, {"tumor_type": table.tumor_type[rows]}
+    return data.held_out, {"x_l0": table.xy_l0[rows, 0], "y_l0": table.xy_l0[rows, 1]}
 
 
 def _evaluate_site(
-    party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, Table]]
+    party: Party, site: SiteFile, seen: Mapping[str, TestPart]
 ) -> tuple[dict[str, Any], Predictions]:
     """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
     run, pipeline, data = party.run, party.pipeline, party.data(site.name)
@@ -157,7 +163,7 @@ def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Pre
     return {"rule": pipeline.mpcpa.aggregate, "rules": rules}
 
 
-def _predicted(party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, Table]]) -> Predictions:
+def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
     """What each of a site's models says of every part; the proxy and the mean too where there is a proxy."""
     import torch
 
@@ -176,6 +182,7 @@ def _predicted(party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, 
             )
             for role, model in found.models.items()
         }
+    first = next(iter(seen.values()))[1]
     known = (*ANSWERS, *[STACK] * (found.stack is not None))
     possible = [answer for answer in known if set(roles(answer)) <= found.models.keys()]
     return Predictions.of(
@@ -184,15 +191,8 @@ def _predicted(party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, 
         answer=found.answer,
         said={answer: answered(by_role, answer, found.stack) for answer in possible},
         outputs=classes,
-        about=_about([table for _, table in seen.values()]),
+        about={name: np.concatenate([about[name] for _, about in seen.values()]) for name in first},
     )
-
-
-def _about(tables: Sequence[Table]) -> dict[str, NDArray[Any]]:
-    """What is known of a slide before the diagnosis, or where a patch lies."""
-    column = "tumor_type" if isinstance(tables[0], BagTable) else "xy_l0"
-    known = np.concatenate([getattr(one, column) for one in tables])
-    return {column: known} if known.ndim == 1 else {"x_l0": known[:, 0], "y_l0": known[:, 1]}
 
 
 def print_evaluation(document: dict[str, Any]) -> None:

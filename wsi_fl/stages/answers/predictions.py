@@ -41,23 +41,23 @@ def write_predictions(folder: SiteFolder, table: Predictions) -> None:
     """Write a row per model and test example of every part."""
     truth, said = COLUMNS[table.task.kind]
     names = (*_WHO, *table.about, *truth, *(said.format(name) for name in table.outputs))
-    # 1. what is the same for all models, as text
-    lines: list[str] = []
-    writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator="")
     if table.task.kind == "classes":
-        true = [[table.outputs[label] for label in table.truth]]
+        true = [(table.outputs[label] for label in table.truth)]
     else:
-        true = [[f"{v:.9g}" for v in column] for column in np.reshape(table.truth, (-1, len(truth))).T]
-    known = (column.tolist() for column in (table.part, table.slide, table.patient, *table.about.values()))
-    writer.writerows(zip(*known, *true, strict=True))
-    # 2. what each says, in nine digits, which tell all numbers of single precision apart
-    probabilities = ",%.9g" * len(table.outputs)
+        true = [(f"{v:.9g}" for v in column) for column in np.reshape(table.truth, (-1, len(truth))).T]
+    examples = zip(table.part, table.slide, table.patient, *table.about.values(), *true, strict=True)
+    heads = {model: f"{table.site},{model},{model == table.answer}," for model in table.said}
+    # nine digits tell all numbers of single precision apart
+    probabilities = ",%.9g" * len(table.outputs) + "\n"
+    written: list[str] = []
+    example = csv.writer(SimpleNamespace(write=written.append), lineterminator="")
     with atomic(_path(folder)) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file, lineterminator="\n").writerow(names)
-        for model, values in table.said.items():
-            head = f"{table.site},{model},{model == table.answer},"
-            for line, row in zip(lines, values, strict=True):
-                file.write(head + line + probabilities % tuple(row.tolist()) + "\n")
+        for k, known in enumerate(examples):
+            example.writerow(known)
+            text = written.pop()
+            for model, values in table.said.items():
+                file.write(heads[model] + text + probabilities % tuple(values[k].tolist()))
 
 
 def read_predictions(folder: SiteFolder, task: Task = CLASSES) -> Predictions | None:
