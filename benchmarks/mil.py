@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.metrics import auroc
-from wsi_fl.learning.survival import concordance, risk
+from wsi_fl.learning.survival import concordances, risk
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
@@ -133,7 +133,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
     truth: list[Any] = []
     for site in document["sites"]:
         with (study.root / run / "sites" / site["site"] / "predictions.csv").open(encoding="utf-8") as file:
-            lines = list(csv.DictReader(file))
+            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
         columns = [name for name in lines[0] if name.startswith(("p_", "without_event_"))]
         if document["task"] == "survival":
             ends = [float(name.rsplit("_", 1)[1]) for name in columns]
@@ -142,7 +142,7 @@ def said(study: Study, run: str, answer: str) -> tuple[list[list[float]], list[A
             truth = [(float(line["time"]), float(line["event"])) for line in lines]
         else:
             scores.append([float(line[columns[-1]]) for line in lines])
-            truth = [int(line["label"] == columns[-1].removeprefix("p_")) for line in lines]
+            truth = [int(line["truth"] == columns[-1].removeprefix("p_")) for line in lines]
     return scores, truth
 
 
@@ -156,6 +156,12 @@ def known_by(study: Study) -> float | None:
             lives += [line for line in csv.DictReader(file) if line["patient"] in tested]
     truth = np.array([(float(one["months"]), float(one["dead"])) for one in lives])
     return concordance(np.array([float(one["share"]) for one in lives]), truth)
+
+
+def concordance(stated: NDArray[np.float64], truth: NDArray[Any]) -> float | None:
+    """Return Harrell's concordance of patients; None where no pair's order is known."""
+    found = float(concordances(stated, truth, np.ones((1, len(truth)), np.int32))[0])
+    return None if np.isnan(found) else found
 
 
 def rows_of(pool: Any, args: argparse.Namespace, done: set[tuple[str, str, int]]) -> Iterator[Row]:

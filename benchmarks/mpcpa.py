@@ -125,9 +125,10 @@ def right(run: Path) -> NDArray[np.float64]:
     models = []
     for path in sorted(run.glob("sites/*/predictions.csv")):
         with path.open(newline="", encoding="utf-8") as file:
-            lines = sorted(csv.DictReader(file), key=lambda line: (line["site"], line["patient"]))
+            said = [line for line in csv.DictReader(file) if line["answers"] == "True"]
+        lines = sorted(said, key=lambda line: (line["part"], line["patient"]))
         names = [key for key in lines[0] if key.startswith("p_")]
-        truth = [f"p_{line['label']}" for line in lines]
+        truth = [f"p_{line['truth']}" for line in lines]
         models.append([[float(line[name]) for name in names] for line in lines])
     p = np.array(models)
     asked = np.array([names.index(name) for name in truth])

@@ -174,6 +174,29 @@ def model(path: Path, site: str, role: str = "private"):
     return load_file(path / "sites" / site / f"{role}.safetensors")
 
 
+def slow_intervals(scored_rows, cluster, *, repeats, seed=0):
+    """Intervals over patients by definition: the rows of each draw are put together, and scored as if they were data.
+
+    Args:
+        scored_rows: rows int64[m] → scores by name.
+    """
+    names, rng = np.unique(cluster), np.random.default_rng(seed)
+    members = [np.flatnonzero(cluster == name) for name in names]
+    if len(names) < 2:
+        return dict.fromkeys(scored_rows(members[0]))
+    drawn = [
+        scored_rows(np.concatenate([members[k] for k in rng.integers(len(names), size=len(names))]))
+        for _ in range(repeats)
+    ]
+    known = {name: [one[name] for one in drawn if one[name] is not None] for name in drawn[0]}
+    return {
+        name: np.quantile(values, [(1 - 0.95) / 2, (1 + 0.95) / 2]).tolist()
+        if len(values) > repeats / 2
+        else None
+        for name, values in known.items()
+    }
+
+
 def same(a, b) -> bool:
     """Whether two models of named tensors are equal, bit for bit."""
     import torch

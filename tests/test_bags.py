@@ -386,22 +386,22 @@ def test_internal_external_and_tumour_types_are_what_the_predictions_say(done):
     tables = {}
     for row in document["sites"]:
         with (study.root / name / "sites" / row["site"] / "predictions.csv").open() as file:
-            lines = list(csv.DictReader(file))
+            lines = [line for line in csv.DictReader(file) if line["answers"] == "True"]
         tables[row["site"]] = lines
         assert len(lines) == row["n"] == 12
         for line in lines:
             p = {c: float(line[f"p_{c}"]) for c in CLASSES}
             assert sum(p[c] for c in TYPES[line["tumor_type"]]) == pytest.approx(1, abs=1e-5)
         groups = {
-            "own": [line for line in lines if line["site"] == row["site"]],
-            "external": [line for line in lines if line["site"] != row["site"]],
+            "own": [line for line in lines if line["part"] == row["site"]],
+            "external": [line for line in lines if line["part"] != row["site"]],
         }
         for key, some in groups.items():
-            right = [max(CLASSES, key=lambda c: float(line[f"p_{c}"])) == line["label"] for line in some]
+            right = [max(CLASSES, key=lambda c: float(line[f"p_{c}"])) == line["truth"] for line in some]
             assert row[key]["n"] == len(some)
             assert row[key]["accuracy"] == pytest.approx(np.mean(right))
             by_class = [
-                np.mean([r for r, line in zip(right, some, strict=True) if line["label"] == c])
+                np.mean([r for r, line in zip(right, some, strict=True) if line["truth"] == c])
                 for c in CLASSES
             ]
             assert row[key]["macro_accuracy"] == pytest.approx(np.mean(by_class))

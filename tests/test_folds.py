@@ -15,6 +15,7 @@ from wsi_fl.learning.folds import folds_of, rare_classes
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kinds import open_data
@@ -53,8 +54,8 @@ def done(tmp_path_factory):
 
 def asked(study, run, site="S0"):
     """The patients whom a run tests at a site."""
-    lines = (study.root / run / "sites" / site / "predictions.csv").read_text().splitlines()[1:]
-    return [line.split(",")[2] for line in lines if line.startswith(f"{site},")]
+    table = read_predictions(RunFolder(study.root / run).site(site))
+    return table.own.patient.tolist()
 
 
 def config(study, run):

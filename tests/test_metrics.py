@@ -2,18 +2,12 @@
 
 import numpy as np
 import pytest
+from conftest import slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import rankdata
 
-from wsi_fl.learning.metrics import (
-    accuracy,
-    auroc,
-    calibration,
-    confusion,
-    macro_accuracy,
-    mean_and_sd,
-    slide_level,
-)
+from wsi_fl.learning.metrics import auroc, calibration, confusion, mean_and_sd, slide_level
 from wsi_fl.learning.tasks import intervals, scored
 
 
@@ -35,9 +29,10 @@ def brute_auroc(score, positive):
 def test_accuracies_and_confusion_against_counting(case):
     p, y = case
     guess = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p]
-    assert accuracy(p, y) == pytest.approx(np.mean([g == t for g, t in zip(guess, y, strict=True)]))
+    found = scored(p, y)
+    assert found["accuracy"] == pytest.approx(np.mean([g == t for g, t in zip(guess, y, strict=True)]))
     per_class = [np.mean([g == c for g, t in zip(guess, y, strict=True) if t == c]) for c in sorted(set(y))]
-    assert macro_accuracy(p, y) == pytest.approx(np.mean(per_class))
+    assert found["macro_accuracy"] == pytest.approx(np.mean(per_class))
     counts = confusion(p, y)
     for t in range(p.shape[1]):
         for g in range(p.shape[1]):
@@ -114,7 +109,7 @@ def test_intervals_contain_the_estimate_and_are_wide_where_patients_differ():
                 low, high = found[name]
                 assert low <= point <= high
         width[by_patient] = np.ptp(found["accuracy"])
-        assert accuracy(p, y) == pytest.approx(0.7)
+        assert scored(p, y)["accuracy"] == pytest.approx(0.7)
     sd_of_patients = (0.7 * 0.3 / 20) ** 0.5
     assert width[True] == pytest.approx(2 * 1.96 * sd_of_patients, rel=0.25)
     assert width[True] > 2 * width[False]
@@ -129,6 +124,41 @@ def test_intervals_repeat_with_their_seed_and_need_two_patients():
     one_class = intervals(p, np.zeros_like(y), cluster, repeats=40)
     assert one_class["auroc"] is None
     assert one_class["accuracy"] is not None
+
+
+def slowly_scored(p, y):
+    """Scores of rows that stand there as often as they were drawn, sorted anew."""
+    if not len(y):
+        return {"accuracy": None, "macro_accuracy": None, "auroc": None}
+    right, present = p.argmax(1) == y, np.unique(y)
+    areas = []
+    for c in [1] if p.shape[1] == 2 else present:
+        n = int((y == c).sum())
+        above = rankdata(p[:, c])[y == c].sum() - n * (n + 1) / 2
+        areas.append(above / (n * (len(y) - n)) if 0 < n < len(y) else np.nan)
+    return {
+        "accuracy": right.mean(),
+        "macro_accuracy": np.mean([right[y == c].mean() for c in present]),
+        "auroc": float(np.mean(areas)) if len(present) > 1 else None,
+    }
+
+
+@settings(deadline=None)
+@given(predictions(), st.integers(1, 12))
+def test_intervals_are_those_of_sorting_every_resample_to_the_last_bit(case, n_patients):
+    p, y = case
+    cluster = np.random.default_rng(len(y)).integers(0, n_patients, len(y)).astype(str)
+    assert intervals(p, y, cluster, repeats=30) == slow_intervals(
+        lambda rows: slowly_scored(p[rows], y[rows]), cluster, repeats=30
+    )
+    assert {name: value for name, value in scored(p, y).items() if name != "n"} == slowly_scored(p, y)
+
+
+def test_intervals_do_not_depend_on_how_many_resamples_are_held_at_a_time(monkeypatch):
+    p, y, cluster = noisy_case(by_patient=True)
+    found = intervals(p, y, cluster, repeats=30)
+    monkeypatch.setattr("wsi_fl.learning.metrics._AT_ONCE", 7 * len(y))
+    assert intervals(p, y, cluster, repeats=30) == found
 
 
 def test_a_slide_is_positive_with_one_patch_and_scored_by_its_most_probable_tenth():

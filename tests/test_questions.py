@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, slow_intervals
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import r2_score
 
 from wsi_fl.learning.objectives import mutual
-from wsi_fl.learning.survival import concordance, integrated_brier, kaplan_meier, logrank, risk
+from wsi_fl.learning.survival import kaplan_meier, logrank, risk
 from wsi_fl.learning.tasks import CLASSES, Classes, Number, Survival, intervals, quality, scored
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.compare import compare
@@ -117,22 +118,66 @@ def test_a_number_stays_within_the_range_that_was_agreed_on():
     assert task.scored(np.array([[10.0]]), np.array([12.0]))["r2"] is None
 
 
+def concordance(risk, truth):
+    """Harrell's by scikit-survival; None where no pair's order is known."""
+    time, seen = truth[:, 0], truth[:, 1] > 0.5
+    if not any(((time > t) | (~seen & (time == t))).any() for t in time[seen]):
+        return None
+    return sksurv.concordance_index_censored(seen, time, risk)[0]
+
+
+def integrated_brier(said, truth, ends):
+    """By scikit-survival, over the ends within what was observed; None where there are fewer than two, or no events."""
+    known = np.array([(bool(e), t) for t, e in truth], [("event", bool), ("time", float)])
+    within = [k for k, end in enumerate(ends) if truth[:, 0].min() <= end < truth[:, 0].max()]
+    if len(within) < 2 or not known["event"].any():
+        return None
+    return sksurv.integrated_brier_score(known, known, said[:, within], np.array(ends)[within])
+
+
+def near(found, expected):
+    return found == {k: v if v is None else pytest.approx(v, rel=1e-9) for k, v in expected.items()}
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31))
-def test_concordance_is_the_share_of_ordered_pairs(seed):
+def test_scores_and_intervals_of_survival_are_scikit_survivals(seed):
     rng = np.random.default_rng(seed)
-    n = int(rng.integers(2, 12))
-    truth = np.stack([rng.integers(1, 8, n), rng.integers(0, 2, n)], 1).astype(float)
-    stated = rng.integers(0, 4, n).astype(float)
-    right = pairs = 0.0
-    for i in range(n):
-        for j in range(n):
-            earlier = truth[i, 0] < truth[j, 0] or (truth[i, 0] == truth[j, 0] and not truth[j, 1])
-            if i != j and truth[i, 1] and earlier:
-                pairs += 1
-                right += 1.0 if stated[i] > stated[j] else 0.5 if stated[i] == stated[j] else 0.0
-    found = concordance(stated, truth)
-    assert found is None if not pairs else found == pytest.approx(right / pairs)
+    n = int(rng.integers(2, 30))
+    truth = np.stack([rng.integers(1, 8, n) / 2, rng.random(n) < rng.random()], 1).astype(float)
+    said, patient = (
+        np.cumprod(rng.integers(1, 5, (n, len(ENDS))) / 5, axis=1),
+        rng.integers(0, 8, n).astype(str),
+    )
+    task = Survival(ENDS)
+
+    def slowly(rows):
+        return {
+            "concordance": concordance(risk(said, ENDS)[rows], truth[rows]),
+            "integrated_brier": integrated_brier(said[rows], truth[rows], ENDS),
+        }
+
+    assert near(task.scored(said, truth), slowly(np.arange(n)))
+    found = intervals(said, truth, patient, task, repeats=12)
+    assert near(found, slow_intervals(slowly, patient, repeats=12))
+
+
+def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
+    rng = np.random.default_rng(0)
+    truth, said = rng.integers(0, 11, 60).astype(np.float32), rng.random((60, 1)) * 10
+    patient = np.repeat(np.arange(12), 5).astype(str)
+
+    def slowly(rows):
+        p, t = said[rows, 0], truth[rows].astype(float)
+        return {"r2": r2_score(t, p), "mae": np.abs(p - t).mean(), "rmse": np.sqrt(((p - t) ** 2).mean())}
+
+    task = Number(0, 10)
+    assert near(task.scored(said, truth), slowly(np.arange(60)))
+    assert near(
+        intervals(said, truth, patient, task, repeats=40), slow_intervals(slowly, patient, repeats=40)
+    )
+    constant = np.full(60, 0.1, np.float32)
+    assert intervals(said, constant, patient, task, repeats=40)["r2"] is None
 
 
 def test_scores_of_survival_that_cannot_be_computed_are_none():
@@ -159,10 +204,9 @@ def test_knowing_the_future_scores_better_than_guessing():
     assert guesses["integrated_brier"] > 0.2
     low, high = intervals(known, truth, np.arange(80).astype(str), task, repeats=50)["concordance"]
     assert low <= knows["concordance"] <= high
-    assert concordance(risk(known, ENDS), truth) == pytest.approx(
-        sksurv.concordance_index_censored(truth[:, 1] > 0.5, truth[:, 0], risk(known, ENDS))[0]
-    )
-    assert integrated_brier(known, truth, (0.01,)) is None  # one end is no integral
+    assert (
+        scored(known[:, :1], truth, Survival((0.01,)))["integrated_brier"] is None
+    )  # one end is no integral
 
 
 # what is asked

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.metrics import Labels, Probabilities, auroc, mean_over_classes
+from wsi_fl.learning.metrics import Labels, Probabilities, counted_once, measure_of_classes
 
 MEANS = ("mean", "weighted_mean")
 VOTES = ("absolute", "relative", "weighted")
@@ -81,9 +81,7 @@ def aggregated_scores(
         score = averaged(said, own) if rule in MEANS else tallied(said, own)
         found[rule] = {
             "n": len(labels),
-            "accuracy": float(right.mean()) if len(labels) else None,
-            "macro_accuracy": mean_over_classes(right, labels),
-            "auroc": auroc(score, labels),
+            **counted_once(measure_of_classes(right, score, labels), len(labels)),
             "rejected": int((decision == REJECTED).sum()),
         }
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.privacy.audit import auroc_of
+from wsi_fl.privacy.audit import Ranked, redrawn
 
 Probabilities = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -20,14 +20,55 @@ Labels = NDArray[np.int64]
 SCORES = ("accuracy", "macro_accuracy", "auroc")
 
 
-def accuracy(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Return the share of examples whose most probable class is right; None without examples."""
-    return float((probabilities.argmax(1) == labels).mean()) if len(labels) else None
+Weights = NDArray[np.int32]
+"""How often each of n examples counts, int32[b, n], in b ways."""
+Measure = Callable[[Weights], Mapping[str, NDArray[np.float64]]]
+"""Weights → every score by name, float64[b]; NaN where it cannot be computed."""
+
+_AT_ONCE = 1 << 20
+"""Weights that are held at a time while intervals are computed."""
 
 
-def macro_accuracy(probabilities: Probabilities, labels: Labels) -> float | None:
-    """Return the accuracy per class, averaged over the classes that occur (ProxyFL, appendix B.1)."""
-    return mean_over_classes(probabilities.argmax(1) == labels, labels)
+def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: Labels) -> Measure:
+    """Return what computes accuracy, macro-accuracy and AUROC; whatever has to be sorted is sorted here, once.
+
+    Macro-accuracy is the mean over the classes that occur (ProxyFL, appendix B.1). So is the AUROC of more than two
+    classes, each against the rest.
+
+    Args:
+        right: bool[n], whether the answer was.
+        score: float64[n, classes], higher for classes that are more probable.
+    """
+    order = np.argsort(labels, kind="stable")
+    classes, starts = np.unique(labels[order], return_index=True)
+    hit = right[order]
+    against_rest = classes[classes == 1] if score.shape[1] == 2 else classes
+    ranked = [Ranked(labels == c, score[:, int(c)]) for c in against_rest]
+
+    def measure(weights: Weights) -> dict[str, NDArray[np.float64]]:
+        if not len(labels):
+            return {name: np.full(len(weights), np.nan) for name in SCORES}
+        by_class = weights[:, order]
+        n = np.add.reduceat(by_class, starts, axis=1)
+        n_right = np.add.reduceat(by_class * hit, starts, axis=1)
+        means = [(right[of > 0] / of[of > 0]).mean() for right, of in zip(n_right, n, strict=True)]
+        areas = [mean_of_known([one.auroc(row) for one in ranked]) for row in weights]
+        accuracy = n_right.sum(1) / n.sum(1)
+        return {"accuracy": accuracy, "macro_accuracy": np.array(means), "auroc": np.array(areas, np.float64)}
+
+    return measure
+
+
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """Return the mean of what is not None; None where nothing is known."""
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known else None
+
+
+def counted_once(measure: Measure, n: int) -> dict[str, float | None]:
+    """Return every score of n examples that count once each; None for one that cannot be computed."""
+    found = measure(np.ones((1, n), np.int32))
+    return {name: None if np.isnan(value) else float(value) for name, (value,) in found.items()}
 
 
 def mean_over_classes(right: NDArray[np.bool_], labels: Labels) -> float | None:
@@ -43,19 +84,8 @@ def auroc(probabilities: Probabilities, labels: Labels) -> float | None:
         >>> auroc(p, np.array([0, 0, 1, 1]))
         0.75
     """
-    present = np.unique(labels)
-    if len(present) < 2:
-        return None
-    classes = [1] if probabilities.shape[1] == 2 else [int(c) for c in present]
-    return float(np.mean([auroc_of(labels == c, probabilities[:, c]) for c in classes]))
-
-
-MEASURES: Mapping[str, Callable[[Probabilities, Labels], float | None]] = {
-    "accuracy": accuracy,
-    "macro_accuracy": macro_accuracy,
-    "auroc": auroc,
-}
-"""What computes each score."""
+    right = probabilities.argmax(1) == labels
+    return counted_once(measure_of_classes(right, probabilities, labels), len(labels))["auroc"]
 
 
 def confusion(probabilities: Probabilities, labels: Labels) -> list[list[int]]:
@@ -87,7 +117,7 @@ def calibration(probabilities: Probabilities, labels: Labels, n_bins: int = 10) 
 
 
 def resampled(
-    scored: Callable[[NDArray[np.int64]], Mapping[str, float | None]],
+    measure: Measure,
     scores: Sequence[str],
     cluster: NDArray[np.str_],
     *,
@@ -100,25 +130,26 @@ def resampled(
     None where there are fewer than two clusters, or where most resamples have no score, as when a class is missing.
 
     Args:
-        scored: rows int64[m], some of them more than once → every score by name.
-        scores: their names.
+        measure: of the n examples.
+        scores: the names of what it computes.
         cluster: str[n], whose each example is.
     """
-    names = np.unique(cluster)
-    members = [np.flatnonzero(cluster == name) for name in names]
+    names, which = np.unique(cluster, return_inverse=True)
     if len(names) < 2:
         return dict.fromkeys(scores)
     rng = np.random.default_rng(seed)
-    drawn: dict[str, list[float]] = {name: [] for name in scores}
-    for _ in range(repeats):
-        rows = np.concatenate([members[k] for k in rng.integers(len(names), size=len(names))])
-        for name, value in scored(rows).items():
-            if value is not None:
-                drawn[name].append(value)
+    drawn = {name: np.full(repeats, np.nan) for name in scores}
+    step = max(1, _AT_ONCE // len(cluster))
+    for first in range(0, repeats, step):
+        some = slice(first, min(first + step, repeats))
+        weights = [redrawn(rng, which, len(names)) for _ in range(repeats)[some]]
+        for name, values in measure(np.stack(weights)).items():
+            drawn[name][some] = values
     tails = [(1 - level) / 2, (1 + level) / 2]
+    known = {name: values[~np.isnan(values)] for name, values in drawn.items()}
     return {
         name: [float(q) for q in np.quantile(values, tails)] if len(values) > repeats / 2 else None
-        for name, values in drawn.items()
+        for name, values in known.items()
     }
 
 
@@ -136,13 +167,13 @@ def slide_level(
     A slide is positive when any of its patches is; its probability is the mean of its most probable patches
     (a share of `top`, at least one), moved so that `threshold` lies at one half.
     """
-    names, row = np.unique(slide, return_index=True)
+    names, row, which = np.unique(slide, return_index=True, return_inverse=True)
     if probabilities.shape[1] != 2 or len(names) == len(slide):
         return None
     positive = probabilities[:, 1]
     truth, score = np.empty(len(names), np.int64), np.empty(len(names))
-    for k, name in enumerate(names):
-        mine = slide == name
+    ends = np.cumsum(np.bincount(which))[:-1]
+    for k, mine in enumerate(np.split(np.argsort(which, kind="stable"), ends)):
         truth[k] = labels[mine].max()
         best = np.sort(positive[mine])[::-1]
         score[k] = best[: max(1, round(top * len(best)))].mean()

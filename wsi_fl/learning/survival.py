@@ -1,4 +1,4 @@
-"""How good predictions of survival are, by scikit-survival: concordance, Brier score, Kaplan–Meier curves.
+"""How good predictions of survival are: concordance, Brier score; Kaplan–Meier curves by scikit-survival.
 
 Times and events are float[n, 2]; see `tasks`. What is predicted is float64[n, k], the probability of being without the
 event at the end of each of k intervals.
@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from wsi_fl.types import UsageError
 
 Floats = NDArray[np.float64]
+
+_TIED = 1e-8
+"""Risks that are this close are equal."""
+_EVENTS = 256
+"""Patients with the event that are compared with all others at a time."""
 
 
 def require_extra() -> None:
@@ -40,38 +45,77 @@ def risk(said: Floats, ends: Sequence[float]) -> Floats:
     return found
 
 
-def concordance(risk: Floats, truth: NDArray[Any]) -> float | None:
-    """Return Harrell's concordance: of pairs whose order is known, the share in which the earlier had the higher risk.
+def concordances(risk: Floats, truth: NDArray[Any], weights: NDArray[np.int32]) -> Floats:
+    """Return Harrell's concordance, float64[b]: of pairs whose order is known, the share whose earlier had more risk.
 
-    None where no pair's order is known.
+    NaN where no pair's order is known. Risks closer than 1e-8 are equal and count half, as scikit-survival has it.
+
+    Args:
+        risk: float64[n].
+        weights: int32[b, n], how often each patient counts, in b ways.
+
+    Reference: Harrell et al., "Evaluating the yield of medical tests", JAMA 247, 1982.
     """
-    from sksurv.metrics import concordance_index_censored
-
     time, seen = truth[:, 0], truth[:, 1] > 0.5
-    first = time[seen].min(initial=np.inf)
-    if not ((time > first) | (~seen & (time == first))).any():
-        return None
-    return float(concordance_index_censored(seen, time, risk)[0])
+    events, right, pairs = np.flatnonzero(seen), np.zeros(len(weights)), np.zeros(len(weights))
+    floats = weights.T.astype(np.float32)  # exact up to 2^23 patients
+    for first in range(0, len(events), _EVENTS):
+        own = events[first : first + _EVENTS, None]
+        later = (time > time[own]) | (~seen & (time == time[own]))
+        apart = risk[own] - risk
+        won = np.where(np.abs(apart) <= _TIED, np.float32(0.5), (apart > 0).astype(np.float32)) * later
+        weight = weights[:, own[:, 0]].T.astype(np.float64)
+        right += (weight * (won @ floats)).sum(0)
+        pairs += (weight * (later.astype(np.float32) @ floats)).sum(0)
+    return _divided(right, pairs)
 
 
-def integrated_brier(said: Floats, truth: NDArray[Any], ends: Sequence[float]) -> float | None:
-    """Return the Brier score, integrated over the ends that lie within what was observed (Graf et al., 1999).
+def integrated_briers(
+    said: Floats, truth: NDArray[Any], ends: Sequence[float], weights: NDArray[np.int32]
+) -> Floats:
+    """Return the Brier score, float64[b], integrated over the ends that lie within what was observed.
 
-    Patients who left are weighed by the censoring of these same patients. None where fewer than two ends are left.
+    Patients who left are weighed by the censoring of these same patients. NaN where fewer than two ends are left, or
+    nobody had the event.
+
+    Args:
+        weights: int32[b, n], how often each patient counts, in b ways.
+
+    Reference: Graf et al., "Assessment and comparison of prognostic classification schemes", Stat. Med. 18, 1999.
     """
-    from sksurv.metrics import integrated_brier_score
+    if not len(truth):
+        return np.full(len(weights), np.nan)
+    time, seen, end = truth[:, 0].astype(np.float64), truth[:, 1] > 0.5, np.asarray(ends, np.float64)
+    times, at = np.unique(time, return_inverse=True)
+    # 1. G, the share not censored after each time: Kaplan–Meier, whoever has the event at that time gone before
+    there, left = (_at_times(weights * who, at, len(times)) for who in (np.ones_like(seen), ~seen))
+    watched = there[:, ::-1].cumsum(1)[:, ::-1] - (there - left)
+    kept = np.cumprod(1 - np.divide(left, watched, out=np.zeros(left.shape), where=left > 0), axis=1)
+    kept = np.where(kept > 0, kept, np.inf)  # nobody is weighed by what is never seen
+    from_start = np.concatenate([np.ones((len(weights), 1)), kept], axis=1)
+    at_end = from_start[:, np.searchsorted(times, end, "right")]
+    # 2. BS(t) = mean of π(t)² [y ≤ t, event] / G(y) + (1 − π(t))² [y > t] / G(t)
+    after = time[:, None] > end
+    failed = (weights / kept[:, at]) @ (said**2 * (~after & seen[:, None]))
+    brier = (failed + (weights @ ((1 - said) ** 2 * after)) / at_end) / weights.sum(1, keepdims=True)
+    # 3. its mean over the ends within what was observed, by trapezoids
+    first, last = np.where(there > 0, times, np.inf).min(1), np.where(there > 0, times, -np.inf).max(1)
+    within = (first[:, None] <= end) & (end < last[:, None])
+    both = within[:, 1:] & within[:, :-1]
+    area = np.where(both, np.diff(end) * (brier[:, 1:] + brier[:, :-1]) / 2.0, 0).sum(1)
+    found = _divided(area, np.where(both, np.diff(end), 0).sum(1))
+    found[~(weights * seen).any(1)] = np.nan
+    return found
 
-    if len(truth) < 2:
-        return None
-    time = truth[:, 0]
-    within = [k for k, end in enumerate(ends) if time.min() <= end < time.max()]
-    if len(within) < 2:
-        return None
-    known = _structured(truth)
-    try:
-        return float(integrated_brier_score(known, known, said[:, within], np.array(ends)[within]))
-    except ValueError:  # everybody who is left has been censored
-        return None
+
+def _at_times(weights: NDArray[np.int32], at: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """Sums int64[b, n] of weights int32[b, patients] over the patients of each time."""
+    return np.stack([np.bincount(at, row, n) for row in weights]).astype(np.int64)
+
+
+def _divided(a: Floats, b: Floats) -> Floats:
+    found: Floats = np.divide(a, b, out=np.full(a.shape, np.nan), where=b > 0)
+    return found
 
 
 def kaplan_meier(truth: NDArray[Any]) -> tuple[Floats, Floats]:

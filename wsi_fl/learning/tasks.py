@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning import metrics, survival
-from wsi_fl.learning.metrics import resampled
+from wsi_fl.learning.metrics import Measure, Weights, counted_once, measure_of_classes, resampled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Said = NDArray[np.float64]
 Truth = NDArray[Any]
 Scores = Mapping[str, float | None]
+
+_ROUNDING = 1e-12
+"""Numbers that differ by less than this part of their distance from the mean of all do not differ."""
 
 
 class Task(ABC):
@@ -55,8 +58,12 @@ class Task(ABC):
         """Return float64[k], what somebody says who knows nothing."""
 
     @abstractmethod
+    def measure(self, said: Said, truth: Truth) -> Measure:
+        """Return what computes every score, however often each example counts."""
+
     def scored(self, said: Said, truth: Truth) -> Scores:
         """Return every score by name; None for one that cannot be computed."""
+        return counted_once(self.measure(said, truth), len(truth))
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,8 @@ class Classes(Task):
     def guess(self, n_outputs: int) -> Said:
         return np.full(n_outputs, 1 / n_outputs)
 
-    def scored(self, said: Said, truth: Truth) -> Scores:
-        return {name: metrics.MEASURES[name](said, truth) for name in self.scores}
+    def measure(self, said: Said, truth: Truth) -> Measure:
+        return measure_of_classes(said.argmax(1) == truth, said, truth)
 
 
 @dataclass(frozen=True)
@@ -111,22 +118,25 @@ class Number(Task):
     def guess(self, n_outputs: int) -> Said:
         return np.full(n_outputs, (self.low + self.high) / 2)
 
-    def scored(self, said: Said, truth: Truth) -> Scores:
-        """Return R², which needs two different numbers, and the mean absolute and the root mean squared error.
+    def measure(self, said: Said, truth: Truth) -> Measure:
+        """Return what computes R², which needs two different numbers, and mean absolute and root mean squared errors.
 
         Example:
             >>> Number(0, 10).scored(np.array([[1.0], [5.0]]), np.array([2.0, 5.0]))["mae"]
             0.5
         """
-        if not len(truth):
-            return dict.fromkeys(self.scores)
         wrong = said[:, 0] - truth
-        spread = float(((truth - truth.mean()) ** 2).sum())
-        return {
-            "r2": 1 - float((wrong**2).sum()) / spread if spread > 0 else None,
-            "mae": float(np.abs(wrong).mean()),
-            "rmse": float(np.sqrt((wrong**2).mean())),
-        }
+        apart = truth - np.mean(truth, dtype=np.float64) if len(truth) else wrong
+        moments = np.stack([np.ones(len(truth)), np.abs(wrong), wrong**2, apart, apart**2], axis=1)
+
+        def measure(weights: Weights) -> dict[str, Said]:
+            n, absolute, squared, shift, around = (weights @ moments).T
+            with np.errstate(invalid="ignore", divide="ignore"):
+                spread = around - shift**2 / n  # Σ (t − mean)², from sums around another mean
+                spread = np.where(spread > _ROUNDING * around, spread, np.nan)
+                return {"r2": 1 - squared / spread, "mae": absolute / n, "rmse": np.sqrt(squared / n)}
+
+        return measure
 
 
 @dataclass(frozen=True)
@@ -173,11 +183,16 @@ class Survival(Task):
     def guess(self, n_outputs: int) -> Said:
         return np.cumprod(np.full(n_outputs, 0.5))
 
-    def scored(self, said: Said, truth: Truth) -> Scores:
-        return {
-            "concordance": survival.concordance(survival.risk(said, self.ends), truth),
-            "integrated_brier": survival.integrated_brier(said, truth, self.ends),
-        }
+    def measure(self, said: Said, truth: Truth) -> Measure:
+        risk = survival.risk(said, self.ends)
+
+        def measure(weights: Weights) -> dict[str, Said]:
+            return {
+                "concordance": survival.concordances(risk, truth, weights),
+                "integrated_brier": survival.integrated_briers(said, truth, self.ends, weights),
+            }
+
+        return measure
 
 
 CLASSES = Classes()
@@ -201,7 +216,7 @@ def intervals(
     said: Said, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
 ) -> dict[str, list[float] | None]:
     """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement."""
-    return resampled(lambda rows: task.scored(said[rows], truth[rows]), task.scores, cluster, repeats=repeats)
+    return resampled(task.measure(said, truth), task.scores, cluster, repeats=repeats)
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:

@@ -33,25 +33,44 @@ def auroc(members: Scores, others: Scores) -> float | None:
         >>> auroc(np.array([3.0, 2.0]), np.array([1.0, 2.0]))
         0.875
     """
-    return auroc_of(np.arange(len(members) + len(others)) < len(members), np.concatenate([members, others]))
+    return _ranked(members, others).auroc(np.ones(len(members) + len(others), np.int32))
 
 
-def auroc_of(positive: NDArray[np.bool_], scores: Scores) -> float | None:
-    """Return the share of pairs in which the positive example has the higher score; None without a pair.
-
-    It is the Mann–Whitney statistic. scikit-learn's `roc_auc_score` takes two to twelve times as long.
+class Ranked:
+    """Scores of positive and negative examples, sorted once for AUROCs under any number of weights.
 
     Args:
         positive: bool[n].
         scores: float64[n]; of equal ones each counts half.
     """
-    n_positive = int(positive.sum())
-    if not 0 < n_positive < len(positive):
-        return None
-    from scipy.stats import rankdata
 
-    above = rankdata(scores)[positive].sum() - n_positive * (n_positive + 1) / 2
-    return float(above / (n_positive * (len(positive) - n_positive)))
+    def __init__(self, positive: NDArray[np.bool_], scores: Scores) -> None:
+        self._above, self._below = (
+            rows[np.argsort(scores[rows])] for rows in (np.flatnonzero(positive), np.flatnonzero(~positive))
+        )
+        ordered, own = scores[self._below], scores[self._above]
+        self._reached = np.searchsorted(ordered, own), np.searchsorted(ordered, own, side="right")
+
+    def auroc(self, weights: NDArray[np.int32]) -> float | None:
+        """Return the share of pairs in which the positive example has the higher score; None without a pair.
+
+        It is the Mann–Whitney statistic, in whole numbers up to the division.
+
+        Args:
+            weights: int32[n], how often each example is there.
+        """
+        # 1. how much weight the first k negative examples have
+        total = np.zeros(len(self._below) + 1, np.int32)
+        np.cumsum(weights[self._below], out=total[1:])
+        # 2. of each positive one twice what lies below it: with and without what is equal
+        below, up_to = (total[k] for k in self._reached)
+        own = weights[self._above]
+        pairs = int(own.sum()) * int(total[-1])
+        return float(own.astype(np.float64) @ (below + up_to)) / 2 / pairs if pairs else None
+
+
+def _ranked(members: Scores, others: Scores) -> Ranked:
+    return Ranked(np.arange(len(members) + len(others)) < len(members), np.concatenate([members, others]))
 
 
 def auroc_interval(
@@ -72,16 +91,14 @@ def auroc_interval(
     (mine, n_mine), (theirs, n_theirs) = _numbered(member_of), _numbered(other_of)
     if min(n_mine, n_theirs) < 2 or not repeats:
         return None
-    values, rank = np.unique(np.concatenate([members, others]), return_inverse=True)
+    ranked = _ranked(members, others)
     rng = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(repeats):
-        weight, against = _redrawn(rng, mine, n_mine), _redrawn(rng, theirs, n_theirs)
-        above = np.bincount(rank[: len(members)], weight, len(values))
-        below = np.bincount(rank[len(members) :], against, len(values))
-        wins = (above * (np.cumsum(below) - below / 2)).sum()
-        drawn.append(wins / (weight.sum() * against.sum()))
-    return [float(q) for q in np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])]
+    drawn = [
+        ranked.auroc(np.concatenate([redrawn(rng, mine, n_mine), redrawn(rng, theirs, n_theirs)]))
+        for _ in range(repeats)
+    ]
+    found = np.array(drawn, np.float64)
+    return [float(q) for q in np.quantile(found, [(1 - level) / 2, (1 + level) / 2])]
 
 
 def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
@@ -91,9 +108,13 @@ def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
     return which, len(found)
 
 
-def _redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArray[np.float64]:
-    """How often each row is in a sample of n clusters with replacement."""
-    return np.bincount(rng.integers(n, size=n), minlength=n)[which].astype(np.float64)
+def redrawn(rng: np.random.Generator, which: NDArray[np.int64], n: int) -> NDArray[np.int32]:
+    """Return int32[rows], how often each row is in a sample of n clusters with replacement.
+
+    Args:
+        which: int64[rows], the number of each row's cluster.
+    """
+    return np.bincount(rng.integers(n, size=n), minlength=n).astype(np.int32)[which]
 
 
 def tpr_at(members: Scores, others: Scores, fpr: float) -> float | None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,23 +14,17 @@ from numpy.typing import NDArray
 from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
-from wsi_fl.learning.metrics import (
-    accuracy,
-    calibration,
-    confusion,
-    macro_accuracy,
-    mean_and_sd,
-    slide_level,
-)
-from wsi_fl.learning.tasks import Said, Task, Truth, intervals, scored
+from wsi_fl.learning.metrics import mean_and_sd
+from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
+from wsi_fl.learning.tasks import Task
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
 from wsi_fl.report.words import SCORES, SHORT, number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of, print_between
 from wsi_fl.stages.answers.outside import outside
 from wsi_fl.stages.answers.predictions import write_predictions
-from wsi_fl.stages.answers.trained import answering, answers_with, settings_of
-from wsi_fl.stages.site.data import Data, Table
+from wsi_fl.stages.answers.trained import answering, settings_of
+from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
@@ -40,6 +33,9 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import BagTable, WsiFlError
+
+TestPart = tuple[Examples, dict[str, NDArray[Any]]]
+"""A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
 
 
 def evaluate(
@@ -96,9 +92,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
         "internal": _over_sites([row["own"] for row in rows], task),
         "external": _over_sites([row["external"] for row in rows], task) if several else None,
         "models": _over_models(rows, task, merged=merged),
-        "aggregated": _aggregated(pipeline, weights, answers, parts)
-        if several and task.kind == "classes"
-        else None,
+        "aggregated": _aggregated(pipeline, weights, answers) if several and task.kind == "classes" else None,
         "external_set": outside(party, taking_part, weights),
         "parts": {name: _over_sites([row["parts"][name] for row in rows], task) for name in shared}
         if merged
@@ -125,177 +119,80 @@ def _over_models(rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool)
     return found
 
 
-def _test_part(data: Data) -> tuple[Examples, Table]:
-    return data.held_out, data.table.take(np.flatnonzero(data.table.split == "test"))
+def _test_part(data: Data) -> TestPart:
+    table, rows = data.table, np.flatnonzero(data.table.split == "test")
+    if isinstance(table, BagTable):
+        return data.held_out, {"tumor_type": table.tumor_type[rows]}
+    return data.held_out, {"x_l0": table.xy_l0[rows, 0], "y_l0": table.xy_l0[rows, 1]}
 
 
 def _evaluate_site(
-    party: Party, site: SiteFile, seen: Mapping[str, tuple[Examples, Table]]
-) -> tuple[dict[str, Any], dict[str, Said]]:
+    party: Party, site: SiteFile, seen: Mapping[str, TestPart]
+) -> tuple[dict[str, Any], Predictions]:
     """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
     run, pipeline, data = party.run, party.pipeline, party.data(site.name)
     meta = data.store.meta
-    run.site(site.name).remember_store(data.digest(), data.facts())
-    said = _predicted(party, site, {name: examples for name, (examples, _) in seen.items()})
-    answer = answers_with(run, pipeline, site.name)
-    predicted = said[answer]
-    folder, task = run.site(site.name), data.task
-    tables = {name: seen[name][1] for name in predicted}
-    write_predictions(folder, predicted, tables, data.classes, task)
+    folder = run.site(site.name)
+    folder.remember_store(data.digest(), data.facts())
+    table = _predicted(party, site, seen)
+    write_predictions(folder, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
     point = (folder.kept("choice") or {}).get("slide_threshold") if meta.spec.mpp > 0 else None
-    level = Level(task, pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
-    own = level.of(predicted[site.name], tables[site.name]) if site.name in predicted else _nothing(task)
-    everything = level.of(np.concatenate(list(predicted.values())), _pooled(tables)) if len(seen) > 1 else own
-    others = {name: p for name, p in predicted.items() if name != site.name}
+    level = Level(pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
+    mine, others = table.own, table.others
+    own, merged = level.of(mine), len(seen) > 1
     row = {
         "site": site.name,
-        "with": answer,
-        **everything,
+        "with": table.answer,
+        **(level.of(table) if merged else own),
         "own": own,
-        "external": _external(others, {name: tables[name] for name in others}, task)
-        if len(seen) > 1
-        else None,
-        "parts": {name: scored(p, tables[name].label, task) for name, p in predicted.items()},
-        "models": {name: _scores(p, tables, site.name, task) for name, p in said.items()},
+        "external": others.scores() | {"tumor_types": of_tumor_types(others)} if merged else None,
+        "parts": {name: part.scores() for name, part in table.by("part").items()},
+        "models": {model: _scores(table, model) | {"own": _scores(mine, model)} for model in table.said},
     }
-    return row, predicted
+    return row, table
 
 
-def _aggregated(
-    pipeline: Pipeline,
-    weights: Sequence[float],
-    answers: Sequence[Mapping[str, Said]],
-    parts: Mapping[str, tuple[Examples, Table]],
-) -> dict[str, Any]:
+def _scores(table: Predictions, model: str) -> dict[str, Any]:
+    return table.scores(model) if len(table) else table.scores(model) | {"tumor_types": {}}
+
+
+def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Predictions]) -> dict[str, Any]:
     """All sites' answers as one, on the merged test set, by every rule; a site weighs its training rows."""
-    said = [np.concatenate([answer[name] for name in answers[0]]) for answer in answers]
-    labels = np.concatenate([parts[name][1].label for name in answers[0]])
-    return {"rule": pipeline.mpcpa.aggregate, "rules": aggregated_scores(said, labels, weights)}
+    rules = aggregated_scores([table.answers for table in said], said[0].truth, weights)
+    return {"rule": pipeline.mpcpa.aggregate, "rules": rules}
 
 
-def _scores(
-    predicted: Mapping[str, Said], tables: Mapping[str, Table], own: str, task: Task
-) -> dict[str, Any]:
-    """Scores on all parts together, and on the site's own."""
-    if not predicted:
-        return _nothing(task) | {"own": _nothing(task)}
-    labels = np.concatenate([tables[name].label for name in predicted])
-    mine = scored(predicted[own], tables[own].label, task) if own in predicted else _nothing(task)
-    return {**scored(np.concatenate(list(predicted.values())), labels, task), "own": mine}
-
-
-def _predicted(party: Party, site: SiteFile, sets: Mapping[str, Examples]) -> dict[str, dict[str, Said]]:
-    """By answer, the probabilities on every set that is not empty; of a proxy and the mean where there is a proxy."""
+def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
+    """What each of a site's models says of every part; the proxy and the mean too where there is a proxy."""
     import torch
 
     data, device = party.data(site.name), device_of_rank()
     classes = data.classes
     found = answering(party.run, party.pipeline, site, classes, data.shape, device, every=True)
-    some = {name: one for name, one in sets.items() if len(one)}
     with torch.no_grad():
         by_role = {
-            name: {
-                role: undecided_where_broken(probabilities(model, one, device), one)
-                for role, model in found.models.items()
-            }
-            for name, one in some.items()
+            role: np.concatenate(
+                [
+                    undecided_where_broken(probabilities(model, one, device), one)
+                    if len(one)
+                    else np.empty((0, len(classes)))
+                    for one, _ in seen.values()
+                ]
+            )
+            for role, model in found.models.items()
         }
+    first = next(iter(seen.values()))[1]
     known = (*ANSWERS, *[STACK] * (found.stack is not None))
     possible = [answer for answer in known if set(roles(answer)) <= found.models.keys()]
-    return {
-        answer: {name: answered(p, answer, found.stack) for name, p in by_role.items()} for answer in possible
-    }
-
-
-def _nothing(task: Task) -> dict[str, Any]:
-    """The scores of no example at all."""
-    return {"n": 0, **dict.fromkeys(task.scores), "tumor_types": {}}
-
-
-def _external(predicted: Mapping[str, Said], tables: Mapping[str, Table], task: Task) -> dict[str, Any]:
-    """Scores of a model on what the other sites hold for testing."""
-    if not predicted:
-        return _nothing(task)
-    p, table = np.concatenate(list(predicted.values())), _pooled(tables)
-    return {**scored(p, table.label, task), "tumor_types": _tumor_types(p, table)}
-
-
-def _tumor_types(predicted: Said, table: Table) -> dict[str, Any]:
-    """n, accuracy and macro-accuracy of the slides of each tumour type; empty where none is known."""
-    if not isinstance(table, BagTable):
-        return {}
-    found = {}
-    for kind in sorted(set(table.tumor_type.tolist()) - {""}):
-        rows = table.tumor_type == kind
-        p, label = predicted[rows], table.label[rows]
-        found[kind] = {
-            "n": len(label),
-            "accuracy": accuracy(p, label),
-            "macro_accuracy": macro_accuracy(p, label),
-        }
-    return found
-
-
-@dataclass(frozen=True)
-class Level:
-    """How everything is measured that is said about one model on one set.
-
-    Attributes:
-        repeats: of the bootstrap.
-        slides: whether patches are of slides, so that these are measured too.
-        point: score from which on a slide is called positive, as the run found on the site's own slides.
-    """
-
-    task: Task
-    repeats: int
-    slides: bool
-    point: float | None
-
-    def of(self, predicted: Said, table: Table) -> dict[str, Any]:
-        """Return what is known of a model by what it says of a table's examples; of patches, of slides too."""
-        by_slide = (
-            slide_level(predicted, table.label, table.slide, threshold=self.point)
-            if self.slides and self.task.kind == "classes"
-            else None
-        )
-        return {
-            **self._of(predicted, table.label, table.patient),
-            "slides": (
-                self._of(by_slide[0], by_slide[1], table.patient[by_slide[2]]) | {"threshold": self.point}
-                if by_slide
-                else None
-            ),
-            "tumor_types": _tumor_types(predicted, table),
-        }
-
-    def _of(self, predicted: Said, labels: Truth, patient: NDArray[np.str_]) -> dict[str, Any]:
-        """Scores and intervals clustered by patient; of classes confusion and calibration too."""
-        found = {
-            **scored(predicted, labels, self.task),
-            "intervals": intervals(predicted, labels, patient, self.task, repeats=self.repeats),
-        }
-        if self.task.kind != "classes":
-            return found
-        return found | {
-            "confusion": confusion(predicted, labels),
-            "calibration": calibration(predicted, labels),
-        }
-
-
-def _pooled(tables: Mapping[str, Table]) -> Table:
-    """The rows of all sites; slides and patients of different sites stay apart where their names agree."""
-    named = [
-        replace(
-            table,
-            slide=np.array([f"{site}/{name}" for name in table.slide]),
-            patient=np.array([f"{site}/{name}" for name in table.patient]),
-        )
-        for site, table in tables.items()
-    ]
-    first = named[0]
-    columns = {f.name: np.concatenate([getattr(table, f.name) for table in named]) for f in fields(first)}
-    return type(first)(**columns)
+    return Predictions.of(
+        {name: one for name, (one, _) in seen.items()},
+        site=site.name,
+        answer=found.answer,
+        said={answer: answered(by_role, answer, found.stack) for answer in possible},
+        outputs=classes,
+        about={name: np.concatenate([about[name] for _, about in seen.values()]) for name in first},
+    )
 
 
 def print_evaluation(document: dict[str, Any]) -> None:

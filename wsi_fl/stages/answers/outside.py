@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from wsi_fl.learning.aggregation import aggregated_scores
 from wsi_fl.learning.examples import Examples, joined
-from wsi_fl.learning.tasks import Said, scored
+from wsi_fl.learning.predictions import Predictions
 from wsi_fl.stages.answers.trained import answering
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.devices import device_of_rank
@@ -34,41 +34,32 @@ def outside(party: Party, sites: Sequence[SiteFile], weights: Sequence[float]) -
         return None
     first = party.data(sites[0].name)
     classes, device = first.classes, device_of_rank()
-    parts = [_whole(party, name, classes) for name in names]
-    examples = joined(parts)
-    with torch.no_grad():
-        said = [
-            answering(party.run, party.pipeline, site, classes, first.shape, device).probabilities(examples)
-            for site in sites
-        ]
-    rows = [
-        {"site": site.name, **scored(p, examples.label, examples.task)}
-        for site, p in zip(sites, said, strict=True)
-    ]
+    parts = {name: _whole(party, name, classes) for name in names}
+    examples, said = joined([*parts.values()]), []
+    for site in sites:
+        found = answering(party.run, party.pipeline, site, classes, first.shape, device)
+        with torch.no_grad():
+            answers = {found.answer: found.probabilities(examples)}
+        said.append(Predictions.of(parts, site=site.name, answer=found.answer, said=answers, outputs=classes))
     several = len(said) > 1 and examples.task.kind == "classes"
-    aggregated = aggregated_scores(said, examples.label, weights) if several else None
+    together = aggregated_scores([one.answers for one in said], examples.label, weights) if several else None
     return {
         "sites": names,
         "n": len(examples),
-        "rows": rows,
-        "aggregated": aggregated,
-        "left_out": None if left_out is None else _left_out(party, left_out, rows, parts[-1], said),
+        "rows": _rows(said),
+        "aggregated": together,
+        "left_out": None
+        if left_out is None
+        else {
+            "site": left_out,
+            "store": party.data(left_out).digest(),
+            "rows": _rows([table.where(table.part == left_out) for table in said]),
+        },
     }
 
 
-def _left_out(
-    party: Party, name: str, rows: Sequence[Mapping[str, Any]], examples: Examples, said: Sequence[Said]
-) -> dict[str, Any]:
-    """Every site's scores on the site that was left out alone, which is the last part of what was said."""
-    n, task = len(examples), examples.task
-    return {
-        "site": name,
-        "store": party.data(name).digest(),
-        "rows": [
-            {"site": row["site"], **scored(p[-n:], examples.label, task)}
-            for row, p in zip(rows, said, strict=True)
-        ],
-    }
+def _rows(said: Sequence[Predictions]) -> list[dict[str, Any]]:
+    return [{"site": table.site, **table.scores()} for table in said]
 
 
 def _whole(party: Party, name: str, classes: tuple[str, ...]) -> Examples:

@@ -1,21 +1,24 @@
-"""predictions.csv: what answers for a site, on every test example; `evaluate` writes it and `compare` reads it."""
+"""predictions.csv: what a site's models say of every test example; `evaluate` writes it, comparisons and pages read it.
+
+A row is an example as one model sees it: whose model (site), which (model), whether it answers for the site (answers),
+whose example (part), slide, patient, what else is known of it, what is true, and what the model says.
+"""
 
 from __future__ import annotations
 
 import csv
-import io
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth
+from wsi_fl.learning.predictions import Predictions
+from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.site.data import Table
-from wsi_fl.system.files import write_text
-from wsi_fl.types import BagTable
+from wsi_fl.system.files import atomic
+from wsi_fl.types import WsiFlError
 
 Right = dict[tuple[str, ...], tuple[float, float]]
 """Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
@@ -23,42 +26,75 @@ class."""
 Answers = dict[tuple[str, ...], tuple[float, str]]
 """Test example → whether the model was right, 1 or 0, and its true class."""
 COLUMNS = {
-    "classes": (("label",), "p_{}"),
-    "number": (("label",), "said_{}"),
+    "classes": (("truth",), "p_{}"),
+    "number": (("truth",), "said_{}"),
     "survival": (("time", "event"), "without_event_{}"),
 }
 """The columns of what is true, and of what a model says, by kind of task."""
+_WHO = ("site", "model", "answers", "part", "slide", "patient")
+_MODEL, _ANSWERS = 1, 2
 _SKEWED = 0.5
 """Part of an equal share below which the rarest class makes accuracy say little."""
 
 
-def write_predictions(
-    folder: SiteFolder,
-    predicted: Mapping[str, Probabilities],
-    tables: Mapping[str, Table],
-    classes: tuple[str, ...],
-    task: Task = CLASSES,
-) -> None:
-    """Write a row per test patch, or per test slide, of every site in `predicted`.
+def write_predictions(folder: SiteFolder, table: Predictions) -> None:
+    """Write a row per model and test example of every part."""
+    truth, said = COLUMNS[table.task.kind]
+    names = (*_WHO, *table.about, *truth, *(said.format(name) for name in table.outputs))
+    if table.task.kind == "classes":
+        true = [(table.outputs[label] for label in table.truth)]
+    else:
+        true = [(f"{v:.9g}" for v in column) for column in np.reshape(table.truth, (-1, len(truth))).T]
+    examples = zip(table.part, table.slide, table.patient, *table.about.values(), *true, strict=True)
+    heads = {model: f"{table.site},{model},{model == table.answer}," for model in table.said}
+    # nine digits tell all numbers of single precision apart
+    probabilities = ",%.9g" * len(table.outputs) + "\n"
+    written: list[str] = []
+    example = csv.writer(SimpleNamespace(write=written.append), lineterminator="")
+    with atomic(_path(folder)) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerow(names)
+        for k, known in enumerate(examples):
+            example.writerow(known)
+            text = written.pop()
+            for model, values in table.said.items():
+                file.write(heads[model] + text + probabilities % tuple(values[k].tolist()))
 
-    Args:
-        classes: what the outputs of models are called.
+
+def read_predictions(folder: SiteFolder, task: Task = CLASSES) -> Predictions | None:
+    """Return what the answering model of a site said of its test examples; None where none is there of such a task.
+
+    Raises:
+        WsiFlError: when another version wrote the file.
     """
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    of_bags = any(isinstance(table, BagTable) for table in tables.values())
-    extra = ["tumor_type"] if of_bags else ["x_l0", "y_l0"]
+    if not _path(folder).exists():
+        return None
     truth, said = COLUMNS[task.kind]
-    writer.writerow(["site", "slide", "patient", *extra, *truth, *(said.format(name) for name in classes)])
-    for site, values in predicted.items():
-        table = tables[site]
-        for row, p in enumerate(values):
-            known = [table.tumor_type[row]] if isinstance(table, BagTable) else table.xy_l0[row].tolist()
-            label = table.label[row]
-            true = [classes[label]] if task.kind == "classes" else [f"{v:g}" for v in np.atleast_1d(label)]
-            who = [site, table.slide[row], table.patient[row]]
-            writer.writerow([*who, *known, *true, *(f"{v:.6f}" for v in p)])
-    write_text(_path(folder), text.getvalue())
+    with _path(folder).open(newline="", encoding="utf-8") as file:
+        table = csv.reader(file)
+        header = next(table)
+        if tuple(header[: len(_WHO)]) != _WHO:
+            raise WsiFlError(f"{_path(folder)}: another version wrote it; evaluate the run again")
+        rows = [row for row in table if row[_ANSWERS] == "True"]
+    prefix = said.removesuffix("{}")
+    outputs = tuple(name.removeprefix(prefix) for name in header if name.startswith(prefix))
+    if not outputs:
+        return None
+    columns = dict(zip(header, np.array(rows, str).reshape(len(rows), len(header)).T, strict=True))
+    answer = rows[0][_MODEL] if rows else "private"
+    true = np.stack([columns[name] for name in truth], axis=1)
+    number = {name: k for k, name in enumerate(outputs)}
+    return Predictions(
+        site=folder.path.name,
+        answer=answer,
+        **{name: columns[name] for name in ("part", "slide", "patient")},
+        truth=np.array([number[name] for name in true[:, 0]], np.int64)
+        if task.kind == "classes"
+        else true.astype(np.float64).reshape(-1, *([2] if task.kind == "survival" else [])),
+        said={answer: np.stack([columns[said.format(name)] for name in outputs], axis=1).astype(np.float64)},
+        outputs=outputs,
+        task=task,
+        about={name: columns[name] for name in header[len(_WHO) : header.index(truth[0])]},
+    )
 
 
 def read_right(folder: SiteFolder, on: str) -> Right | None:
@@ -87,43 +123,15 @@ def read_answers(folder: SiteFolder, on: str) -> Answers | None:
     Args:
         on: "merged", or "own" for the site's own part alone.
     """
-    if not _path(folder).exists():
+    table = read_predictions(folder)
+    if table is None:
         return None
-    with _path(folder).open(newline="", encoding="utf-8") as file:
-        table = csv.reader(file)
-        header = next(table)
-        if not any(name.startswith("p_") for name in header):
-            return None
-        label, first = (
-            header.index("label"),
-            next(k for k, name in enumerate(header) if name.startswith("p_")),
-        )
-        classes = [name.removeprefix("p_") for name in header[first:]]
-        found: Answers = {}
-        for line in table:
-            if on == "merged" or line[0] == folder.path.name:
-                best = int(np.argmax([float(p) for p in line[first:]]))
-                key = (line[0], line[header.index("patient")], *line[1:label], str(len(found)))
-                found[key] = float(classes[best] == line[label]), line[label]
-    return found
-
-
-def read_said(folder: SiteFolder, kind: str) -> tuple[Truth, Said] | None:
-    """Return (truth, what the model says) of a site's own test examples; None where it has no predictions.
-
-    Args:
-        kind: of the task.
-    """
-    if not _path(folder).exists():
-        return None
-    truth, said = COLUMNS[kind]
-    with _path(folder).open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["site"] == folder.path.name]
-    if not rows:
-        return None
-    columns = [name for name in rows[0] if name.startswith(said.removesuffix("{}"))]
-    found = [np.array([[float(row[name]) for name in some] for row in rows]) for some in (truth, columns)]
-    return found[0], found[1]
+    table = table.own if on == "own" else table
+    right = (table.answers.argmax(1) == table.truth).astype(float).tolist()
+    which = zip(table.part, table.patient, table.slide, table.patient, *table.about.values(), strict=True)
+    keys = ((*map(str, names), str(k)) for k, names in enumerate(which))
+    labels = (table.outputs[label] for label in table.truth)
+    return dict(zip(keys, zip(right, labels, strict=True), strict=True))
 
 
 def is_skewed(counts: Mapping[str, int]) -> bool:

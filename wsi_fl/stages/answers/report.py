@@ -14,7 +14,7 @@ from wsi_fl.report.run import render
 from wsi_fl.report.words import scores_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of
-from wsi_fl.stages.answers.predictions import read_said
+from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
@@ -148,8 +148,9 @@ def _said(party: Party) -> dict[str, Any]:
     """
     if party.task.kind == "classes":
         return {}
-    found = {name: read_said(party.run.site(name), party.task.kind) for name in party.names}
-    return {name: one for name, one in found.items() if one is not None}
+    found = {name: read_predictions(party.run.site(name), party.task) for name in party.names}
+    own = {name: one.own for name, one in found.items() if one is not None}
+    return {name: (one.truth.reshape(len(one), -1), one.answers) for name, one in own.items() if len(one)}
 
 
 def _groups(run: RunFolder) -> dict[str, Any]:

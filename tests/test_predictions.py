@@ -1,0 +1,106 @@
+"""The one table of predictions: what is written is what is read, and every score of an evaluation is a group of it."""
+
+import numpy as np
+import pytest
+from conftest import make_study, refused
+from sklearn.metrics import balanced_accuracy_score, roc_auc_score
+
+from wsi_fl.learning.predictions import Predictions
+from wsi_fl.learning.tasks import CLASSES, Number, Survival
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.runs.site import SiteFolder
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.answers.predictions import read_answers, read_predictions, write_predictions
+from wsi_fl.stages.training.train import train
+from wsi_fl.types import WsiFlError
+
+
+def table_of(task, truth, outputs, **about):
+    n, rng = len(truth), np.random.default_rng(0)
+    said = {
+        model: rng.random((n, len(outputs))).astype(np.float32).astype(float)
+        for model in ("private", "proxy")
+    }
+    names = np.array(['a, "b"\nc', "ünder 1%d", "plain", "plain"])[np.arange(n) % 4]
+    part = np.array(["S1", "S0"])[np.arange(n) // 3 % 2]
+    return Predictions("S0", "proxy", part, names, names[::-1], truth, said, outputs, task, about)
+
+
+@pytest.mark.parametrize(
+    ("task", "truth", "outputs"),
+    [
+        (CLASSES, np.array([0, 1, 1, 0, 1, 0]), ("healthy", "p_tumor, solid")),
+        (Number(0, 9e6), np.linspace(0, 8.7654321e6, 6, dtype=np.float32), ("cells",)),
+        (Survival((6, 12.5)), np.array([[0.1, 1], [7, 0]] * 3, np.float32), ("6", "12.5")),
+    ],
+)
+def test_what_is_written_is_what_is_read(tmp_path, task, truth, outputs):
+    folder = SiteFolder(tmp_path / "S0")
+    table = table_of(task, truth, outputs, x_l0=np.arange(6), y_l0=np.arange(6) * 7)
+    write_predictions(folder, table)
+    found = read_predictions(folder, task)
+    assert (found.site, found.answer, found.outputs, set(found.said)) == ("S0", "proxy", outputs, {"proxy"})
+    for name in ("part", "slide", "patient"):
+        assert getattr(found, name).tolist() == getattr(table, name).tolist()
+    assert np.array_equal(*(one.answers.astype(np.float32) for one in (found, table)))
+    assert np.array_equal(found.truth.astype(truth.dtype), truth)
+    assert found.about["y_l0"].tolist() == ["0", "7", "14", "21", "28", "35"]
+    assert (len(found.own), len(found.others), [*found.by("part")]) == (3, 3, ["S1", "S0"])
+    other = Number(0, 1) if task is CLASSES else CLASSES
+    assert read_predictions(folder, other) is None and (read_answers(folder, "own") is None) == (
+        task is not CLASSES
+    )
+    assert read_predictions(SiteFolder(tmp_path / "S1"), task) is None
+
+
+def test_a_table_of_nothing_is_read_as_nothing(tmp_path):
+    folder = SiteFolder(tmp_path / "S0")
+    write_predictions(folder, table_of(CLASSES, np.zeros(0, np.int64), ("a", "b")))
+    found = read_predictions(folder)
+    assert len(found) == 0 and found.scores() == {
+        "n": 0,
+        "accuracy": None,
+        "macro_accuracy": None,
+        "auroc": None,
+    }
+
+
+def test_a_table_of_another_version_is_refused(tmp_path):
+    folder = SiteFolder(tmp_path / "S0")
+    folder.path.mkdir()
+    (folder.path / "predictions.csv").write_text("site,slide,patient,label,p_a,p_b\nS0,s,p,a,0.6,0.4\n")
+    refused(lambda: read_predictions(folder), "evaluate the run again", error=WsiFlError)
+
+
+def test_every_score_of_an_evaluation_is_a_group_by_in_pandas(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    study = make_study(tmp_path / "study", n_sites=2)
+    run = train(study, method="proxyfl", overrides=["privacy.enabled=false"], backend="local")["run"]
+    document = evaluate(study, run)
+
+    def scores(rows):
+        best = rows.filter(like="p_").idxmax(axis=1).str.removeprefix("p_")
+        return {
+            "n": len(rows),
+            "accuracy": pytest.approx((best == rows.truth).mean()),
+            "macro_accuracy": pytest.approx(balanced_accuracy_score(rows.truth, best)),
+            "auroc": pytest.approx(roc_auc_score(rows.truth == "tumor", rows.p_tumor)),
+        }
+
+    folders = RunFolder(study.run(run))
+    table = pandas.concat(
+        pandas.read_csv(folders.site(row["site"]).path / "predictions.csv") for row in document["sites"]
+    )
+    answering = table[table.answers]
+    for row in document["sites"]:
+        mine = answering[answering.site == row["site"]]
+        assert {name: row[name] for name in scores(mine)} == scores(mine)
+        assert {part: scores(rows) for part, rows in mine.groupby("part")} == row["parts"]
+        own = scores(mine[mine.part == row["site"]])
+        assert {name: row["own"][name] for name in own} == own
+        others = scores(mine[mine.part != row["site"]])
+        assert {name: row["external"][name] for name in others} == others
+        assert table[table.site == row["site"]].groupby("model").apply(scores).to_dict() == {
+            model: {name: one[name] for name in ("n", "accuracy", "macro_accuracy", "auroc")}
+            for model, one in row["models"].items()
+        }
