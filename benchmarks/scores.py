@@ -49,7 +49,8 @@ def of_survival(n: int) -> Case:
     time_, seen = rng.exponential(24, n).round(1) + 0.1, rng.random(n) < 0.6
     hazard = np.clip(rng.normal(0.3, 0.1, (n, 4)) - 0.002 * time_[:, None], 0.05, 0.9)
     truth, patient = np.stack([time_, seen], 1), np.arange(n).astype(str)
-    return Case(f"{n} lives", np.cumprod(1 - hazard, 1), truth, patient, Survival((6, 12, 24, 36)))
+    surviving: NDArray[np.float64] = np.cumprod(1 - hazard, 1, dtype=np.float64)
+    return Case(f"{n} lives", surviving, truth, patient, Survival((6, 12, 24, 36)))
 
 
 def by_sorting(case: Case, repeats: int) -> dict[str, list[float] | None]:
