@@ -16,12 +16,11 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.privacy.plan import PrivacyPlan, require_planned
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)
 VECTOR = np.arange(5, dtype=np.float32)
@@ -224,8 +223,7 @@ def test_a_trainer_that_was_changed_takes_no_step(hospital, monkeypatch, what):
 @pytest.mark.parametrize("missing", ["max_epsilon = 3.0", "delta = 1e-5"])
 def test_a_real_hospital_without_a_budget_spends_nothing(hospital, missing):
     rewrite(hospital, missing, "")
-    for command in (lambda: run(hospital), lambda: stain(hospital, site="S0")):
-        refused(command, "sites/S0.toml", missing.split()[0])
+    refused(lambda: run(hospital), "sites/S0.toml", missing.split()[0])
     assert not hospital.ledger("S0").exists()
 
 
@@ -299,20 +297,6 @@ def test_runs_of_earlier_versions_know_what_was_spent(hospital):
     forget_heads(hospital)
     first_line(hospital.ledger("S0"))
     refused(lambda: run(hospital), "lacks rounds of runs/00001-proxyfl-small, which reached round 2")
-
-
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("how", ["emptied", "deleted"])
-def test_a_stain_whose_ledger_is_lost_is_not_released_again(hospital, how, again):
-    first = stain(hospital, site="S0")["sites"][0]
-    forget_heads(hospital)
-    DAMAGE[how](hospital.ledger("S0"))
-    with pytest.raises(UsageError) as caught:
-        stain(hospital, site="S0", again=again)
-    assert "restore" in str(caught.value) and "--again" not in str(caught.value)
-    assert json.loads(hospital.stain("S0").read_text()) == {
-        k: first[k] for k in first if k not in ("spent", "file")
-    }
 
 
 def test_two_studies_that_name_one_ledger_share_one_budget(tmp_path):
@@ -455,24 +439,6 @@ def test_two_sites_that_name_one_ledger_are_both_charged(tmp_path):
     both = [Mechanism(4.0, 0.7, 0.2, 10)] * 2
     assert [isclose(r["lifetime_epsilon"], epsilon(both, 1e-5)) for r in rows] == [True, True]
     assert [isclose(r["epsilon"], epsilon(both[:1], 1e-5)) for r in rows] == [True, True]
-
-
-def test_two_studies_on_one_ledger_release_no_two_stains_for_one_charge(tmp_path, monkeypatch):
-    where = f'{HOSPITAL}\nledger = "{tmp_path}/budget/S0.jsonl"'
-    a, b = (make_study(tmp_path / name, n_sites=1, site_extra=where) for name in "ab")
-    for name in ("sending", "reissue"):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            cut(patch, PrivacyLedger, name, 1)  # the numbers are measured and kept
-            stain(a, site="S0")
-    second = stain(b, site="S0")["sites"][0]
-    refused(lambda: stain(a, site="S0"), "others have taken their place", "--again", error=WsiFlError)
-    assert not a.stain("S0").exists()
-    a.stain("S0").parent.mkdir()
-    shutil.copy(b.stain("S0"), a.stain("S0"))  # the other study's release is this site's too
-    assert not stain(a, site="S0")["sites"][0]["spent"]
-    once = Mechanism(8.0, 1.5, 1.0, 1)
-    assert isclose(second["epsilon"], epsilon([once], 1e-5))
-    assert isclose(stain(a, site="S0", again=True)["sites"][0]["epsilon"], epsilon([once] * 2, 1e-5))
 
 
 def test_a_model_that_stays_at_home_is_not_trained_anew_for_nothing_either(hospital, monkeypatch):

@@ -23,7 +23,6 @@ from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import Patches, open_features, open_mosaic, open_store
 from wsi_fl.stages.training.train import resume, train
@@ -266,22 +265,18 @@ def test_images_advise_what_makes_them(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two sites with features of their patches in both stains, and a pipeline that says how."""
+    """Two sites with features of their patches, and a pipeline that says how."""
     root = tmp_path_factory.mktemp("features")
     torch.manual_seed(0)
     save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), root / "tiny.safetensors")
-    extra = (
-        f'[features]\nencoder = "test_efficientnet"\nweights = "{root / "tiny.safetensors"}"\n'
-        "[stain]\nexchange = true\n"
-    )
+    extra = f'[features]\nencoder = "test_efficientnet"\nweights = "{root / "tiny.safetensors"}"\n'
     study = make_study(root / "study", n_sites=2, extra=extra, size_px=32)
-    stain(study, site=None)
     features(study, site=None)
     return study
 
 
 @pytest.mark.parametrize("where", ["features.h5", "features/S0_slide_1.h5"])
-@pytest.mark.parametrize("name", ["features", "variants/S1", ROWS, f"variants_{ROWS}/S1"])
+@pytest.mark.parametrize("name", ["features", ROWS])
 def test_a_changed_feature_is_named_and_mended(made, tmp_path, where, name, wsi_fl):
     study = Study(shutil.copytree(made.root, tmp_path / "study"))
     before = files_of(study, "S0")
@@ -295,7 +290,6 @@ def test_a_changed_feature_is_named_and_mended(made, tmp_path, where, name, wsi_
         def read():
             with open_features(study, "S0") as store:
                 store.read(np.array([15, 2]))
-                store.variant("S1", np.array([15, 2]))
 
         refused(read, "patch 15, of slide S0_slide_1,", "wsi-fl features --site S0", error=WsiFlError)
     (command,) = re.findall(r"`wsi-fl ([^`]*)`", line)
@@ -307,10 +301,9 @@ def test_features_of_an_early_version_open(made, tmp_path):
     study = Study(shutil.copytree(made.root, tmp_path / "study"))
     forget(study.features("S0"))
     with open_features(study, "S0") as store:
-        found = store.read(np.arange(len(store))), store.variant("S1", np.arange(4))
+        found = store.read(np.arange(len(store)))
     with open_features(made, "S0") as store:
-        np.testing.assert_array_equal(found[0], store.read(np.arange(len(store))))
-        np.testing.assert_array_equal(found[1], store.variant("S1", np.arange(4)))
+        np.testing.assert_array_equal(found, store.read(np.arange(len(store))))
 
 
 # bags
@@ -446,11 +439,11 @@ def test_a_changed_model_is_written_again_by_what_it_advises(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["3", "[1]", "null", '"x"', "{", b"\xff"])
-@pytest.mark.parametrize("name", ["store", "plan", "spending", "canaries", "choice", "tuned", "stains"])
+@pytest.mark.parametrize("name", ["store", "plan", "spending", "canaries", "choice", "tuned", "releases"])
 def test_a_document_of_a_run_that_is_no_object_is_named_with_a_way_on(site, name, text):
     read = {
         "store": lambda: site.remember_store("a", {}),
-        "stains": lambda: site.remember_released("stain", {}),
+        "releases": lambda: site.remember_released({}),
     }.get(name, lambda: site.kept(name))
     (site.path / f"{name}.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(read, f"{name}.json: ", "put its backup back, or start a new run", error=WsiFlError)

@@ -29,7 +29,7 @@ class PrivacyLedger:
 
     Args:
         run: the run's id, which identifies it for ever: a folder may be renamed or deleted, and a name given again.
-        includes: other entries of the same ledger, by what they call their run ("stain"), whose cost is part of
+        includes: other entries of the same ledger, by what they call their run ("oneshot"), whose cost is part of
             this run's; they are no rounds of it.
         heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
         promise: SHA-256 of the site file that the run keeps; "" where it keeps none.

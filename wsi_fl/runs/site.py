@@ -99,20 +99,20 @@ class SiteFolder:
     def _store(self) -> dict[str, Any] | None:
         return _optional(self.path / "store.json", "sha256")
 
-    def remember_released(self, what: Literal["stain", "release"], digests: Mapping[str, str]) -> None:
-        """Note which stains the site's examples are shown in, or whose sums it begins with: {site: digest}.
+    def remember_released(self, digests: Mapping[str, str]) -> None:
+        """Note whose released sums the site begins with: {site: digest}.
 
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        path = self.path / f"{what}s.json"
+        path = self.path / "releases.json"
         began = read_object(path, _ADVICE) if path.exists() else None
         if began is None:
             write_json(path, dict(digests))  # a site may be called `digest`
         elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
-                f"site {self.path.name}: the {what} of {changed[0]} was released anew since this run began; start a "
-                f"new run, or put the earlier file back into {what}s/"
+                f"site {self.path.name}: the release of {changed[0]} was made anew since this run began; start a "
+                "new run, or put the earlier file back into releases/"
             )
 
     def choice(self) -> str | None:

@@ -64,10 +64,6 @@ class Study:
         """The features of a site's patches."""
         return self.root / "stores" / site / "features.h5"
 
-    def stain(self, site: str) -> Path:
-        """A site's released stain, its own or a copy of another's."""
-        return self.root / "stains" / f"{site}.json"
-
     def release(self, site: str) -> Path:
         """A site's released sums, its own or a copy of another's."""
         return self.root / "releases" / f"{site}.safetensors"

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 
 from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
-from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Stain, Store, Tile, Tissue
+from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Store, Tile, Tissue
 from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, refuse_twice
 
 
@@ -242,7 +242,6 @@ class Pipeline(Section):
     without it healthy and tumour."""
     mosaic: Mosaic = Mosaic()
     features: Features = Features()
-    stain: Stain = Stain()
     train: Train = Train()
     target: Target = Target()
     model: Model = Model()

@@ -141,11 +141,7 @@ def _features(study: Study, site: str) -> Iterator[list[Step]]:
 
 
 def _read_features(store: PatchFeatures, first: int) -> bool:
-    """Some rows, and the variants of those among as many training rows."""
     store.read(np.arange(first, min(first + _ROWS, len(store))))
-    n_train = int((store.table.split == "train").sum())
-    for other in store.others:
-        store.variant(other, np.arange(first, min(first + _ROWS, n_train)))
     return store.sealed
 
 

@@ -286,6 +286,6 @@ def spent_words(row: dict[str, Any]) -> str:
     if row.get("real") and row["lifetime_epsilon"] is not None:
         worth = row["lifetime_guarantee"]
         spent += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon'] or 0:g} ({worth})"
-    if row["sigma"] is None:  # a released stain alone was paid for
+    if row["sigma"] is None:  # released sums alone were paid for
         return spent
     return f"{spent}; B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"
