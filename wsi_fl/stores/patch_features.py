@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import (
     DAMAGE,
-    HEAD,
     ROWS,
     Sums,
     check_rows,
@@ -26,6 +25,7 @@ from wsi_fl.stores.checksums import (
 )
 from wsi_fl.stores.columns import table_bytes, write_table
 from wsi_fl.stores.fields import (
+    VERSION,
     StoreMeta,
     check_format,
     first_line,
@@ -37,10 +37,9 @@ from wsi_fl.stores.fields import (
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.stores.hdf5 import created, opened
 from wsi_fl.system.files import atomic
-from wsi_fl.types import PatchTable, WsiFlError, encoder_head
+from wsi_fl.types import PatchTable, WsiFlError
 
 FORMAT, SHARD_FORMAT = "wsi-fl patch features", "wsi-fl patch feature shard"
-FEATURES_VERSION = 1
 _FEATURES = ("features",)
 """The dataset whose rows have checksums."""
 
@@ -67,21 +66,21 @@ def write_shard(path: Path, fingerprint: str, features: Features) -> None:
         fingerprint: SHA-256 over all that decides the content.
     """
     with atomic(path) as temporary, created(temporary, features.nbytes) as file:
-        file.attrs.update({"format": SHARD_FORMAT, "version": FEATURES_VERSION, "tool_version": __version__})
+        file.attrs.update({"format": SHARD_FORMAT, "version": VERSION, "tool_version": __version__})
         file.attrs["fingerprint"] = fingerprint
         file["features"] = features
         file[ROWS] = crc_of_rows(features)
         seal(file, _FEATURES)
 
 
-def check_shard(path: Path, advice: str) -> bool:
-    """Read the shard of a slide; return whether it has checksums.
+def check_shard(path: Path, advice: str) -> None:
+    """Read the shard of a slide.
 
     Raises:
         WsiFlError: when it is damaged; says what to do.
     """
     try:
-        return _read_whole(path)[1]
+        _read_whole(path)
     except (*DAMAGE, MemoryError) as error:
         raise WsiFlError(f"{path}: damaged ({first_line(error)}); {advice}") from None
 
@@ -95,7 +94,7 @@ def why_stale(path: Path, fingerprint: str) -> str | None:
     if not path.exists():
         return ""
     try:
-        known = _read_whole(path)[0]
+        known = _read_whole(path)
     except (*DAMAGE, MemoryError, WsiFlError) as error:
         return f"its shard was damaged ({first_line(error)})"
     return None if known == fingerprint else "patches or encoder changed"
@@ -107,7 +106,7 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
     with opened(shards[0]) as first:
         d = int(first["features"].shape[1])
     with atomic(path) as temporary, created(temporary, n * d * 4 + table_bytes(table)) as file:
-        file.attrs.update(spec_attrs(meta.store.spec) | {"format": FORMAT, "version": FEATURES_VERSION})
+        file.attrs.update(spec_attrs(meta.store.spec) | {"format": FORMAT, "version": VERSION})
         file.attrs.update({"tool_version": __version__, "site": meta.store.site, "encoder": meta.encoder})
         file.attrs.update({"classes": json.dumps(meta.store.classes)} | origin_attrs(meta.store))
         write_table(file, table)
@@ -123,13 +122,13 @@ def write_patch_features(path: Path, meta: FeaturesMeta, table: PatchTable, shar
             raise WsiFlError(f"{path}: {row} features of {n} patches; run `wsi-fl features` again")
 
 
-def _read_whole(path: Path) -> tuple[str, bool]:
-    """A shard's fingerprint, and whether it has checksums, after all of it was read."""
+def _read_whole(path: Path) -> str:
+    """A shard's fingerprint, after all of it was read."""
     with opened(path) as file:
-        check_format(file, SHARD_FORMAT, path, FEATURES_VERSION)
+        check_format(file, SHARD_FORMAT, path)
         check_seal(file, _FEATURES)
         _read_shard(file)
-        return str(file.attrs["fingerprint"]), HEAD in file.attrs
+        return str(file.attrs["fingerprint"])
 
 
 def _read_shards(shards: Sequence[Path]) -> Iterator[Features]:
@@ -158,12 +157,11 @@ class PatchFeatures(StoreFile):
     Attributes:
         meta: site, classes and grid of the patches.
         encoder: see `FeaturesMeta`.
-        encoder_head: what of the encoder stores of all times tell.
         table: the columns of all n patches, as in the patch store.
         n_features: d.
     """
 
-    format = FORMAT, FEATURES_VERSION
+    format = FORMAT
     command = "features"
     rows = _FEATURES
 
@@ -176,7 +174,6 @@ class PatchFeatures(StoreFile):
         self.meta = read_meta(file)
         self.table = read_table(file, len(self.meta.classes))
         self.encoder = str(attrs["encoder"])
-        self.encoder_head = encoder_head(self.encoder)
         n, self.n_features = file["features"].shape
         if n != len(self.table):
             raise ValueError("not a vector for every patch")
@@ -196,7 +193,7 @@ class PatchFeatures(StoreFile):
         return f"the features of patch {row}, of slide {self.table.slide[row]},"
 
 
-def _rows(data: Any, sums: Sums | None, rows: NDArray[np.int64], name: Callable[[int], str]) -> Features:
+def _rows(data: Any, sums: Sums, rows: NDArray[np.int64], name: Callable[[int], str]) -> Features:
     if not len(rows):
         return np.empty((0, data.shape[1]), np.float32)
     wanted, place = np.unique(rows, return_inverse=True)

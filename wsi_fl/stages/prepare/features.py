@@ -169,7 +169,7 @@ def _task(site: _Site, slide: str, shard: Path) -> _Task:
     store = site.store
     rows = np.flatnonzero(store.table.slide == slide)
     patches = str(store.shard(slide).attrs["fingerprint"])
-    wanted = fingerprint(slide, patches, len(rows), site.encoder.identity)
+    wanted = fingerprint(slide, patches, len(rows), site.encoder.label)
     stale = why_stale(shard, wanted)
     if stale:
         say(f"  {slide}: {stale}, made again")

@@ -207,8 +207,6 @@ def _kept_plan(
     try:
         if kept := folder.kept("plan"):
             return PrivacyPlan(**kept)
-        if early := folder.kept("spending"):
-            return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
         if (recorded := ledger.recorded_plan()) and "batch_size" in recorded:
             return _round_of(site, pipeline, n, recorded["batch_size"], recorded["sigma"])
     except (UsageError, TypeError, KeyError, ValueError) as error:

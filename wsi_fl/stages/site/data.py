@@ -201,19 +201,14 @@ class Features(Data):
 
     def digest(self) -> str:
         digest = hashed(self.store.table, self.store.table.xy_l0)
-        digest.update(self.store.encoder_head.encode())
+        digest.update(self.store.encoder.encode())
         for first in range(0, len(self.store), _HASHED):
             rows = np.arange(first, min(first + _HASHED, len(self.store)))
             digest.update(self.store.read(rows).tobytes())
         return digest.hexdigest()
 
     def is_synthetic(self) -> bool:
-        """Features of early versions do not say; then the patch store is asked, where it is still there."""
-        known = self.store.meta.generator is not None
-        if known or not self.study.store(self.site).exists():
-            return known
-        with open_store(self.study, self.site) as patches:
-            return patches.meta.generator is not None
+        return self.store.meta.generator is not None
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"min_tissue": self.store.meta.min_tissue, **self.inputs()}
@@ -278,16 +273,14 @@ def store_digest(store: PatchStore) -> str:
 
 
 def pixels_digest(store: PatchStore) -> dict[str, str]:
-    """Return {"pixels_sha256": of what a store knows of its shards}; empty where an early version wrote the store."""
-    if store.shard_sums is None:
-        return {}
+    """Return {"pixels_sha256": of what a store knows of its shards}."""
     return {PIXELS: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
 
 
 def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
-    """Return whether a store is the one that a generator's document knows; early versions noted no pixels."""
+    """Return whether a store is the one that a generator's document knows."""
     said = {"sha256": store_digest(store)} | pixels_digest(store)
-    return all(known.get(key, value) == value for key, value in said.items())
+    return all(known[key] == value for key, value in said.items())
 
 
 def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:

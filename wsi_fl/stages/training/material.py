@@ -18,9 +18,6 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import Bags, UsageError
 
-_LEAST_SEED = 2**64
-"""Earlier versions drew smaller seeds of canaries, and made others of them."""
-
 
 def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
     """Return (the examples that a site's models learn from, those it holds out for validation)."""
@@ -49,8 +46,6 @@ def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data) -> Canar
         return None
     if known := folder.kept("canaries"):
         seed, included = int(known["seed"]), np.array([coin == "1" for coin in known["coins"]])
-        if seed < _LEAST_SEED:
-            raise UsageError(f"the canaries in {folder.path.name} are of an earlier version; train a new run")
     else:
         seed, included = tossed(pipeline.audit.canaries)
     return canaries(seed, included, data.shape, len(data.classes))
