@@ -550,7 +550,7 @@ def test_a_runs_answers_know_their_content(tmp_path):
     run = RunFolder(tmp_path / "00001-proxyfl-small")
     summary = {"run": "r", "method": "m", "seconds": 1.5, "sites": [], "lost": [], "communication": {}}
     evaluation = {"run": "r", "sites": [], "merged": {"accuracy": 0.75}}
-    manifest = {"run": "r", "id": "a", "method": "m", "config_sha256": ""}
+    manifest = {"id": "a", "method": "m", "config_sha256": ""}
     run.write_manifest(manifest)
     run.write_summary(summary)
     run.write_evaluation(evaluation)

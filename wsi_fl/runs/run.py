@@ -23,7 +23,7 @@ from wsi_fl.types import UsageError, WsiFlError
 _NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _ROSTER = {"site": str, "event": str}
 """What the lines of a roster have."""
-_MANIFEST = ("run", "id", "method", "config_sha256")
+_MANIFEST = ("id", "config_sha256")
 _SUMMARY = ("run", "method", "seconds", "sites", "lost", "communication")
 _EVALUATION = ("run", "sites", "merged")
 

@@ -51,7 +51,7 @@ def tile(
     """
     job = Job()
     told = job.watched(watcher)
-    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides, told))
+    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides))
     if job.first:
         for one in listed:
             say_tables(one.site.name, one.said)
