@@ -142,7 +142,7 @@ def pool_of(study: Study) -> Pool:
     """The rows of a study's only site, those for training and those for tests."""
     (site,) = study.site_names()
     with PatchFeatures(study.features(site)) as store:
-        meta = FeaturesMeta(store.meta, store.encoder, {})
+        meta = FeaturesMeta(store.meta, store.encoder)
         return Pool(store.read(np.arange(len(store))), store.table.label, meta)
 
 
@@ -186,7 +186,7 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
         shards = []
         for name in dict.fromkeys(split.tolist()):
             shards.append(path.parent / f"{name}.h5")
-            write_shard(shards[-1], "drawn", pool.x[rows[split == name]], {})
+            write_shard(shards[-1], "drawn", pool.x[rows[split == name]])
         write_patch_features(
             path, replace(pool.meta, store=replace(pool.meta.store, site=site)), table, shards
         )

@@ -140,8 +140,8 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
     parts = []
     for name in dict.fromkeys(table.slide.tolist()):
         parts.append(path.parent / f"{name}.h5")
-        write_part(parts[-1], "x", np.asarray(x, np.float32)[table.slide == name], {})
-    meta = FeaturesMeta(StoreMeta(site, CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0", {})
+        write_part(parts[-1], "x", np.asarray(x, np.float32)[table.slide == name])
+    meta = FeaturesMeta(StoreMeta(site, CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0")
     write_patch_features(path, meta, table, parts)
 
 

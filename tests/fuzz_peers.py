@@ -68,7 +68,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "sites": ["C1", "C2", "C3"],
         "graph": None,
         "buffer": ["replay", 9, 16, 3, 2],
-        "stains": {"C1": "0123abcd"},
+        "releases": {"C1": "0123abcd"},
         "versions": {"torch": "2.6.0"},
         "affordable": 3,
     },

@@ -182,7 +182,7 @@ def test_coins_are_fair_and_never_the_same():
 @pytest.mark.parametrize("shape", [Images(3, 8), Vectors(20), Bags(5)])
 def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape):
     included = np.arange(10) % 3 == 0
-    one, same, other = (canaries(seed, included, shape, 3, n_stains=2) for seed in (5, 5, 6))
+    one, same, other = (canaries(seed, included, shape, 3) for seed in (5, 5, 6))
     rows = np.arange(10)
     assert np.array_equal(one.examples.read(rows), same.examples.read(rows))
     assert not np.array_equal(one.examples.read(rows), other.examples.read(rows))
@@ -194,17 +194,16 @@ def test_canaries_are_made_again_from_their_seed_and_join_any_training_set(shape
         one.examples.slide,
         one.examples.patient,
         one.examples.allowed,
-        show=lambda chosen, stains: first[chosen],
-        n_stains=2,
+        show=lambda chosen, draws: first[chosen],
     )
     both = joined([train, one.planted()])
-    assert both.show is not None and both.n_stains == 2
+    assert both.show is not None
     drawn = batches(
         both,
         iter([np.array([1, 11, 13])]),
         augment=None,
         device=torch.device("cpu"),
-        stains=CipherStream.seeded(1),
+        draws=CipherStream.seeded(1),
     )
     x, y = next(drawn)
     assert len(x) == 3 and y.tolist() == one.examples.label[[1, 3, 9]].tolist()

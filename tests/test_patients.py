@@ -24,7 +24,6 @@ from wsi_fl.privacy.groups import by_mixture, by_textbook, group_epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.prepare.stain import stain
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.privacy import privacy
 from wsi_fl.stages.training.train import resume, train
@@ -254,21 +253,6 @@ def test_a_killed_run_goes_on_with_the_same_patients_and_canaries(tmp_path, monk
     for row in summary["sites"]:
         assert (row["n_units"], row["canaries"], row["rounds"]) == (15, 12, 3)
         assert row["epsilon"] == pytest.approx(epsilon([plan(15, 2, 3, 1.4, 0.7)], 1e-5))
-
-
-def test_a_stain_counts_only_for_the_unit_it_was_released_for(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1)
-    (row,) = stain(study, site=None, overrides=[PATIENT])["sites"]
-    assert (row["n"], row["unit"]) == (3, "patient")
-    exchanged = ["stain.exchange=true", "train.rounds=1", "train.batch_size=2"]
-    done = train(study, method="regular", overrides=[PATIENT, *exchanged], backend="local")["sites"][0]
-    training = epsilon([plan(3, 2, 1, 1.4, 0.7)], 1e-5)
-    assert done["epsilon"] > max(training, row["epsilon"])
-    refused(
-        lambda: train(study, method="regular", overrides=exchanged, backend="local"),
-        "per patient, this run per row",
-        error=WsiFlError,
-    )
 
 
 def test_units_do_not_add_up(tmp_path):

@@ -22,9 +22,9 @@ def test_a_plan_spends_the_budget_and_never_more(n, target):
 
 
 def test_what_was_spent_before_counts():
-    stain = Mechanism(sigma=10.0, clip=1.0, sample_rate=1.0, steps=1)
-    alone, after = planned(300, 10, 3.0, 1e-5), planned(300, 10, 3.0, 1e-5, spent=[stain])
-    assert epsilon([stain, after.mechanism], 1e-5) <= 3.0 < epsilon([stain, alone.mechanism], 1e-5)
+    sums = Mechanism(sigma=10.0, clip=1.0, sample_rate=1.0, steps=1)
+    alone, after = planned(300, 10, 3.0, 1e-5), planned(300, 10, 3.0, 1e-5, spent=[sums])
+    assert epsilon([sums, after.mechanism], 1e-5) <= 3.0 < epsilon([sums, alone.mechanism], 1e-5)
 
 
 def test_the_choice_has_the_most_steps_near_the_best_signal():

@@ -32,6 +32,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import write_sealed
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, WsiFlError
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
@@ -156,37 +157,12 @@ def test_the_stores_own_tiling_counts_where_the_pipeline_said_something_else(cop
     assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
 
 
-def test_a_run_of_an_earlier_version_goes_by_the_store_and_without_it_by_its_configuration(
-    copied, predicted, trained, capsys
-):
-    study, run, slides = copied
-    known, said = study.root / run / "sites/C1/store.json", study.root / run / "config.toml"
-    facts = json.loads(known.read_text())
-    known.write_text(json.dumps({"sha256": facts["sha256"]}))
-    text = said.read_text()
-    said.write_text(text.replace("size_px = 64", "size_px = 100"))
-    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
-    before = trained[0].root / predicted["slides"][0]["csv"]
-    assert (study.root / row["csv"]).read_bytes() == before.read_bytes()
-    assert "nobody remembers" not in capsys.readouterr().err
-    said.write_text(text)
-    evaluate(study, run)
-    assert json.loads(known.read_text()) == facts  # noted now
-    known.write_text(json.dumps({"sha256": facts["sha256"]}))
-    said.write_text(text.replace("size_px = 64", "size_px = 100"))
-    shutil.rmtree(study.root / "stores")
-    (row,) = predict(study, run, site="C1", slides=slides[:1])["slides"]
-    assert {line["size_l0"] for line in rows_of(study.root / row["csv"])} == {"200"}
-    assert "nobody remembers how C1 was tiled" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("fact", [{"channels": 1}, {"spec": {"size_px": 64, "mpp": 0.0, "stride_px": 64}}])
 def test_a_run_that_learned_from_images_predicts_no_slides(copied, fact):
     study, run, slides = copied
     known = study.root / run / "sites/C1/store.json"
     facts = json.loads(known.read_text()) | fact
-    del facts["digest"]  # it really learned from them
-    known.write_text(json.dumps(facts))
+    write_sealed(known, facts)  # it really learned from them
     refused(lambda: predict(study, run, site="C1", slides=slides[:1]), "learned from images, not slides")
 
 

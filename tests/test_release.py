@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -220,12 +221,17 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
     file = study.root / "sites" / "S0.toml"
     file.write_text(f'{file.read_text()}ledger = "{tmp_path / "one.jsonl"}"\n')
     other = Study(shutil.copytree(study.root, tmp_path / "other"))
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(PrivacyLedger, "sending", crash)
-        released(study)
+    for name in ("sending", "reissue"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(PrivacyLedger, name, crash)
+            released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
     refused(lambda: released(study), "or others have taken their place there", error=WsiFlError)
     assert not study.release("S0").exists()
+    study.release("S0").parent.mkdir()
+    shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
+    assert not released(study)["spent"]
+    assert released(study, again=True)["epsilon"] == pytest.approx(epsilon([ONCE] * 2, 1e-5))
 
 
 # ---- files that are lost, damaged, edited or another's
@@ -357,6 +363,22 @@ def test_a_real_hospitals_ledger_must_know_what_lies_in_its_study(study):
     study.ledger("S0").write_text(kept)
     rewritten(study.release("S0"), digest="0" * 64)
     refused(lambda: released(study), "lacks the release of releases/S0.safetensors")
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("lose", [lambda path: path.write_text(""), lambda path: path.unlink()])
+def test_sums_whose_ledger_and_heads_are_lost_are_not_released_again(study, lose, again):
+    make_real(study)
+    released(study)
+    before = study.release("S0").read_bytes()
+    for place in (study.root, Path(os.environ["XDG_STATE_HOME"])):
+        for head in place.rglob("*.head.json"):
+            head.unlink()
+    lose(study.ledger("S0"))
+    with pytest.raises(UsageError) as caught:
+        released(study, again=again)
+    assert "restore" in str(caught.value) and "--again" not in str(caught.value)
+    assert study.release("S0").read_bytes() == before
 
 
 def test_a_real_hospital_makes_its_head_of_copies_and_opens_no_other_store(study, tmp_path, monkeypatch):

@@ -353,7 +353,6 @@ def test_a_generator_must_be_there_checked_and_of_this_store(study):
         ("topology.self_weight=0.5", "orders the sites anew"),
         ('sites=["S1"]', "two sites or more"),
         ("train.data=features", "train.data = 'patches'"),
-        ("stain.exchange=true", "stain.exchange = false"),
     ],
 )
 def test_what_does_not_fit_is_one_line(study, override, words):

@@ -34,6 +34,7 @@ from wsi_fl.stages.training.summary import Row
 from wsi_fl.stages.training.train import _Claimed, _Proposal, agree_on_run, resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
+from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
 PAGE = Path(__file__).parents[1] / "docs" / "PRIVACY.md"
@@ -86,7 +87,7 @@ def finished(tmp_path_factory):
     early = folders[1] / "runs" / "00001-proxyfl-small"  # of its own, an earlier one of that name
     early.mkdir(parents=True)
     (early / "config.toml").write_text("[train]\nrounds = 9\n")
-    (early / "manifest.json").write_text('{"run": "00001-proxyfl-small", "id": "old", "method": "proxyfl"}')
+    write_sealed(early / "manifest.json", {"id": "old", "config_sha256": "", "method": "proxyfl"})
     return folders, together(folders)
 
 
@@ -288,7 +289,7 @@ def test_no_peer_chooses_where_a_hospital_writes(study, name):
 
 def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
     def describe(run):
-        (run.path / "manifest.json").write_text('{"id": "2"}')
+        run.write_manifest({"id": "2", "config_sha256": ""})
 
     def late():
         RunFolder.claim(study.runs, 1, "fedavg-other", "2" * 32, describe)

@@ -210,7 +210,7 @@ def spoil(path: Path, **attributes: object) -> None:
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        ({"version": 3}, ("version 3", "reads up to 2", "update wsi-fl")),
+        ({"version": 2}, ("version 2", "reads version 1", "update wsi-fl")),
         ({"version": 0}, ("version 0",)),
         ({"version": "new"}, ("version new",)),
         ({"format": "someone else's store"}, ("not a wsi-fl patch store", "someone else's")),
@@ -553,40 +553,6 @@ def test_same_content_is_the_same_bytes(tmp_path):
         assert (tmp_path / "first" / file).read_bytes() == (tmp_path / "second" / file).read_bytes(), file
 
 
-@pytest.mark.parametrize("path", ["patches-v1/patches.h5", "patches-v1-packed.h5"])
-def test_store_written_by_version_1_opens_forever(path):
-    """The fixtures were written once, at the release of version 1 of the format, and must never be rewritten:
-
-    spec, folder, shards = GridSpec(8, 0.5, 4), Path("tests/fixtures/patches-v1"), []
-    for k, (slide, patient, split) in enumerate([("north", "p-1", "train"), ("süd 2", "p-2", "test")]):
-        n = 3 - k
-        row = np.arange(n)
-        table = PatchTable(
-            np.stack([row * 4 + k, row * 8], 1), (row + k) % 2, (row / 4 + k / 8).astype(np.float32),
-            np.full(n, slide), np.full(n, patient), np.full(n, split),
-        )
-        pixels = (np.arange(n * 192) * 7 + k * 50).astype(np.uint8).reshape(n, 8, 8, 3)
-        shards.append(folder / "slides" / f"{slide}.h5")
-        write_shard(shards[-1], ShardMeta(slide, patient, split, spec, "ab12"), table, [pixels])
-    write_columns(folder / "patches.h5", StoreMeta("C1", ("healthy", "tumor"), spec), shards)
-    pack(folder / "patches.h5", Path("tests/fixtures/patches-v1-packed.h5"))
-    """
-    with PatchStore(FIXTURES / path) as store:
-        assert store.meta == StoreMeta("C1", ("healthy", "tumor"), GridSpec(8, 0.5, 4))
-        assert store.slides == ["north", "süd 2"]
-        table = store.table
-        assert table.xy_l0.tolist() == [[0, 0], [4, 8], [8, 16], [1, 0], [5, 8]]
-        assert table.label.tolist() == [0, 1, 0, 1, 0]
-        assert table.tumor_fraction.tolist() == [0.0, 0.25, 0.5, 0.125, 0.375]
-        assert table.slide.tolist() == ["north"] * 3 + ["süd 2"] * 2
-        assert table.patient.tolist() == ["p-1"] * 3 + ["p-2"] * 2
-        assert table.split.tolist() == ["train"] * 3 + ["test"] * 2
-        assert store.shard("north").attrs["quickhash"] == "ab12"
-        pixels = store.read(np.arange(5)).reshape(-1)
-    first, second = np.arange(3 * 192) * 7 % 256, (np.arange(2 * 192) * 7 + 50) % 256
-    assert pixels.tolist() == [*first.tolist(), *second.tolist()]
-
-
 def streams_of(n: int, seed: int = 0, size: int = 8) -> list[bytes]:
     return [jpeg.encode(patch, 90) for patch in pixels_of(n, seed, size)]
 
@@ -609,7 +575,7 @@ def test_streams_come_back_decoded_linked_and_packed(tmp_path):
     rows = np.random.default_rng(0).integers(0, 12, 50)
     for one in (path, tmp_path / "packed.h5"):
         with PatchStore(one) as store:
-            assert store.version == 2 and store.channels == 3
+            assert store.channels == 3
             np.testing.assert_array_equal(store.read(rows), pixels[rows])
             assert b"".join(streams_of(7)) == store.shard("a")["bytes"][:].tobytes()
 
@@ -636,15 +602,6 @@ def test_a_site_may_mix_raw_native_and_new_streams(tmp_path):
         expected = np.concatenate([native, native, pixels_of(2)])
         np.testing.assert_array_equal(store.read(np.arange(8)[::-1]), expected[::-1])
         assert [bool(store.shard(name).attrs["lossy"]) for name in "ab"] == [False, True]
-
-
-def test_files_say_the_lowest_version_that_describes_them(tmp_path):
-    raw, _ = make_store(tmp_path / "raw", {"a": 2})
-    streams, _ = make_streams(tmp_path / "streams", {"a": 2})
-    for path, version in ((raw, 1), (streams, 2)):
-        for name in (path, path.parent / "slides" / "a.h5"):
-            with h5py.File(name) as file:
-                assert file.attrs["version"] == version
 
 
 @pytest.mark.parametrize("damage", ["cut", "garbage", "start", "other size"])
@@ -716,20 +673,22 @@ def test_fingerprint_tells_storages_apart(wanted):
     assert len(set(of.values())) == 5
 
 
-@pytest.mark.parametrize("path", ["patches-v2/patches.h5", "patches-v2-packed.h5"])
-def test_store_written_by_version_2_opens_forever(path):
-    """Written once, at the release of version 2, by `write_v2` below, and never to be rewritten."""
-    asked = []
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_store_of_version_1_opens(tmp_path, packed):
+    """Written by `write_v1` below; it changes with the version of the format alone."""
+    asked, path = [], FIXTURES / "patches-v1" / "patches.h5"
+    if packed:
+        pack(path, path := tmp_path / "packed.h5")
 
     def read(source, xy_l0, spec):
         asked.append(source)
         return np.full((len(xy_l0), 8, 8, 3), 9, np.uint8)
 
-    with PatchStore(FIXTURES / path, read) as store:
-        assert store.version == 2 and store.slides == ["raw", "native", "lossy", "positions"]
+    with PatchStore(path, read) as store:
+        assert store.slides == ["raw", "native", "lossy", "positions"]
         assert store.table.xy_l0[:, 0].tolist() == [0, 8, 16, 0, 16, 0, 8, 16, 0, 8, 16]
         pixels = store.read(np.arange(11))
-        ramp = v2_pixels()
+        ramp = v1_pixels()
         np.testing.assert_array_equal(pixels[:3], ramp)
         assert np.abs(pixels[3:5].astype(int) - ramp[[0, 2]]).max() <= 8
         assert np.abs(pixels[5:8].astype(int) - ramp).max() <= 8
@@ -737,7 +696,7 @@ def test_store_written_by_version_2_opens_forever(path):
     assert asked == [SlideSource("positions", "slides/positions.svs", "ab12", None, "auto")]
 
 
-def v2_pixels() -> np.ndarray:
+def v1_pixels() -> np.ndarray:
     """Smooth, so that JPEG keeps them."""
     x = np.arange(8)
     return np.stack([np.broadcast_to((x * 9 + 40 * k)[None, :, None], (8, 8, 3)) for k in range(3)]).astype(
@@ -745,9 +704,9 @@ def v2_pixels() -> np.ndarray:
     )
 
 
-def write_v2(folder: Path) -> None:
+def write_v1(folder: Path) -> None:
     """One shard of every content: as it is, the slide's own streams (one set aside), lossy, positions alone."""
-    n, streams = 3, [jpeg.encode(patch, 95) for patch in v2_pixels()]
+    n, streams = 3, [jpeg.encode(patch, 95) for patch in v1_pixels()]
     spec, shards = GridSpec(8, 0.5, 8), []
     for slide, wanted in (("raw", "raw"), ("native", "native"), ("lossy", "jpeg:95"), ("positions", "none")):
         text = np.full(n, slide)
@@ -759,10 +718,10 @@ def write_v2(folder: Path) -> None:
             text,
             np.full(n, "train"),
         )
-        shards.append(folder / "patches-v2" / "slides" / f"{slide}.h5")
+        shards.append(folder / "patches-v1" / "slides" / f"{slide}.h5")
         meta = ShardMeta(slide, slide, "train", spec, "ab12", wanted=wanted)
         if wanted == "raw":
-            write_shard(shards[-1], meta, table, [v2_pixels()])
+            write_shard(shards[-1], meta, table, [v1_pixels()])
         elif wanted == "native":
             write_streams(shards[-1], meta, table, [streams[0], streams[2]], unread={1: "cut short"})
         elif wanted == "none":
@@ -770,8 +729,7 @@ def write_v2(folder: Path) -> None:
             write_positions(shards[-1], meta, table, source)
         else:
             write_streams(shards[-1], meta, table, streams)
-    write_columns(folder / "patches-v2" / "patches.h5", StoreMeta("C1", CLASSES, spec), shards)
-    pack(folder / "patches-v2" / "patches.h5", folder / "patches-v2-packed.h5")
+    write_columns(folder / "patches-v1" / "patches.h5", StoreMeta("C1", CLASSES, spec), shards)
 
 
 def twins(folder: Path, splits: tuple[str, str] = ("train", "test"), image: bool = False) -> list[Path]:
@@ -786,13 +744,6 @@ def twins(folder: Path, splits: tuple[str, str] = ("train", "test"), image: bool
     return shards
 
 
-def without_sums(path: Path) -> None:
-    """As an early version wrote it."""
-    with h5py.File(path, "r+") as file:
-        del file["shard_crc32"]
-        seal(file)
-
-
 def refuses(folder: Path, slide: str) -> None:
     """What trains and what checks refuse the shard of a slide."""
     for act in (PatchStore.verify, PatchStore.shard):
@@ -801,11 +752,8 @@ def refuses(folder: Path, slide: str) -> None:
         one_line(caught, f"slide {slide}", "other patches", "wsi-fl tile")
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(tmp_path, early):
+def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(tmp_path):
     first, second = twins(tmp_path)
-    if early:
-        without_sums(tmp_path / "patches.h5")
     first.rename(tmp_path / "x")
     second.rename(first)
     (tmp_path / "x").rename(second)
@@ -826,16 +774,20 @@ def test_a_shard_of_another_store_or_time_is_refused_though_its_columns_are_equa
     refuses(tmp_path / "C1", ours.stem)
     shutil.copy(tmp_path / "C2" / "slides" / ours.name, ours)
     with PatchStore(tmp_path / "C1" / "patches.h5") as store:
-        assert store.verify(ours.stem) == ([], True)
+        assert store.verify(ours.stem) == []
 
 
 @pytest.mark.parametrize("attribute", ["slide", "patient", "split"])
 def test_a_shard_that_says_another_slide_patient_or_split_is_refused(tmp_path, attribute):
-    shard, _ = twins(tmp_path, ("train", "train"))
+    """One without pixels, whose checksum would tell."""
+    shard = tmp_path / "slides" / "a.h5"
+    source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
+    table = replace(table_of("a", 4), patient=np.full(4, META.patient))
+    write_positions(shard, replace(META, wanted="none"), table, source)
+    write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
     with h5py.File(shard, "r+") as file:
         file.attrs[attribute] = "val"
         seal(file, PIXELS)
-    without_sums(tmp_path / "patches.h5")
     refuses(tmp_path, "a")
 
 

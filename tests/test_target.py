@@ -113,13 +113,13 @@ def test_the_smaller_of_target_and_max_epsilon_binds(study):
 
 def test_what_was_spent_before_counts_and_a_real_site_has_one_life(study):
     pipeline = study.pipeline("small", [TARGET, ROUNDS])
-    stain, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]
-    after = [planned_round(site_of(study), pipeline, 36, spent=stain)] * 4
-    assert 2.95 < epsilon([*stain, *after], 1e-5) <= 3.0
+    sums, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]
+    after = [planned_round(site_of(study), pipeline, 36, spent=sums)] * 4
+    assert 2.95 < epsilon([*sums, *after], 1e-5) <= 3.0
     real = site_of(study, real=True, max_epsilon=7.5)
-    spending = planned_round(real, pipeline, 36, spent=stain, past=[*stain, *runs])
-    assert 7.45 < epsilon([*stain, *runs, *[spending] * 4], 1e-5) <= 7.5
-    assert epsilon([*stain, *[spending] * 4], 1e-5) < 3.0
+    spending = planned_round(real, pipeline, 36, spent=sums, past=[*sums, *runs])
+    assert 7.45 < epsilon([*sums, *runs, *[spending] * 4], 1e-5) <= 7.5
+    assert epsilon([*sums, *[spending] * 4], 1e-5) < 3.0
     refused(
         lambda: planned_round(site_of(study, real=True, max_epsilon=2.0), pipeline, 36, past=runs),
         "site S0: no noise level reaches epsilon 2 on top of",

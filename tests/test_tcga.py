@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +13,7 @@ import pytest
 from test_layouts import generic
 
 from wsi_fl.demo.phantom import write_pyramid
-from wsi_fl.slides.layouts import Sources, checksums, describe, detect, list_site, read_site
+from wsi_fl.slides.layouts import Sources, describe, detect, list_site, read_site
 from wsi_fl.slides.layouts.tcga import parse_barcode
 from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
 from wsi_fl.stages.prepare.init import Tables, init
@@ -63,7 +59,7 @@ def write_clinical(path: Path, cases=None, header=HEADER, extra=()) -> Path:
 def write_manifest(archive: Path, *more: tuple[str, str, str, str]) -> Path:
     """Of all slides that are there, and more rows."""
     rows = [
-        (path.parent.name, path.name, hashlib.md5(path.read_bytes()).hexdigest(), str(path.stat().st_size))
+        (path.parent.name, path.name, "0" * 32, str(path.stat().st_size))
         for path in sorted(archive.rglob("*.svs"))
     ]
     lines = ["id\tfilename\tmd5\tsize\tstate", *("\t".join((*row, "released")) for row in [*rows, *more])]
@@ -287,29 +283,23 @@ def test_rows_that_contradict_each_other_are_refused(tmp_path, row, words):
 def test_slides_that_are_not_what_the_manifest_says_are_set_aside(tmp_path):
     archive = tcga(tmp_path / "t")
     more = {
-        key: add(archive, slide_name("TCGA-BH-A001", f"DX{n}", number=n)) for n, key in enumerate("abcd", 2)
+        key: add(archive, slide_name("TCGA-BH-A001", f"DX{n}", number=n)) for n, key in enumerate("ab", 2)
     }
     absent = slide_name("TCGA-BH-A009", number=9)
     frozen, foreign = slide_name("TCGA-BH-A010", "TS1", "01A-01"), slide_name("TCGA-A8-A011")
     write_manifest(archive, *(("x", name, "0" * 32, "5") for name in (absent, frozen, foreign)))
-    more["a"].write_bytes(more["a"].read_bytes()[::-1])  # same size
-    more["b"].write_bytes(b"short")
+    more["a"].write_bytes(b"short")
     manifest = archive / "gdc_manifest.2024-01-01.txt"
-    text = manifest.read_text().replace(hashlib.md5(more["c"].read_bytes()).hexdigest(), "")
-    size = more["d"].stat().st_size
-    line = f"{more['d'].name}\t{hashlib.md5(more['d'].read_bytes()).hexdigest()}\t"
-    manifest.write_text(text.replace(f"{line}{size}", line))
+    line = f"{more['b'].name}\t{'0' * 32}\t"
+    manifest.write_text(manifest.read_text().replace(f"{line}{more['b'].stat().st_size}", line))
     records, aside = read_site("tcga", sources(archive))
     assert len(records) == 3
     found = {one.slide: one.reason for one in aside}
     assert list(found) == sorted(found)
     assert found.pop(Path(absent).stem) == "in the manifest but not in the archive"
-    assert "MD5 is" in found[more["a"].stem] and "damaged" in found[more["a"].stem]
-    assert found[more["b"].stem].startswith("has 5 bytes, but the manifest says")
-    assert "no MD5" in found[more["c"].stem] and "no size" in found[more["d"].stem]
-    assert len(found) == 4 and all("\n" not in reason for reason in found.values())
-    records, aside = read_site("tcga", sources(archive, verify=False))
-    assert len(records) == 7 and reasons(aside) == {"TCGA-BH-A009": "in the manifest but not in the archive"}
+    assert found[more["a"].stem].startswith("has 5 bytes, but the manifest says")
+    assert "the manifest says nothing" in found[more["b"].stem]
+    assert len(found) == 2 and all("\n" not in reason for reason in found.values())
 
 
 def test_manifest_of_a_site_file_must_be_there_and_be_one(tmp_path):
@@ -326,40 +316,6 @@ def test_manifest_of_a_site_file_must_be_there_and_be_one(tmp_path):
     refused(
         lambda: list_site("generic", Sources(**{**good, "manifests": ("x",)})), "manifest is for layout tcga"
     )
-
-
-def test_digests_are_remembered_until_a_file_changes(tmp_path, monkeypatch):
-    archive = tcga(tmp_path / "t")
-    write_manifest(archive)
-    read: list[Path] = []
-    hashed = checksums._md5
-    monkeypatch.setattr(checksums, "_md5", lambda path: read.append(path) or hashed(path))
-    told: list[tuple[int, int]] = []
-    remembering = sources(
-        archive,
-        verified=tmp_path / "stores" / "v.jsonl",
-        progress=lambda done, total: told.append((done, total)),
-    )
-    first = read_site("tcga", remembering)
-    assert len(read) == 3 and told == [(1, 3), (2, 3), (3, 3)]
-    assert read_site("tcga", remembering) == first and len(read) == 3
-    slide = first[0][1].path
-    os.utime(slide, (1, 1))
-    assert read_site("tcga", remembering) == first and read[3:] == [slide]
-    slide.write_bytes(slide.read_bytes()[::-1])
-    _, aside = read_site("tcga", remembering)
-    assert [one.slide for one in aside] == [slide.stem] and "damaged" in aside[0].reason
-    with (tmp_path / "stores" / "v.jsonl").open("a") as file:
-        file.write('{"path": "cut sho')
-    assert len(read_site("tcga", remembering)[0]) == 2
-
-
-def test_a_file_that_cannot_be_read_is_told(tmp_path, monkeypatch):
-    archive = tcga(tmp_path / "t")
-    write_manifest(archive)
-    monkeypatch.setattr(checksums, "_md5", lambda path: None)
-    refused(lambda: read_site("tcga", sources(archive)), "none of its slides", "cannot be read")
-    assert checksums.digests([tmp_path / "none"], None) == {tmp_path / "none": None}
 
 
 def test_study_of_an_archive_agrees_on_its_subtypes(tmp_path):
@@ -391,11 +347,10 @@ def test_study_of_an_archive_agrees_on_its_subtypes(tmp_path):
     assert text.startswith((shipped("pipelines") / "tcga_subtypes.toml").read_text())
     assert '\n"Ovary / Fallopian tube" = [' in text and "\nBreast = [" in text
     site = study.site("tcga-pittsburgh")
-    assert (site.real, site.layout, site.verify, site.slide_types) == (False, "tcga", True, ["DX"])
+    assert (site.real, site.layout, site.slide_types) == (False, "tcga", ["DX"])
     assert site.manifest == str(archive / "gdc_manifest.2024-01-01.txt")
     records, aside = read_site("tcga", sources_of(study, site))
     assert len(records) == 3 and aside == []
-    assert (study.root / "stores" / "tcga-pittsburgh" / "verified.jsonl").is_file()
 
 
 def test_options_of_an_archive_and_their_mistakes(tmp_path):
@@ -467,7 +422,7 @@ def test_keys_of_a_table_are_quoted_where_they_must_be(tmp_path):
     pipeline = validated(Pipeline, {"subtypes": {'Head & "Neck"': ["a \\ b"], "": ["c"], "Lung": ["d"]}}, "p")
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_pipeline(tmp_path / "config.toml") == pipeline
-    site = validated(SiteFile, {"name": "a", "columns": {"patient": "the patient"}, "verify": False}, "a")
+    site = validated(SiteFile, {"name": "a", "columns": {"patient": "the patient"}}, "a")
     assert '\n[columns]\npatient = "the patient"\n' in dump_toml(site)
 
 
@@ -547,22 +502,9 @@ def test_mistake_in_a_site_file_of_tcga_is_one_line(tmp_path):
         ({"slide_types": ["DZ"]}, ("slide_types.0", "'DX', 'TS', 'BS' or 'MS'")),
         ({"slide_types": []}, ("slide_types", "at least 1")),
         ({"columns": {"diagnose": "x"}}, ("columns.diagnose", "'diagnosis'")),
-        ({"verify": "no"}, ("verify", "boolean")),
         ({"manifest": 5}, ("manifest = 5", "string")),
     ):
         with pytest.raises(UsageError) as caught:
             validated(SiteFile, {"name": "a", **values}, "sites/a.toml")
         for word in words:
             assert word in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
-
-
-def test_of_several_processes_one_reads_and_the_others_wait(tmp_path, monkeypatch):
-    archive = tcga(tmp_path / "t")
-    slides = [add(archive, slide_name("TCGA-BH-A001", "DX2", number=n)) for n in range(4)]
-    read: list[Path] = []
-    hashed = checksums._md5
-    monkeypatch.setattr(checksums, "_md5", lambda path: read.append(path) or time.sleep(0.05) or hashed(path))
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: checksums.digests(slides, tmp_path / "v.jsonl"), range(3)))
-    assert sorted(read) == sorted(slides) and found[0] == found[1] == found[2]
-    assert found[0][slides[0]] == hashlib.md5(slides[0].read_bytes()).hexdigest()

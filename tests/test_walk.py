@@ -6,7 +6,6 @@ composed by another accountant (dp-accounting). `python tests/test_walk.py --ste
 """
 
 import argparse
-import json
 import os
 import shutil
 import tempfile
@@ -23,15 +22,18 @@ from wsi_fl.privacy import plan as privacy_plan
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.stages.prepare import stain as stain_stage
-from wsi_fl.stages.prepare.stain import stain
+from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.ranks import work_as_rank
+from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent
+from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features, write_shard
 from wsi_fl.study.folder import Study
+from wsi_fl.system.tensors import load_document
 from wsi_fl.types import WsiFlError
 
 dp_accounting = pytest.importorskip("dp_accounting")
@@ -50,8 +52,8 @@ SETTINGS = {
     "train.batch_size": ["4", "8", "36"],
     "train.rounds": ["1", "2", "4"],
     "audit.canaries": ["0", "12"],
-    "stain.sigma": ["0.1", "6", "20"],
 }
+HEADS = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
 SITE = {
     "delta = 1e-5": ["delta = 1e-3", "delta = 1e-7", ""],
     "max_epsilon = 3.0": ["max_epsilon = 1.5", ""],
@@ -74,7 +76,7 @@ class Observed:
         self.deadly = None
 
     def attach(self, patch):
-        step, draw, mean = DPTrainer.step, privacy_plan.poisson_rows, stain_stage.noisy_mean
+        step, draw, noisy = DPTrainer.step, privacy_plan.poisson_rows, NoisySums.noisy
         train_round, release, exchange = loop._train_round, PrivacyLedger.release, LocalComm.exchange
         rate = []
 
@@ -91,9 +93,9 @@ class Observed:
             self.perhaps_die()
             return train_round(site, *args)
 
-        def noisy_mean(*args, **kwargs):
-            self.steps = [(kwargs["sigma"], 1.0)]
-            return mean(*args, **kwargs)
+        def summed(sums, *args):
+            self.steps = [(sums.sigma, 1.0)]
+            return noisy(sums, *args)
 
         def released(ledger, round_, vector, **kwargs):
             made = release(ledger, round_, vector, **kwargs)
@@ -109,7 +111,7 @@ class Observed:
 
         patch.setattr(privacy_plan, "poisson_rows", poisson_rows)
         patch.setattr(DPTrainer, "step", stepped)
-        patch.setattr(stain_stage, "noisy_mean", noisy_mean)
+        patch.setattr(NoisySums, "noisy", summed)
         patch.setattr(loop, "_train_round", trained)
         patch.setattr(PrivacyLedger, "release", released)
         patch.setattr(LocalComm, "exchange", exchanged)
@@ -165,6 +167,7 @@ class Walk:
         self.observed, self.did = Observed(), Counter()
         for name in "AB":
             study = make_study(root / name, n_sites=2)
+            write_features(study)
             self.write_site(study.root, self.site)
         self.observed.attach(patch)
         patch.setattr(launch, "run_ranks", self.in_process)
@@ -202,8 +205,8 @@ class Walk:
             self.did[name, "killed"] += 1
         finally:
             self.observed.deadly = None
-        for file in self.root.glob("*/stains/S0.json"):
-            self.observed.note(stain_digest(file))
+        for file in self.root.glob("*/releases/S0.safetensors"):
+            self.observed.note(load_document(file, "release")["digest"])
 
     def train(self, study):
         keys = self.rng.permutation(sorted(SETTINGS))[: self.rng.integers(6)]
@@ -244,16 +247,17 @@ class Walk:
         if run := self.some_run(study):
             shutil.rmtree(run)
 
-    def stain(self, study):
-        sigma = self.pick(SETTINGS["stain.sigma"])
-        stain(study, site="S0", again=bool(self.rng.random() < 0.5), overrides=[f"stain.sigma={sigma}"])
+    def release(self, study):
+        sigma = self.pick(["0.1", "6", "20"])
+        overrides = [*HEADS, f"privacy.sigma={sigma}"]
+        release(study, site="S0", again=bool(self.rng.random() < 0.5), overrides=overrides)
 
     def edit_site(self, study):
         """Tries another site file, and puts the hospital's own back."""
         before = self.pick(sorted(SITE))
         self.write_site(study.root, self.site.replace(before, self.pick(SITE[before])))
         try:
-            self.pick([self.train, self.resume, self.stain])(study)
+            self.pick([self.train, self.resume, self.release])(study)
         finally:
             self.write_site(study.root, self.site)
 
@@ -270,13 +274,13 @@ class Walk:
         backup = self.pick(found)
         target = self.ledger.parent if backup.name.endswith("budget") else study.root
         newest = self.ledger.read_bytes() if self.ledger.exists() else b""
-        parts = ["."] if target == self.ledger.parent else [".", "runs", "stores", "stains"]
+        parts = ["."] if target == self.ledger.parent else [".", "runs", "stores", "releases"]
         part = self.pick(parts)
         if (backup / part).exists():
             shutil.rmtree(target / part, ignore_errors=True)
             shutil.copytree(backup / part, target / part, dirs_exist_ok=True)
         try:
-            self.pick([self.train, self.resume, self.stain])(study)
+            self.pick([self.train, self.resume, self.release])(study)
         finally:
             self.put_back(newest)
 
@@ -298,7 +302,7 @@ class Walk:
         )
         self.ledger.write_bytes(changed)
         try:
-            self.pick([self.train, self.resume, self.stain])(study)
+            self.pick([self.train, self.resume, self.release])(study)
         finally:
             self.put_back(whole)
 
@@ -307,19 +311,26 @@ class Walk:
         fresh = self.root / "C"
         shutil.rmtree(fresh, ignore_errors=True)
         source = self.root / self.pick("AB")
-        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("runs", "stains"))
+        shutil.copytree(source, fresh, ignore=shutil.ignore_patterns("runs", "releases"))
         self.train(Study(fresh))
 
 
 ACTS = (
     ["train", "resume", "restore"] * 3
     + ["edit_site", "back_up"] * 2
-    + ["edit_run", "rename_run", "delete_run", "stain", "damage", "new_study"]
+    + ["edit_run", "rename_run", "delete_run", "release", "damage", "new_study"]
 )
 
 
-def stain_digest(file):
-    return json.loads(file.read_text())["digest"]
+def write_features(study):
+    """Random features of the patches of S0, for `release`."""
+    with open_store(study, "S0") as store:
+        meta, table = store.meta, store.table
+    rng, shards = np.random.default_rng(0), []
+    for slide in dict.fromkeys(table.slide.tolist()):
+        shards.append(study.root / "stores" / "S0" / "features" / f"{slide}.h5")
+        write_shard(shards[-1], "x", rng.normal(size=((table.slide == slide).sum(), 6)).astype(np.float32))
+    write_patch_features(study.features("S0"), FeaturesMeta(meta, "tiny sha256:0"), table, shards)
 
 
 def walk(root, seed, steps, patch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 from unicodedata import category
@@ -110,33 +111,15 @@ def encoder_label(head: str, parts: Sequence[str]) -> str:
     return _BETWEEN_PARTS.join([head, *parts])
 
 
-def encoder_head(label: str) -> str:
-    """Return name, size and digest of the weights, which is all that labels said before they told the transform."""
-    return label.split(_BETWEEN_PARTS, maxsplit=1)[0]
-
-
 def encoder_differences(labels: Sequence[str]) -> list[str]:
     """Return of each label the parts in which the labels differ; all are empty where they mean the same features.
-
-    A label without a transform is of an older store: it is compared by name, size and weights.
 
     Example:
         >>> encoder_differences(["a sha256:1; mean 0.5; bilinear", "a sha256:1; mean 0.4; bilinear"])
         ['mean 0.5', 'mean 0.4']
-        >>> encoder_differences(["a sha256:1; mean 0.5", "a sha256:1"])
-        ['', '']
-        >>> encoder_differences(["a sha256:1; mean 0.5", "a sha256:1", "a sha256:1; mean 0.4"])
-        ['mean 0.5', '', 'mean 0.4']
     """
-    parts = [label.split(_BETWEEN_PARTS) for label in labels]
-    told = range(max(map(len, parts), default=0))
-    differ = [k for k in told if len({one[k] for one in parts if len(one) > k}) > 1]
-    return [_BETWEEN_PARTS.join(one[k] for k in differ if k < len(one)) for one in parts]
-
-
-def same_encoder(one: str, other: str) -> bool:
-    """Return whether two labels mean the same features."""
-    return not any(encoder_differences([one, other]))
+    rows = list(zip_longest(*(label.split(_BETWEEN_PARTS) for label in labels), fillvalue=""))
+    return [_BETWEEN_PARTS.join(row[k] for row in rows if len(set(row)) > 1) for k in range(len(labels))]
 
 
 @dataclass(frozen=True)

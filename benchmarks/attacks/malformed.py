@@ -264,10 +264,6 @@ CASES: dict[str, tuple[Case, int]] = {
         _file("generators/C1/*.json*", mutations.text, ("synthesize", "sample", "--site", "C1", "--n-per-class", "1")),
         3,
     ),
-    "released stain": (
-        _file("stains/*.json", mutations.text, ("features", "--site", "C1", *_TWO, "--set", "stain.exchange=true")),
-        3,
-    ),
     "released sums": (
         _file(
             "releases/*.safetensors",

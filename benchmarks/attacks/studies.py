@@ -76,7 +76,6 @@ STAGES: dict[str, tuple[str, ...]] = {
     "tile native": ("tile", "--all", "--set", "store.pixels=jpeg:90"),
     "features": ("features", "--all"),
     "mosaic": ("mosaic", "--all"),
-    "stain": ("stain", "--all"),
     "ddpm": ("synthesize", "train", "--site", "C1", "--generator", "ddpm"),
     "gan": ("synthesize", "train", "--site", "C1", "--generator", "gan"),
     "train": TRAIN,
@@ -96,14 +95,13 @@ STAGES: dict[str, tuple[str, ...]] = {
     "report": ("report", "1"),
 }
 """Name → command."""
-_BASE = ("tile", "features", "mosaic", "stain")
+_BASE = ("tile", "features", "mosaic")
 EVERYTHING = (*_BASE, "ddpm", "gan", "train", "evaluate", "report")
 ORDER: dict[str, tuple[str, ...]] = {
     "tile": (),
     "tile native": (),
     "features": ("tile",),
     "mosaic": (),
-    "stain": ("tile",),
     "ddpm": ("tile",),
     "gan": ("tile",),
     "train": ("tile",),

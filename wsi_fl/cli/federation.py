@@ -337,9 +337,7 @@ def dossier(
     kit: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Your kit; it knows who has signed and what joins you.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page; its JSON and sbom.json lie beside it.")] = Path(
-        "dossier.html"
-    ),
+    out: Annotated[Path, typer.Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
     study: StudyFolder = None,
     as_json: Json = False,
 ) -> None:

@@ -74,7 +74,7 @@ def config(
 
 
 _LONG = {
-    *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.stain, prepare.partition, prepare.pack),
+    *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.partition, prepare.pack),
     *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
     *(answers.audit, answers.report, answers.view, prepare.check, prepare.encoders, doctor),
 }
@@ -90,7 +90,6 @@ for command in (
         prepare.features,
         prepare.check,
         prepare.encoders,
-        prepare.stain,
     ),
     *(
         answers.export,

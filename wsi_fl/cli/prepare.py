@@ -1,4 +1,4 @@
-"""The commands that make a study and prepare what it learns from: slides, data sets, stains."""
+"""The commands that make a study and prepare what it learns from: slides, data sets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def features(
     overrides: Set = None,
     as_json: Json = False,
 ) -> None:
-    """Compute deep features of every patch of a patch store; with stain.exchange also in the other sites' stains."""
+    """Compute deep features of every patch of a patch store."""
     one_or_all("features", site, every)
     study = find_study()
     from wsi_fl.stages.prepare.features import features, print_features
@@ -142,34 +142,6 @@ def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
     from wsi_fl.stages.prepare.encoders import encoders, print_encoders
 
     show(encoders(study, pipeline), as_json, print_encoders)
-
-
-def stain(
-    site: Annotated[str | None, typer.Option(help="The site whose training patches to measure.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure and release once more, at the same cost again.")
-    ] = False,
-    pipeline: Pipeline = None,
-    overrides: Set = None,
-    as_json: Json = False,
-) -> None:
-    """Release a site's stain, a few numbers under differential privacy, once."""
-    one_or_all("stain", site, every)
-    study = find_study()
-    from wsi_fl.stages.prepare.stain import print_stains, stain
-    from wsi_fl.stages.work.console import Bars
-
-    with Bars("stain") as bars:
-        document = stain(
-            study,
-            site=site,
-            pipeline_name=pipeline,
-            overrides=overrides or [],
-            again=again,
-            watcher=bars,
-        )
-    show(document, as_json, print_stains)
 
 
 def import_features(

@@ -206,7 +206,7 @@ def _train_round(
         _require_planned(site, site.plan, schedule, lesson.units.n, len(rows))
     dropout = views.below(2**63)  # of a model that stays at home: none under privacy has any
     augment = schedule.make_augment(views)
-    images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, stains=views)
+    images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, draws=views)
     drawn = lesson.units.labelled(images, rows, site.device)
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(dropout)

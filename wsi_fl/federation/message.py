@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile nee
     from wsi_fl.privacy.release import Release
 
 _MAGIC = b"WSFL"
-_VERSION = 2
+_VERSION = 1
 _HEADER = struct.Struct("<4sHBBIId32sQ")
 """magic, version, hop, kind, sender, round, weight, schema (SHA-256), number of values."""
 HEADER_BYTES = _HEADER.size

@@ -43,7 +43,6 @@ class Brought(Inputs):
         graph: the name of the graph, or the digest of its file; None for the method's own.
         buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
         noise: σ of the noise that all sites add together; None where each adds its own.
-        stains: site → beginning of its stain's digest, where stains are exchanged.
         releases: site → beginning of the digest of its released sums, where these are used.
         affordable: rounds that the site's budget is enough for.
     """
@@ -60,7 +59,6 @@ class Brought(Inputs):
     graph: Words | None
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
     noise: Amount | None
-    stains: Annotated[dict[Name, Words], Field(max_length=10_000)]
     releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
     versions: Annotated[dict[Words, Words], Field(max_length=100)]
     affordable: Count
@@ -81,7 +79,6 @@ MUST_AGREE = {
     "graph": "the graph (topology.graph)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
-    "stains": "the stains in use (stains/*.json)",
     "releases": "the released sums in use (releases/*.safetensors)",
     "versions": "the package versions",
     "run": "the run's identity",

@@ -258,10 +258,7 @@ def checkpoint(site: Site, round_: int) -> None:
 
 
 def restore(site: Site, round_: int) -> None:
-    """Bring back the state that `checkpoint` kept of a round, after its training and before its exchange.
-
-    Checkpoints of earlier versions know of more (`grad_mode`, `listened`), which is passed over.
-    """
+    """Bring back the state that `checkpoint` kept of a round, after its training and before its exchange."""
     tensors, document = site.folder.load_checkpoint(round_)
     for role, learner in site.learners.items():
         prefix = f"{role}/"
@@ -271,7 +268,7 @@ def restore(site: Site, round_: int) -> None:
         int(k.removeprefix(prefix)): v.numpy() for k, v in tensors.items() if k.startswith(prefix)
     }
     site.losses, site.heard = document["losses"], document["heard"]
-    site.diverged = document.get("diverged", [])
+    site.diverged = document["diverged"]
     site.returning = document["returning"]
     site.settle(document["active"])
     if "push/x" in tensors:

@@ -16,8 +16,6 @@ Features = NDArray[np.float32]
 
 _AT_ONCE = 1 << 24
 """Values of bags that are read at a time where all are predicted: 64 MB."""
-_DRAWS = 1 << 62
-"""How many choices of its patches a bag can be shown in."""
 
 
 def packed(bags: Sequence[Features]) -> Features:
@@ -74,8 +72,8 @@ def bags_at_once(longest: int, n_features: int) -> int:
 def with_drawn_patches(examples: Examples, most: int) -> Examples:
     """Return the same bags, of which training sees at most `most` patches, drawn anew each time.
 
-    The number that stands for a choice is drawn by whoever draws stains, and the choice follows from that number and
-    the bag's own length alone. So no bag has a part in what is seen of another, and what ε promises holds.
+    `batches` draws the number that stands for a choice, and the choice follows from that number and the bag's own
+    length alone. So no bag has a part in what is seen of another, and what ε promises holds.
     """
 
     def show(rows: NDArray[np.int64], which: NDArray[np.int64]) -> Features:
@@ -85,7 +83,7 @@ def with_drawn_patches(examples: Examples, most: int) -> Examples:
         found = [_some(bag[:, :-1], most, int(seed)) for bag, seed in zip(bags, which, strict=True)]
         return packed(found)
 
-    return replace(examples, show=show, n_stains=_DRAWS)
+    return replace(examples, show=show)
 
 
 def _some(bag: Features, most: int, seed: int) -> Features:

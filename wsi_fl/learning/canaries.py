@@ -47,9 +47,7 @@ def tossed(m: int) -> tuple[int, NDArray[np.bool_]]:
     return secrets.randbits(256), coins
 
 
-def canaries(
-    seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int, n_stains: int = 1
-) -> Canaries:
+def canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int) -> Canaries:
     """The canaries of a seed, always the same ones, for models that see `shape`."""
     m = len(included)
     stream = CipherStream.seeded(seed, "canaries")
@@ -63,8 +61,7 @@ def canaries(
         names,
         names,
         allowed,
-        show=lambda rows, stains: inputs[rows],
-        n_stains=n_stains,
+        show=lambda rows, draws: inputs[rows],
     )
     return Canaries(seed, included, made)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,12 @@ Inputs = NDArray[Any]
 float32[b, d] of patches."""
 
 Show = Callable[[NDArray[np.int64], NDArray[np.int64]], Inputs]
-"""(rows int64[b], stains int64[b]) → what models see of each row in that stain; stain 0 is its own. Of bags the numbers
-say which of their patches are seen."""
-
-Restain = Callable[[NDArray[np.int64], Inputs], Inputs]
-"""(rows int64[b], what models see of them) → the same in another stain."""
+"""(rows int64[b], drawn numbers int64[b]) → what training sees of each row: the number says which patches of a bag."""
 
 IN_MEMORY_BYTES = 1 << 30
 _PREFETCHED = 2
+_DRAWS = 1 << 62
+"""How many numbers say what is seen of an example."""
 _AT_ONCE = 1 << 17
 """Values normalised at a time."""
 _MEMORY = Recycled(most=2)
@@ -51,8 +49,7 @@ class Examples:
         label: int64[n] of classes, or what else the task asks for (see `tasks`).
         slide, patient: str[n].
         allowed: bool[n, classes] which classes are possible by what is known beforehand; None for all.
-        show: the rows in other laboratories' stains too, for training; None where there is no other.
-        n_stains: how many stains `show` knows.
+        show: the rows as training sees them by a drawn number; None where it sees all that `read` returns.
         at_once: the most that are read at a time where all are predicted; None for any number.
         task: what is asked of each.
     """
@@ -63,7 +60,6 @@ class Examples:
     patient: NDArray[np.str_]
     allowed: NDArray[np.bool_] | None = None
     show: Show | None = None
-    n_stains: int = 1
     at_once: int | None = None
     task: Task = CLASSES
 
@@ -87,7 +83,6 @@ def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
         examples.patient[rows],
         None if examples.allowed is None else examples.allowed[rows],
         partial(_shown_of, show, rows) if (show := examples.show) is not None else None,
-        examples.n_stains,
         examples.at_once,
         examples.task,
     )
@@ -97,19 +92,6 @@ def _shown_of(
     show: Show, rows: NDArray[np.int64], chosen: NDArray[np.int64], which: NDArray[np.int64]
 ) -> Inputs:
     return show(rows[chosen], which)
-
-
-def in_stains(examples: Examples, others: Sequence[Restain]) -> Examples:
-    """The same examples, which training may see in other stains as well."""
-
-    def show(rows: NDArray[np.int64], which: NDArray[np.int64]) -> Inputs:
-        seen = np.array(examples.read(rows))
-        for k, restain in enumerate(others, 1):
-            if (chosen := which == k).any():
-                seen[chosen] = restain(rows[chosen], seen[chosen])
-        return seen
-
-    return replace(examples, show=show, n_stains=len(others) + 1)
 
 
 def resized(examples: Examples, size_px: int) -> Examples:
@@ -174,7 +156,6 @@ def joined(parts: list[Examples]) -> Examples:
         np.concatenate([part.patient for part in parts]),
         _all_allowed(parts),
         show if len(shows) == len(parts) else None,
-        min(part.n_stains for part in parts),
         min((part.at_once for part in parts if part.at_once is not None), default=None),
         parts[0].task,
     )
@@ -227,7 +208,7 @@ def batches(
     *,
     augment: Augment | None,
     device: torch.device,
-    stains: CipherStream | None = None,
+    draws: CipherStream | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (images, normalised and augmented, or features, and labels int64[b]) on `device`; b may be 0.
 
@@ -235,11 +216,11 @@ def batches(
 
     Args:
         rows: of each batch, int64[b].
-        stains: draws the stain in which each example is shown, where it can be in several; None for its own.
+        draws: of the numbers by which training sees some of an example (`Examples.show`); None to see all of it.
     """
     import torch
 
-    read = examples.read if stains is None else _in_random_stains(examples, stains)
+    read = examples.read if draws is None else _drawn(examples, draws)
 
     def load() -> Iterator[tuple[Tensor, Tensor]]:
         for chosen in rows:
@@ -254,10 +235,9 @@ def batches(
         yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
-def _in_random_stains(examples: Examples, stains: CipherStream) -> Callable[[NDArray[np.int64]], Inputs]:
-    """Each row in one of the stains, all alike likely."""
+def _drawn(examples: Examples, draws: CipherStream) -> Callable[[NDArray[np.int64]], Inputs]:
+    """Each row by a number of its own."""
     show = examples.show
     if show is None:
         return examples.read
-    n = examples.n_stains
-    return lambda rows: show(rows, (stains.uniform(len(rows)) * n).astype(np.int64))
+    return lambda rows: show(rows, (draws.uniform(len(rows)) * _DRAWS).astype(np.int64))

@@ -19,7 +19,7 @@ from wsi_fl.models.presets import HUB_FILES, PRESETS
 from wsi_fl.models.renaming import timm_named
 from wsi_fl.models.weights import digest_of, fit, published_weights, read_weights, refuse_file_name
 from wsi_fl.system.ordered import made_ahead
-from wsi_fl.types import WsiFlError, encoder_head, encoder_label
+from wsi_fl.types import WsiFlError, encoder_label
 
 T = TypeVar("T")
 
@@ -41,7 +41,6 @@ class Encoder:
         label: name, size that patches are resized to and digest of the weights, then transform and pooling; it tells
             whether features of two sites mean the same.
         parts: of the label after the digest, in words: mean, sd, size, pooling.
-        identity: what of the label a shard remembers; of timm's models what it was before labels told the transform.
         network: from pixels to features.
         n_features: d.
         device: where it runs; half precision on GPUs, single elsewhere.
@@ -83,7 +82,6 @@ class Encoder:
         size = f" at {self.input_px} px" if self.input_px else ""
         self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", parts)
         self.parts = parts
-        self.identity = self.label if name in PRESETS else encoder_head(self.label)
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
         side = self.input_px or own_px(network.model)

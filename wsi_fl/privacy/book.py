@@ -3,9 +3,7 @@
 Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
 A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
 files elsewhere that hold the number of lines and the SHA-256 of the file as it was when it was last written. They are
-read again, under a lock of their own, before each line that is written: so of two copies one spends. Lines of
-versions from before the chain have no `prev`; the next line that has one covers them all. Such lines after chained
-ones, where two versions share a ledger, are accepted as long as a head vouches for what was there before.
+read again, under a lock of their own, before each line that is written: so of two copies one spends.
 """
 
 from __future__ import annotations
@@ -70,17 +68,17 @@ class Entry(_Line):
     """One line of a ledger.
 
     Attributes:
-        run: the run's id; early lines hold the folder's name before it.
+        run: the run's id, after its folder's name where it has one.
         released: kind and SHA-256 of what may leave by this line; None where nothing does.
         mechanism: what was applied; None where there was no differential privacy.
-        plan: the rest of the privacy plan; None on early lines.
+        plan: the rest of the privacy plan; None where there was none.
         sending: whether the round is final: what it released is about to leave, for the first time or `again`.
         relayed: SHA-256 of a mixture of releases that is passed on, the round's among them.
         promise: SHA-256 of the site file that the run keeps.
         agreement: SHA-256 of the plan that the hospital signed; "" where none was asked for.
         approved: when it did.
         real: whether the site was a real hospital when it wrote the line.
-        prev: SHA-256 of the file before this line; None on lines from before the chain.
+        prev: SHA-256 of the file before this line.
     """
 
     run: str = Field(min_length=1, max_length=300)
@@ -99,7 +97,7 @@ class Entry(_Line):
     promise: str = ""
     agreement: str = ""
     approved: str = ""
-    prev: str | None = Field(None, pattern="^[0-9a-f]{64}$")
+    prev: str = Field(pattern="^[0-9a-f]{64}$")
 
     @property
     def run_id(self) -> str:
@@ -144,7 +142,7 @@ class Head(_Line):
 
 
 def run_id(run: str) -> str:
-    """Return the id of a run, without the folder's name that early ledgers put before it."""
+    """Return the id of a run, without the folder's name before it."""
     return run.rpartition(" ")[2]
 
 
@@ -166,18 +164,10 @@ class Book:
         self._read = 0
         self._so_far = hashlib.sha256()
         self._digests: list[str] = []
-        self._chained = False
-        self._unchained = 0
-        """The first line without `prev` after the last chained one, once there is one; 0 for none."""
-        if not self._catch_up_with_heads() and self._unchained and heads:
-            raise WsiFlError(
-                f"{path}: line {self._unchained} does not follow the lines before it, as an earlier version of wsi-fl "
-                "would have written it, and no head file vouches for them; put the newest backup of the ledger and its "
-                "ledger.head.json back"
-            )
+        self._catch_up_with_heads()
 
-    def _catch_up_with_heads(self) -> bool:
-        """Read on, and refuse unless what every head knows is a beginning of this file; return whether one knows any.
+    def _catch_up_with_heads(self) -> None:
+        """Read on, and refuse unless what every head knows is a beginning of this file.
 
         Raises:
             WsiFlError: when a head knows another file, or a longer one.
@@ -193,18 +183,13 @@ class Book:
                     f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
                     "whatever became of its studies"
                 )
-        return any(was.lines for was in known.values())
 
     def catch_up(self) -> None:
         """Read what this process and others have written since."""
         for line in self._new_lines():
             number = len(self._digests) + 1
             entry = _parsed(line, f"{self.path}: line {number}")
-            if entry.prev is None:
-                self._unchained = self._unchained or number * self._chained
-            elif entry.prev == self._so_far.hexdigest():
-                self._chained, self._unchained = True, 0
-            else:
+            if entry.prev != self._so_far.hexdigest():
                 raise WsiFlError(
                     f"{self.path}: line {number} does not follow the lines before it, which were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"

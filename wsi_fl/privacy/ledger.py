@@ -30,7 +30,7 @@ class PrivacyLedger:
 
     Args:
         run: the run's id, which identifies it for ever: a folder may be renamed or deleted, and a name given again.
-        includes: other entries of the same ledger, by what they call their run ("stain"), whose cost is part of
+        includes: other entries of the same ledger, by what they call their run ("oneshot"), whose cost is part of
             this run's; they are no rounds of it.
         heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
         named: what every line of training names: "promise", SHA-256 of the site file that the run keeps, and
@@ -128,16 +128,17 @@ class PrivacyLedger:
         """Make sure, as a run goes on, that what it kept of a round is what the ledger knows, and that it is final.
 
         Args:
-            kept: SHA-256 of it. Ledgers of earlier versions do not know it, and it is not compared then.
+            kept: SHA-256 of it.
 
         Raises:
             WsiFlError: when another job has made something else in this round meanwhile.
         """
         with self._book.locked():
             here = self._round(round_)
-            if here is not None and here.releases:
-                self._require_newest(round_, kept)
-            if here is not None and not here.final:
+            if here is None:
+                return
+            self._require_newest(round_, kept)
+            if not here.final:
                 self._append(self._line(round_) | {"sending": True})
 
     def _line(self, round_: int) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class PrivacyLedger:
 
     def _epsilon_with(self, round_: int, mechanism: Mechanism) -> float:
         """Return ε once this round has been recorded."""
-        entry = Entry.model_validate(self._entry(round_, mechanism, ""))
+        entry = Entry.model_validate(self._entry(round_, mechanism, "") | {"prev": "0" * 64})
         return epsilon(applied([*self._scope(self.terms.lifetime), entry]), self.terms.delta)
 
     def record(self, round_: int | None, mechanism: Mechanism | None, content: str = "") -> int:

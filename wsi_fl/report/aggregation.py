@@ -25,7 +25,7 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
     if not together:
         return None
     table = page.mpcpa
-    curve = table.get("curve", ()) if table else ()
+    curve = table["curve"] if table else ()
     return {
         "used": RULES[together["rule"]],
         "rules": [(RULES[name], scores) for name, scores in together["rules"].items()],

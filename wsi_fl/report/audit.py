@@ -54,7 +54,7 @@ def section(page: Page, colors: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _tests(audit: Json) -> str:
     """How many models are tested at which level, and what ε is about; nothing where no ε was tested."""
-    if not audit.get("tests"):  # none, or an audit of before it was said
+    if not audit["tests"]:
         return ""
     return f"{audit['tested']} {audit['adjacency']}"
 
@@ -71,7 +71,7 @@ def _findings(row: Json) -> list[words.Finding]:
         )
     if row["canaries"] and row["canaries"]["broken"]:
         planted = row["canaries"]
-        corrected = planted.get("epsilon_lower_corrected", planted["epsilon_lower"])
+        corrected = planted["epsilon_lower_corrected"]
         at_least, at_most = (words.number(value, 2) for value in (corrected, planted["epsilon_upper"]))
         text = f"{who}: ε is at least {at_least}, though the {row['guarantee']} one is {at_most}."
         found.append(words.Finding("bad", text))

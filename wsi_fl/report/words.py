@@ -45,8 +45,8 @@ def known(value: object) -> TypeGuard[float]:
 
 
 def scores_of(evaluation: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of an evaluation's scores, the most telling first; those of earlier versions are of classes."""
-    return tuple(evaluation.get("scores", ("accuracy", "macro_accuracy", "auroc")))
+    """Return the names of an evaluation's scores, the most telling first."""
+    return tuple(evaluation["scores"])
 
 
 def number(value: Any, digits: int = 3) -> str:

@@ -23,6 +23,7 @@ from wsi_fl.types import UsageError, WsiFlError
 _NAME = re.compile(r"[a-z]+-[^/\\\x00-\x1f\x7f]{1,120}")
 _ROSTER = {"site": str, "event": str}
 """What the lines of a roster have."""
+_MANIFEST = ("id", "config_sha256")
 _SUMMARY = ("run", "method", "seconds", "sites", "lost", "communication")
 _EVALUATION = ("run", "sites", "merged")
 
@@ -82,7 +83,7 @@ class RunFolder:
         Raises:
             WsiFlError: when it is missing or damaged.
         """
-        return read_sealed(self.path / "manifest.json", (), "put its backup back, or start a new run")
+        return read_sealed(self.path / "manifest.json", _MANIFEST, "put its backup back, or start a new run")
 
     def write_manifest(self, document: Mapping[str, Any]) -> None:
         """Write the document that describes the run."""
@@ -91,7 +92,7 @@ class RunFolder:
     @property
     def id(self) -> str:
         """Return what identifies the run, whatever its folder is called; "" for a plan that is not run."""
-        return str(self.manifest.get("id", "")) if (self.path / "manifest.json").exists() else ""
+        return str(self.manifest["id"]) if (self.path / "manifest.json").exists() else ""
 
     @property
     def agreement(self) -> str:
@@ -115,8 +116,7 @@ class RunFolder:
             UsageError: when config.toml is no longer what the manifest remembers.
         """
         text = (self.path / "config.toml").read_bytes()
-        known = self.manifest.get("config_sha256")
-        if known and hashlib.sha256(text).hexdigest() != known:
+        if hashlib.sha256(text).hexdigest() != self.manifest["config_sha256"]:
             raise UsageError(
                 f"{self.path / 'config.toml'}: changed since the run began, and a run keeps its settings; "
                 "put it back as it was, or start a new run"

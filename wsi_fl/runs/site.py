@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _BUFFER = "buffer.safetensors"
 PIXELS = "pixels_sha256"
-"""The fact of a store that tells its pixels; early versions noted none."""
+"""The fact of a store that tells its pixels."""
 SITE_FILE = "site.toml"
 """The site file as it was when the run began."""
 _ADVICE = "put its backup back, or start a new run"
@@ -49,11 +49,11 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 """What the lines of a run's files have."""
 
 
-Kept = Literal["plan", "spending", "canaries", "package", "choice", "tuned", "counts", "scores"]
-"""What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds (or, from early
-versions, its batch size and σ), the canaries planted among its rows, the images that it learns from, what answers
-best: {"with": "private", "proxy", "mean" or "stack", "by": …}, the settings that it chose for its own model, the counts
-of its test part that it lets go, and what all hospitals told of theirs."""
+Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
+"""What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
+planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean" or
+"stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets go, and what
+all hospitals told of theirs."""
 
 
 class SiteFolder:
@@ -75,17 +75,13 @@ class SiteFolder:
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        kept = self._store() or {}
-        known = {"sha256": digest} | kept
-        pixels = facts.get(PIXELS)
-        if known["sha256"] != digest or kept.get(PIXELS, pixels) != pixels:
+        kept = self._store()
+        if kept is None:
+            write_sealed(self.path / "store.json", {**facts, "sha256": digest})
+        elif kept["sha256"] != digest or kept.get(PIXELS) != facts.get(PIXELS):
             raise UsageError(
                 f"site {self.path.name}: its store was made anew since this run began; start a new run"
             )
-        if (
-            not kept or not facts.keys() <= kept.keys()
-        ):  # a new run, or one of an earlier version, which noted less
-            write_sealed(self.path / "store.json", {**facts, **known})
 
     def store_digest(self) -> str | None:
         """What `remember_store` noted."""
@@ -93,26 +89,27 @@ class SiteFolder:
         return str(kept["sha256"]) if kept else None
 
     def store_facts(self) -> dict[str, Any]:
-        """The facts that `remember_store` noted."""
-        return {k: v for k, v in (self._store() or {}).items() if k != "sha256"}
+        """Return the facts that `remember_store` noted; WsiFlError where it noted nothing."""
+        kept = read_sealed(self.path / "store.json", ("sha256",), _ADVICE)
+        return {k: v for k, v in kept.items() if k != "sha256"}
 
     def _store(self) -> dict[str, Any] | None:
         return _optional(self.path / "store.json", "sha256")
 
-    def remember_released(self, what: Literal["stain", "release"], digests: Mapping[str, str]) -> None:
-        """Note which stains the site's examples are shown in, or whose sums it begins with: {site: digest}.
+    def remember_released(self, digests: Mapping[str, str]) -> None:
+        """Note whose released sums the site begins with: {site: digest}.
 
         Raises:
             UsageError: when they are others than those the run began with.
         """
-        path = self.path / f"{what}s.json"
+        path = self.path / "releases.json"
         began = read_object(path, _ADVICE) if path.exists() else None
         if began is None:
             write_json(path, dict(digests))  # a site may be called `digest`
         elif changed := sorted(name for name in {*began, *digests} if began.get(name) != digests.get(name)):
             raise UsageError(
-                f"site {self.path.name}: the {what} of {changed[0]} was released anew since this run began; start a "
-                f"new run, or put the earlier file back into {what}s/"
+                f"site {self.path.name}: the release of {changed[0]} was made anew since this run began; start a "
+                "new run, or put the earlier file back into releases/"
             )
 
     def choice(self) -> str | None:

@@ -66,13 +66,11 @@ def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
     return np.fromiter((crc32(row) for row in rows), np.uint32)
 
 
-def check_rows(
-    sums: Sums | None, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]
-) -> None:
+def check_rows(sums: Sums, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
     """Compare values that were read with what is remembered of them.
 
     Args:
-        sums: of all rows; None where nothing is remembered, as in files of early versions.
+        sums: of all rows.
         rows: int64[b], which rows the values are.
         values: [b, ...], contiguous.
         name: what a row is called.
@@ -80,8 +78,6 @@ def check_rows(
     Raises:
         ValueError: naming the first row that differs.
     """
-    if sums is None:
-        return
     for k in np.flatnonzero(~sums.seen[rows]):
         row = int(rows[k])
         try:
@@ -90,22 +86,20 @@ def check_rows(
             raise ValueError(f"{name(row)}: {error}") from None
 
 
-def sums_of(node: Any, n: int, name: str = ROWS) -> Sums | None:
-    """Return the checksums of a file's n rows; None where it has none.
+def sums_of(node: Any, n: int) -> Sums:
+    """Return the checksums of a file's n rows.
 
     Raises:
         KeyError, ValueError: when they were lost or cut.
     """
-    if HEAD not in node.attrs and name not in node:
-        return None
-    values = node[name][:]
+    values = node[ROWS][:]
     if values.shape != (n,):
         raise ValueError("not a checksum for every row")
     return Sums(values, np.zeros(n, np.bool_))
 
 
 def shard_sum(shard: Any) -> int:
-    """Return the checksum of the checksums of a shard's patches, which tells its pixels; 0 where it has none."""
+    """Return the checksum of the checksums of a shard's patches, which tells its pixels; 0 where it holds none."""
     return crc_of(shard[ROWS][:]) if ROWS in shard else 0
 
 
@@ -115,12 +109,12 @@ def seal(node: Any, rows: Collection[str] = ()) -> None:
 
 
 def check_seal(node: Any, rows: Collection[str] = ()) -> None:
-    """Compare a file with what `seal` remembered; one of an early version remembers nothing.
+    """Compare a file with what `seal` remembered.
 
     Raises:
-        ValueError: when they differ.
+        KeyError, ValueError: when that was lost, or differs.
     """
-    if HEAD in node.attrs and int(node.attrs[HEAD]) != _head(node, rows):
+    if int(node.attrs[HEAD]) != _head(node, rows):
         raise ValueError(f"columns or attributes: {CHANGED}")
 
 

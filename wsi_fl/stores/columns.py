@@ -43,7 +43,6 @@ class _Head:
 
     path: Path
     n: int
-    version: int
     widths: tuple[int, ...]
     """Bytes of its longest slide, patient and split."""
 
@@ -62,7 +61,7 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
     counts = {split: np.zeros(len(meta.classes), np.int64) for split in SPLITS}
     n_bytes = n * (sum(widths) + ROW_BYTES) + len(heads) * SLIDE_BYTES
     with atomic(path) as temporary, created(temporary, n_bytes) as file:
-        write_root(file, meta, max((head.version for head in heads), default=1))
+        write_root(file, meta)
         file.create_dataset("xy_l0", (n, 2), np.int64)
         file.create_dataset("label", (n,), np.int64)
         file.create_dataset("tumor_fraction", (n,), np.float32)
@@ -128,7 +127,7 @@ def _head(path: Path, spec: GridSpec) -> _Head:
         widths = [len(str(file.attrs[name]).encode()) or 1 for name in _TEXTS]
         if "patient" in file:  # stands for the attribute
             widths[1] = file["patient"].dtype.itemsize
-        return _Head(path, len(file["label"]), int(file.attrs["version"]), tuple(widths))
+        return _Head(path, len(file["label"]), tuple(widths))
 
 
 def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> tuple[str, int]:

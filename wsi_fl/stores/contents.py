@@ -69,15 +69,15 @@ class Rows(Protocol):
         n: how many there are.
         shape: (height, width, channels) of each.
         threaded: whether several threads gain anything.
-        sums: their checksums; None where there are none.
-        known: whether damage of every bit is found: there are checksums, or nothing to be damaged.
+        sums: their checksums; None where the shard holds no pixels.
     """
 
     n: int
     shape: tuple[int, int, int]
     threaded: bool
-    sums: Sums | None
-    known: bool
+
+    @property
+    def sums(self) -> Sums | None: ...
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
         """Puts the patches `rows` of the shard at the positions `at` of `out`; any thread may call it.
@@ -88,7 +88,7 @@ class Rows(Protocol):
         ...
 
     def verify(self, row: int) -> None:
-        """Read one patch of the shard, decoded only where nothing else tells damage; raises as `read` does."""
+        """Compare one patch of the shard with its checksum, without decoding it; raises as `read` does."""
         ...
 
 
@@ -103,7 +103,7 @@ def rows_of(
     Raises:
         WsiFlError, KeyError, ValueError: when it lacks something.
     """
-    content = str(shard.attrs.get("content", "raw"))
+    content = str(shard.attrs["content"])
     if content == "raw":
         pixels = shard["pixels"]
         return _RawRows(pixels, sums_of(shard, len(pixels)) if sums is None else sums)
@@ -130,8 +130,8 @@ def source_of(shard: h5py.Group) -> SlideSource:
 class _RawRows:
     threaded = False  # HDF5 lets in one thread at a time
 
-    def __init__(self, pixels: h5py.Dataset, sums: Sums | None) -> None:
-        self._pixels, self.sums, self.known = pixels, sums, sums is not None
+    def __init__(self, pixels: h5py.Dataset, sums: Sums) -> None:
+        self._pixels, self.sums = pixels, sums
         self.n, *shape = pixels.shape
         self.shape: tuple[int, int, int] = tuple(shape)
 
@@ -144,23 +144,19 @@ class _RawRows:
 
     def _chunk(self, row: int) -> bytes:
         chunk: bytes = self._pixels.id.read_direct_chunk((row, 0, 0, 0))[1]
-        if self.sums is not None:
-            self.sums.check(row, chunk)
+        self.sums.check(row, chunk)
         return chunk
 
 
 class _StreamRows:
     threaded = True
 
-    def __init__(
-        self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: Sums | None
-    ) -> None:
+    def __init__(self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: Sums) -> None:
         self.n, self.shape = len(start) - 1, (size_px, size_px, 3)
         whole = start.ndim == 1 and len(start) and start[0] == 0 and start[-1] == data.size
         if data.ndim != 1 or not whole or (start[1:] < start[:-1]).any():
             raise ValueError("start does not divide bytes into streams")
-        self._data, self._start = data, start.astype(np.int64)
-        self.sums, self.known = sums, sums is not None
+        self._data, self._start, self.sums = data, start.astype(np.int64), sums
         self._offset = data.id.get_offset()  # None unless contiguous
         self._descriptor = int(data.file.id.get_vfd_handle()) if self._offset is not None else -1
 
@@ -169,9 +165,7 @@ class _StreamRows:
             jpeg.decode(self._stream(int(row)), out[position])
 
     def verify(self, row: int) -> None:
-        stream = self._stream(row)
-        if not self.known:
-            jpeg.decode(stream, np.empty(self.shape, np.uint8))
+        self._stream(row)
 
     def _stream(self, row: int) -> bytes:
         """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
@@ -180,15 +174,13 @@ class _StreamRows:
             stream = bytes(self._data[first:last])
         else:
             stream = os.pread(self._descriptor, last - first, self._offset + first)
-        if self.sums is not None:
-            self.sums.check(row, stream)
+        self.sums.check(row, stream)
         return stream
 
 
 class _SlideRows:
     threaded = False  # whoever reads slides has threads of his own
-    sums: Sums | None = None
-    known = True
+    sums = None
 
     def __init__(
         self, source: SlideSource, spec: GridSpec, xy_l0: NDArray[np.int64], read_slide: ReadSlide | None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, DAMAGE, ROWS, crc_of, seal, sums_of
 from wsi_fl.stores.fields import (
+    VERSION,
     encoded_text,
     first_line,
     json_attribute,
@@ -29,7 +30,6 @@ from wsi_fl.system.files import atomic
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 FEATURE_FORMAT = "wsi-fl feature store"
-FEATURE_VERSION = 1
 UNPLACED = -1
 """In the place of both coordinates of a patch where nobody knows them."""
 BAG = ("features", "xy_l0")
@@ -127,7 +127,7 @@ def write_features(
 def _root_attrs(meta: FeatureMeta) -> dict[str, Any]:
     said = {
         "format": FEATURE_FORMAT,
-        "version": FEATURE_VERSION,
+        "version": VERSION,
         "tool_version": __version__,
         "site": meta.site,
         "classes": json.dumps(meta.classes),
@@ -176,7 +176,7 @@ class FeatureStore(StoreFile):
         mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
     """
 
-    format = FEATURE_FORMAT, FEATURE_VERSION
+    format = FEATURE_FORMAT
     command = "mosaic"
     rows = BAG
 
@@ -225,7 +225,7 @@ class FeatureStore(StoreFile):
         try:
             cluster, weight = (file[name][rows] if name in file else None for name in ("cluster", "weight"))
             bag = Bag(file["features"][rows], file["xy_l0"][rows], cluster, weight)
-            if self._sums is not None and bag.crc32 != self._sums.values[k]:
+            if bag.crc32 != self._sums.values[k]:
                 raise ValueError(CHANGED)
         except DAMAGE as error:
             raise WsiFlError(

@@ -23,8 +23,8 @@ STORE_FORMAT = "wsi-fl patch store"
 SHARD_FORMAT = "wsi-fl patch shard"
 
 
-VERSION = 2
-"""The newest that is read; a file says the lowest version whose readers understand it (FORMAT.md)."""
+VERSION = 1
+"""Of all formats here: a file of another one is refused."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ def spec_attrs(spec: GridSpec) -> dict[str, Any]:
     return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
 
 
-def write_root(file: h5py.File, meta: StoreMeta, version: int) -> None:
+def write_root(file: h5py.File, meta: StoreMeta) -> None:
     """The root attributes of `patches.h5`."""
     file.attrs.update(
         spec_attrs(meta.spec)
         | {
             "format": STORE_FORMAT,
-            "version": version,
+            "version": VERSION,
             "tool_version": __version__,
             "site": meta.site,
             "classes": json.dumps(meta.classes),
@@ -97,14 +97,14 @@ def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str
     return {f"{what}_xy_l0": corners, f"{what}_reason": encoded_text(why for _, _, why in marked)}
 
 
-def check_format(node: Any, expected: str, path: Path, newest: int = VERSION) -> None:
+def check_format(node: Any, expected: str, path: Path) -> None:
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
         raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
-    if version not in range(1, newest + 1):
+    if version != VERSION:
         raise WsiFlError(
-            f"{path}: {expected} version {version}, this wsi-fl reads up to {newest}; "
-            "update wsi-fl or make it again"
+            f"{path}: {expected} version {version}, this wsi-fl reads version {VERSION}; "
+            "update wsi-fl, or make it again"
         )
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 import h5py
 
-from wsi_fl.stores.checksums import DAMAGE, HEAD, check_seal
+from wsi_fl.stores.checksums import DAMAGE, check_seal
 from wsi_fl.stores.fields import check_format, first_line, too_large
 from wsi_fl.stores.hdf5 import opened
 from wsi_fl.types import WsiFlError
@@ -18,17 +18,16 @@ class StoreFile:
 
     Attributes:
         path: of the file.
-        format: that it must say, and the newest version that is read.
+        format: that it must say.
         command: which makes such files.
-        sealed: whether it has checksums; files of early versions have none.
         rows: the datasets whose rows have checksums of their own.
 
     Raises:
-        WsiFlError: when the file is missing, damaged, of another format or of a newer version, or says that it holds
+        WsiFlError: when the file is missing, damaged, of another format or version, or says that it holds
             more than fits into memory.
     """
 
-    format: ClassVar[tuple[str, int]]
+    format: ClassVar[str]
     command: ClassVar[str]
     rows: ClassVar[tuple[str, ...]] = ()
 
@@ -41,10 +40,9 @@ class StoreFile:
         except OSError as error:
             raise WsiFlError(f"{path}: not a readable HDF5 file ({first_line(error)}); {self.mend}") from None
         try:
-            check_format(self._file, self.format[0], path, self.format[1])
+            check_format(self._file, self.format, path)
             self._load(self._file)
             check_seal(self._file, self.rows)
-            self.sealed = HEAD in self._file.attrs
         except DAMAGE as error:
             self._file.close()
             raise WsiFlError(f"{path}: damaged ({first_line(error)}); {self.mend}") from None

@@ -14,14 +14,13 @@ import numpy as np
 from wsi_fl import __version__
 from wsi_fl.stores.checksums import CHANGED, ROWS, seal, sums_of
 from wsi_fl.stores.features import BAG, Bag
-from wsi_fl.stores.fields import Marked, marked_columns, read_marked, read_spec, spec_attrs
+from wsi_fl.stores.fields import VERSION, Marked, marked_columns, read_marked, read_spec, spec_attrs
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.stores.hdf5 import created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, WsiFlError
 
 SHARD_FORMAT = "wsi-fl mosaic shard"
-SHARD_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def write_mosaic(path: Path, shard: MosaicShard) -> None:
     with atomic(path) as temporary, created(temporary, n_bytes) as file:
         file.attrs.update(
             spec_attrs(shard.spec)
-            | {"format": SHARD_FORMAT, "version": SHARD_VERSION, "tool_version": __version__}
+            | {"format": SHARD_FORMAT, "version": VERSION, "tool_version": __version__}
             | {name: getattr(shard, name) for name in _ATTRIBUTES}
         )
         file["features"] = bag.features.astype(np.float32, copy=False)
@@ -94,7 +93,7 @@ def current_mosaic(path: Path, wanted: str) -> bool | None:
 
 
 class _Shard(StoreFile):
-    format = SHARD_FORMAT, SHARD_VERSION
+    format = SHARD_FORMAT
     command = "mosaic"
     rows = BAG
 
@@ -105,8 +104,7 @@ class _Shard(StoreFile):
     def _load(self, file: h5py.File) -> None:
         attrs = file.attrs
         bag = Bag(file["features"][:], file["xy_l0"][:], file["cluster"][:], file["weight"][:])
-        sums = sums_of(file, 1)
-        if sums is not None and bag.crc32 != sums.values[0]:
+        if bag.crc32 != sums_of(file, 1).values[0]:
             raise ValueError(f"features: {CHANGED}")
         self.content = MosaicShard(
             spec=read_spec(attrs),
@@ -122,7 +120,7 @@ def read_mosaic(path: Path) -> MosaicShard:
     """Return a shard as it was written.
 
     Raises:
-        WsiFlError: when it is missing, damaged, of another format or of a newer version.
+        WsiFlError: when it is missing, damaged, of another format or version.
     """
     with _Shard(path) as shard:
         return shard.content

@@ -24,7 +24,6 @@ from wsi_fl.stores.contents import PIXELS, ReadSlide, Rows, SlideUnreadable, row
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
     STORE_FORMAT,
-    VERSION,
     check_format,
     first_line,
     patients_of,
@@ -54,13 +53,12 @@ class PatchStore(StoreFile):
 
     Attributes:
         meta: site, classes and grid.
-        version: of the format of `patches.h5`.
         table: the columns of all n patches.
         slides: slide names in row order.
-        shard_sums: slide → what tells the pixels of its shard; None where an early version wrote the store.
+        shard_sums: slide → what tells the pixels of its shard; 0 where that holds none.
     """
 
-    format = STORE_FORMAT, VERSION
+    format = STORE_FORMAT
     command = "tile"
 
     def __init__(self, path: Path, read_slide: ReadSlide | None = None) -> None:
@@ -68,15 +66,12 @@ class PatchStore(StoreFile):
         super().__init__(path)
 
     def _load(self, file: h5py.File) -> None:
-        self.version = int(file.attrs["version"])
         self.meta = read_meta(file)
         self.table = read_table(file, len(self.meta.classes))
         names, first, counts = np.unique(self.table.slide, return_index=True, return_counts=True)
         order = np.argsort(first)
         self.slides = [str(name) for name in names[order]]
-        self.shard_sums = (
-            dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True)) if SHARDS in file else None
-        )
+        self.shard_sums = dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True))
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
         self._sums: dict[str, Sums] = {}
@@ -111,11 +106,8 @@ class PatchStore(StoreFile):
         maker = "partition" if meta.generator is None else "synthesize sample"
         return f"put its backup back, or make it anew with `wsi-fl {maker}`"
 
-    def verify(self, slide: str) -> tuple[list[int], bool]:
-        """Read all that the store holds of a slide.
-
-        Returns:
-            The damaged rows, and whether all damage is found: shards of early versions know nothing of their bytes.
+    def verify(self, slide: str) -> list[int]:
+        """Read all that the store holds of a slide; return the damaged rows.
 
         Raises:
             WsiFlError: when the shard is missing, damaged outside its patches, or of other patches.
@@ -129,7 +121,7 @@ class PatchStore(StoreFile):
                     f"{self.path}: the shard of slide {slide} is damaged ({first_line(error)}); {self.mend}"
                 ) from None
             first = self._rows[slide].start
-            return [first + row for row in damaged_rows(patches)], patches.known
+            return [first + row for row in damaged_rows(patches)]
 
     @cached_property
     def channels(self) -> int:
@@ -191,7 +183,7 @@ class PatchStore(StoreFile):
             and np.array_equal(group["label"], table.label)
             and np.array_equal(group["tumor_fraction"], table.tumor_fraction, equal_nan=True)
         )
-        if known := (self.shard_sums or {}).get(slide):
+        if known := self.shard_sums[slide]:
             same = same and shard_sum(group) == known
         else:
             patients = patients_of(group, len(table))

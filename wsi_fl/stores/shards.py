@@ -20,18 +20,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.stores.checksums import DAMAGE, HEAD, ROWS, SHARDS, check_seal, crc_of, seal, shard_sum
+from wsi_fl.stores.checksums import DAMAGE, ROWS, SHARDS, check_seal, crc_of, seal, shard_sum
 from wsi_fl.stores.columns import ROW_BYTES, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
+    VERSION,
     Marked,
     StoreMeta,
     check_format,
     encoded_text,
     first_line,
     marked_columns,
-    patients_of,
     read_marked,
     spec_attrs,
     write_root,
@@ -69,11 +69,7 @@ _ALL_READ: Unread = MappingProxyType({})
 def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
     """SHA-256 over all that decides a shard's content: slide, grid, split, planned positions and labels, storage."""
     said = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
-    said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px]
-    if meta.wanted != "raw":  # said nothing in version 1, whose shards stay current
-        said.append(meta.wanted)
-    if meta.aside:
-        said.append(meta.aside)
+    said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px, meta.wanted, meta.aside]
     digest = hashlib.sha256(json.dumps(said).encode())
     for column in (table.xy_l0, table.label, table.tumor_fraction):
         digest.update(np.ascontiguousarray(column).tobytes())
@@ -96,8 +92,6 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
             check_seal(file, PIXELS)
             if file.attrs["fingerprint"] != fingerprint(meta, table):
                 return "parameters or slide changed"
-            if HEAD not in file.attrs:  # else both are known to be what the fingerprint was made of
-                _check_plan(file, meta, table)
             patches = rows_of(file["/"], meta.spec, None)
             whole = patches.n == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
             if not whole or next(damaged_rows(patches), None) is not None:
@@ -107,28 +101,10 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
     return None
 
 
-def _check_plan(file: h5py.File, meta: ShardMeta, planned: PatchTable) -> None:
-    """Compare a shard's attributes and columns with the plan, but for rows that could not be read."""
-    unread = {(x, y) for x, y, _ in read_marked(file, "unread")}
-    table = planned.take(np.array([(x, y) not in unread for x, y in planned.xy_l0.tolist()], np.bool_))
-    said = {name: getattr(meta, name) for name in ("slide", "patient", "split", "quickhash")}
-    same = (
-        len(table) + len(unread) == len(planned)
-        and read_marked(file, "aside") == meta.aside
-        and np.array_equal(patients_of(file, len(table)), table.patient)
-        and all(file.attrs[name] == value for name, value in (said | spec_attrs(meta.spec)).items())
-        and np.array_equal(file["xy_l0"], table.xy_l0)
-        and np.array_equal(file["label"], table.label)
-        and np.array_equal(file["tumor_fraction"], table.tumor_fraction, equal_nan=True)
-    )
-    if not same:
-        raise ValueError("columns are not as planned")
-
-
 def content_of(path: Path) -> tuple[str, Marked]:
     """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
     with opened(path) as file:
-        return str(file.attrs.get("content", "raw")), read_marked(file, "unread")
+        return str(file.attrs["content"]), read_marked(file, "unread")
 
 
 def write_shard(
@@ -154,6 +130,7 @@ def write_shard(
     n, size = len(table) - len(unread), meta.spec.size_px
     room = n * size * size * channels
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
+        file.attrs["content"] = "raw"
         seal(file)
         (at,) = _allocated(file, ROWS, (n,), h5py.h5t.STD_U32LE)
         offsets = _allocated(file, "pixels", (n, size, size, channels))
@@ -220,7 +197,7 @@ def write_streams(
             sums.append(crc32(stream))
             start.append(start[-1] + len(stream))
         _check_count(path, len(start) - 1, len(table) - len(unread))
-        with _filled(final, meta, table, unread, start[-1], version=2) as file:
+        with _filled(final, meta, table, unread, start[-1]) as file:
             file.attrs.update({"content": meta.wanted, "lossy": quality is not None})
             file["start"] = np.array(start, np.uint64)
             file[ROWS] = np.array(sums, np.uint32)
@@ -239,7 +216,7 @@ def write_positions(
     unread: Unread = _ALL_READ,
 ) -> None:
     """Writes one slide's columns atomically, and where the slide is instead of pixels."""
-    with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0, version=2) as file:
+    with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0) as file:
         file.attrs.update(
             {
                 "content": "none",
@@ -253,7 +230,7 @@ def write_positions(
 
 @contextmanager
 def _filled(
-    path: Path, meta: ShardMeta, planned: PatchTable, unread: Unread, n_bytes: int, *, version: int = 1
+    path: Path, meta: ShardMeta, planned: PatchTable, unread: Unread, n_bytes: int
 ) -> Iterator[h5py.File]:
     """A new shard with everything but its pixels."""
     left_out = sorted(unread)
@@ -265,7 +242,7 @@ def _filled(
             spec_attrs(meta.spec)
             | {
                 "format": SHARD_FORMAT,
-                "version": version,
+                "version": VERSION,
                 "tool_version": __version__,
                 "slide": meta.slide,
                 "patient": meta.patient,
@@ -305,7 +282,7 @@ def pack(source: Path, target: Path) -> None:
 
 
 def _copy_into(file: h5py.File, store: PatchStore) -> None:
-    write_root(file, store.meta, store.version)
+    write_root(file, store.meta)
     write_table(file, store.table)
     slides = file.create_group("slides", track_order=True)
     for name in store.slides:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wsi_fl.runs.site import SITE_FILE
-from wsi_fl.study.pipeline import REMOVED, Pipeline
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
 from wsi_fl.study.toml import toml_or_repr, toml_value, validated
 from wsi_fl.types import UsageError, natural, strange_character
@@ -63,10 +63,6 @@ class Study:
     def features(self, site: str) -> Path:
         """The features of a site's patches."""
         return self.root / "stores" / site / "features.h5"
-
-    def stain(self, site: str) -> Path:
-        """A site's released stain, its own or a copy of another's."""
-        return self.root / "stains" / f"{site}.json"
 
     def release(self, site: str) -> Path:
         """A site's released sums, its own or a copy of another's."""
@@ -126,7 +122,7 @@ class Study:
         return began if gone else as_agreed(began, self._site_today(name))
 
     def site_of_run(self, name: str) -> SiteFile | None:
-        """The site file that the run keeps; None without one, as in runs of earlier versions."""
+        """The site file that the run keeps; None without one."""
         kept = self._run / "sites" / name / SITE_FILE if self._run else None
         return validated(SiteFile, _read_toml(kept), self._label(kept)) if kept and kept.is_file() else None
 
@@ -206,7 +202,7 @@ class Study:
     def _resolved(self, path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         if path in seen:
             raise UsageError(f"{self._label(path)}: extends itself")
-        values = _read_pipeline(path)
+        values = _read_toml(path)
         base = values.pop("extends", None)
         if base is None:
             return values
@@ -230,18 +226,8 @@ def _shown(value: Any) -> str:
 
 
 def load_pipeline(path: Path) -> Pipeline:
-    """Return the complete pipeline that a run keeps, without keys that were removed since."""
-    return validated(Pipeline, _read_pipeline(path), path.name)
-
-
-def _read_pipeline(path: Path) -> dict[str, Any]:
-    """Return what a pipeline file says; config.toml of a run may name keys that were removed since."""
-    values = _read_toml(path)
-    if path.name == "config.toml":
-        for section, key in (name.split(".") for name in REMOVED):
-            if isinstance(content := values.get(section), dict):
-                content.pop(key, None)
-    return values
+    """Return the complete pipeline that a run keeps."""
+    return validated(Pipeline, _read_toml(path), path.name)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -6,14 +6,13 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator
 
 from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
-from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Stain, Store, Tile, Tissue
+from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Store, Tile, Tissue
 from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, refuse_twice
 
 
@@ -197,12 +196,6 @@ class Predict(Section):
     validation split, or the private model without one. `stack` mixes both with the weight that suits the site's own
     rows, and lets all classes count alike; it needs `train.tune`, or a validation split."""
 
-    @field_validator("with_", mode="before")
-    @classmethod
-    def _as_it_is_called_now(cls, value: object) -> object:
-        """Pipelines of before say "competence", a rule whose place `stack` has taken."""
-        return "stack" if value == "competence" else value
-
     threshold: float = Field(0.5, gt=0, le=1)
     """Probability from which on a patch is outlined and counted as tumour."""
     top_k: int = Field(20, ge=1, le=1_000_000)
@@ -218,17 +211,8 @@ class Report(Section):
     the extra of its name; nothing is sent anywhere."""
 
 
-REMOVED = {
-    "train.listen": "what the proxy is worth to α gained nothing, so α is what train.alpha says; leave it out",
-    "privacy.grad_mode": "each model gets ghost clipping where that can be, else Opacus's hooks; leave it out",
-}
-"""Keys of earlier versions: why they went, and what to do. Pipelines that runs of before keep may have them."""
-
-
 class Pipeline(Section):
     """One study: what is done, with which settings."""
-
-    removed: ClassVar[Mapping[str, str]] = REMOVED
 
     sites: list[SiteName] | None = Field(None, min_length=1, max_length=10_000)
     """Names of the sites that take part, in order. By default every site of the study."""
@@ -242,7 +226,6 @@ class Pipeline(Section):
     without it healthy and tumour."""
     mosaic: Mosaic = Mosaic()
     features: Features = Features()
-    stain: Stain = Stain()
     train: Train = Train()
     target: Target = Target()
     model: Model = Model()

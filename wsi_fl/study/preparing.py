@@ -1,4 +1,4 @@
-"""The sections of a pipeline that say what is made of slides: patches, mosaics, features, stains."""
+"""The sections of a pipeline that say what is made of slides: patches, mosaics, features."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section
+from wsi_fl.study.toml import MOST_SEED, Section
 
 
 class Slides(Section):
@@ -145,17 +145,3 @@ class Features(Section):
     the same."""
     batch_size: int | None = Field(None, ge=1, le=100_000)
     """Number of patches that go through the encoder together. By default `mosaic.batch_size`."""
-
-
-class Stain(Section):
-    """How a site's stain is measured on its training rows, released with noise, and used by other sites."""
-
-    method: Literal["reinhard", "macenko"] = "reinhard"
-    """What describes a stain: mean and spread of the tissue's colour in CIELAB (`reinhard`, Reinhard et al. 2001), or
-    the absorption of its two dyes (`macenko`, Macenko et al. 2009)."""
-    sigma: float = Field(8.0, ge=LEAST_SIGMA, le=1_000_000)
-    """Noise multiplier of the release: more noise makes a coarser stain and a smaller ε."""
-    clip: float = Field(1.5, ge=1e-6, le=1e6)
-    """Norm to which the numbers of one row (or patient) are clipped before they are averaged."""
-    exchange: bool = False
-    """Whether training shows each patch in its own stain or, equally likely, in another site's released stain."""

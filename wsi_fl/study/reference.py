@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from wsi_fl.study.pipeline import REMOVED, Pipeline
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_or_repr
 from wsi_fl.types import UsageError
@@ -45,8 +45,6 @@ def keys(prefix: str = "") -> list[dict[str, Any]]:
     """
     every = [row for _, _, rows in _sections() for row in rows]
     found = [row for row in every if not prefix or f"{row['key']}.".startswith(f"{prefix}.")]
-    if why := REMOVED.get(prefix):
-        raise UsageError(f"{prefix} was removed: {why}")
     if not found:
         known = [row["key"] for row in every]
         close = difflib.get_close_matches(prefix, [*known, *{key.split(".")[0] for key in known}], 1)

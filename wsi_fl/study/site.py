@@ -43,9 +43,6 @@ class SiteFile(Section):
     """Names of the columns of a clinical table (layout tcga) where they are not the GDC's names."""
     manifest: str | list[str] | None = None
     """Path of the GDC's manifest, or a list of them (layout tcga); it says which files the archive should hold."""
-    verify: bool | None = None
-    """Whether the size and MD5 of each slide are compared with the manifest when it is first used. By default they
-    are; the digests are remembered."""
     slide_types: list[Literal["DX", "TS", "BS", "MS"]] | None = Field(None, min_length=1)
     """Kinds of slides that are taken (layout tcga). By default diagnostic slides, ["DX"]; TS and BS are frozen
     sections."""

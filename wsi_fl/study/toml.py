@@ -108,8 +108,6 @@ def _explain(model: type[BaseModel], error: Mapping[str, Any]) -> str:
     """The key, what is wrong with it, and what is allowed."""
     location = [str(part) for part in error["loc"] if part not in _NOT_KEYS]
     key = ".".join(location)
-    if why := getattr(model, "removed", {}).get(key):
-        return f"{key} was removed: {why}"
     if error["type"] == "extra_forbidden":
         known = _fields_at(model, location[:-1])
         close = difflib.get_close_matches(location[-1], known, 1)

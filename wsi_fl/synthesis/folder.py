@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.synthesis.state import TrainingState
-from wsi_fl.system.files import append_line, is_sealed, read_lines, read_sealed, write_sealed, write_text
-from wsi_fl.system.tensors import check_tensors, load_tensors, save_tensors
+from wsi_fl.system.files import append_line, read_lines, read_sealed, write_sealed, write_text
+from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, one_line
 
 Phase = Literal["before", "after", "denoiser"]
@@ -31,7 +31,7 @@ Phase = Literal["before", "after", "denoiser"]
 Network = TypeVar("Network", bound=nn.Module)
 
 _KEPT = 2
-_VERDICT = ("passed", "reasons", "generator")
+_VERDICT = ("passed", "reasons", "generator", "criteria")
 _KEYS = ("site", "settings", "store", "phases", "finished")
 
 
@@ -86,15 +86,15 @@ class GeneratorFolder:
         """Write the verdict, and a digest of it."""
         write_sealed(self.check_path, verdict)
 
-    def everything(self) -> list[tuple[str, Callable[[], bool]]]:
-        """Return the name of each file, and what reads it whole: it returns whether all damage is found."""
+    def everything(self) -> list[tuple[str, Callable[[], object]]]:
+        """Return the name of each file, and what reads it whole."""
         documents = ((self.path / self.name, self.document), (self.check_path, self.check))
         networks = sorted(self.path.glob("*.safetensors"))
         states = [(self._state_path(k), "checkpoint", self._advice_of(k)) for k in self.iterations()]
         return [
-            *((path.name, partial(_read, path, read)) for path, read in documents if path.exists()),
+            *((path.name, read) for path, read in documents if path.exists()),
             *(
-                (path.name, partial(check_tensors, path, what, advice))
+                (path.name, partial(load_tensors, path, what, advice))
                 for path, what, advice in (*((one, "generator", self._advice) for one in networks), *states)
             ),
         ]
@@ -181,12 +181,6 @@ class GeneratorFolder:
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
-
-
-def _read(path: Path, read: Callable[[], object]) -> bool:
-    """Read a document; return whether it knows its content."""
-    read()
-    return is_sealed(path)
 
 
 def _restore(

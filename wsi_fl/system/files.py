@@ -126,7 +126,7 @@ def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     """Return what `write_sealed` wrote, without the digest.
 
     Args:
-        keys: what it has at least; documents of earlier versions have no digest, but all the same keys.
+        keys: what it has at least.
         advice: what to do where it is damaged.
 
     Raises:
@@ -134,14 +134,9 @@ def read_sealed(path: Path, keys: Iterable[str], advice: str) -> dict[str, Any]:
     """
     document = read_object(path, advice)
     whole = all(key in document for key in keys)
-    if not whole or document.pop(_DIGEST, _digest(document)) != _digest(document):
+    if not whole or document.pop(_DIGEST, None) != _digest(document):
         raise WsiFlError(f"{path}: damaged; {advice}")
     return document
-
-
-def is_sealed(path: Path) -> bool:
-    """Return whether a document that can be read has a digest; those of early versions have none."""
-    return _DIGEST in read_json(path)
 
 
 def read_object(path: Path, advice: str) -> dict[str, Any]:

@@ -46,15 +46,7 @@ def load_tensors(path: Path, what: str, advice: str = "") -> tuple[dict[str, Ten
         WsiFlError: when the file is damaged, or holds other bytes than were written.
     """
     with _opened(path, "pt", what, advice) as (file, document):
-        return _checked(file, document)
-
-
-def check_tensors(path: Path, what: str, advice: str) -> bool:
-    """Read a file as `load_tensors` does; return whether it knows its content, which those of early versions do not."""
-    with _opened(path, "pt", what, advice) as (file, document):
-        known = _DIGEST in document
-        _checked(file, document)
-        return known
+        return _checked(file, document, document.pop(_DIGEST))
 
 
 def load_document(path: Path, what: str) -> dict[str, Any]:
@@ -68,13 +60,11 @@ def load_document(path: Path, what: str) -> dict[str, Any]:
         return document
 
 
-def _checked(file: Any, document: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors, and the document without its digest; ValueError where the digest is of others.
-
-    Files of early versions have none.
-    """
+def _checked(
+    file: Any, document: dict[str, Any], known: str | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the document; ValueError where the known digest is of others."""
     tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    known = document.pop(_DIGEST, None)
     if known is not None and known != _digest(tensors, document):
         raise ValueError("not the bytes that were written")
     return tensors, document
@@ -116,6 +106,7 @@ def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
     """
     try:
         with safe_open(path, "pt") as file:
-            return _checked(file, dict(json.loads((file.metadata() or {}).get("document", "{}"))))[0]
+            document = dict(json.loads((file.metadata() or {}).get("document", "{}")))
+            return _checked(file, document, document.pop(_DIGEST, None))[0]
     except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:
         raise WsiFlError(f"{path}: damaged ({error}); {advice}") from None

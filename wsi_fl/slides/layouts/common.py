@@ -44,11 +44,8 @@ class Sources:
         label: how to name the site file in messages.
         slides: glob patterns.
         manifests: glob patterns of lists of what there should be.
-        verify: whether slides are compared with the manifests' sizes and digests.
-        verified: where digests are remembered.
         slide_types: kinds of slides that are taken, where an archive has several.
         columns: how columns of `labels` are called where not as usual.
-        progress: told how many slides were verified, and of how many.
         tell: told what became of the rows of each table.
     """
 
@@ -60,11 +57,8 @@ class Sources:
     split: Path | None = None
     mpp_override: float | None = None
     manifests: tuple[str, ...] = ()
-    verify: bool = True
-    verified: Path | None = None
     slide_types: tuple[str, ...] = ("DX",)
     columns: Mapping[str, str] = field(default_factory=dict)
-    progress: Callable[[int, int], None] | None = None
     tell: Callable[[str], None] | None = None
 
     def account(self, table: Path, rows: Sequence[Row], own: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from wsi_fl.slides.layouts.clinical import Clinical
 from wsi_fl.slides.layouts.common import ArchiveSite, Sources, divided, slide_files
-from wsi_fl.slides.layouts.gdc import damaged, manifest_of
+from wsi_fl.slides.layouts.gdc import cut, manifest_of
 from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
 from wsi_fl.types import SetAside, SlideRecord, UsageError
 
@@ -161,7 +161,7 @@ def read_tcga(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         kinds = ", ".join(sources.slide_types)
         raise UsageError(f"{sources.label}: none of its {len(files)} slides is of slide_types {kinds}")
     records = [one for one in found if isinstance(one, SlideRecord)]
-    bad = {one.slide: one for one in (damaged(records, expected, sources) if sources.verify else [])}
+    bad = {one.slide: one for one in cut(records, expected)}
     records, aside = divided((bad.get(one.slide, one) for one in found), sources)
     return records, sorted(aside, key=lambda one: one.slide)
 

@@ -133,7 +133,7 @@ def _evaluation(study: Study, run: Run, watcher: Watcher) -> dict[str, Any]:
     document, wanted = run.folder.evaluation(), run.pipeline.predict.with_
     made, finished = (run.folder.path / f"{name}.json" for name in ("evaluation", "summary"))
     current = document and made.stat().st_mtime_ns >= finished.stat().st_mtime_ns
-    if document and current and document.get("with", wanted) == wanted:
+    if document and current and document["with"] == wanted:
         return document
     watcher.say(f"  {study.relative(run.folder.path)} is not evaluated yet; doing it now")
     return evaluate(study, str(run.folder.path), watcher=watcher)

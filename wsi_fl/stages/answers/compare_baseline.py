@@ -101,17 +101,15 @@ def baseline_settings(first: Run) -> dict[str, Any]:
 
 def _alone(pipeline: Pipeline) -> Pipeline:
     """A hospital alone at its best: its settings are chosen on its own patients, and it has no DP, which nobody alone
-    needs, no others' stains, which nobody alone has, and no canaries.
+    needs, and no canaries.
     """
     off = pipeline.privacy.model_copy(update={"enabled": False})
-    own = pipeline.stain.model_copy(update={"exchange": False})
     model = pipeline.model
     if model.proxy.startswith(SHARED):  # which nobody alone can make, and needs
         model = model.model_copy(update={"proxy": model.private})
     changed = {
         "model": model,
         "privacy": off,
-        "stain": own,
         "audit": Audit(),
         "train": pipeline.train.model_copy(update={"tune": True}),
     }
@@ -147,7 +145,7 @@ def _recipe(study: Study, like: Run) -> tuple[str, list[str]]:
         if None not in changed.values():
             return name, [f"{key}={toml_value(value)}" for key, value in changed.items()]
     whole = like.folder.path / "config.toml"
-    fixed = ["privacy.enabled=false", "stain.exchange=false", "train.tune=true"]
+    fixed = ["privacy.enabled=false", "train.tune=true"]
     own = {key: wanted[key] for key in ("train.seed", "train.fold", "train.left_out", "sites")}
     if like.member.left_out is None:
         own.pop("sites")

@@ -76,8 +76,6 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
         without += ["train.augment", "train.input_px"]
     if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in FITTED:
         without += OF_ROUNDS
-    if not pipeline.stain.exchange:
-        without += ["stain.method", "stain.sigma", "stain.clip"]
     if not pipeline.privacy.enabled:
         without += ["privacy.", "train.after_budget"]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own

@@ -15,7 +15,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text
-from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError, same_encoder
+from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -164,7 +164,7 @@ def _encoder(leaving: Leaving) -> Any:
         encoder = encoder_of(party.study, party.pipeline.encoding, 1, "features")
     except WsiFlError as error:
         raise UsageError(f"{error}; {alone}") from None
-    if not same_encoder(encoder.label, wanted):
+    if encoder.label != wanted:
         raise UsageError(
             f"the model learned from features of {wanted}, the encoder here is {encoder.label}; {alone}"
         )

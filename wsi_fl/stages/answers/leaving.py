@@ -11,7 +11,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import Party
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
-from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,6 @@ def asked_for(party: Party, called: str, site_name: str | None) -> Leaving:
             f"{run.name}: no {called} model of {site_name or 'any site'} here; found: {', '.join(there) or 'none'}"
         )
     folder = run.site(wanted[0])
-    if folder.store_digest() is None or "spec" not in folder.store_facts():
-        raise WsiFlError(
-            f"{folder.path}/store.json: does not say what the model learned from; train a new run"
-        )
     site = party.site(wanted[0])
     with_dp = party.pipeline.privacy.enabled and (role == "proxy" or not party.method.has_proxy)
     return Leaving(

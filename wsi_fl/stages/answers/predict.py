@@ -53,7 +53,7 @@ def predict(
 
     def prepare() -> tuple[RunFolder, Pipeline, SiteFile, One]:
         run, pipeline, where = trained_site(study, run_name, site, overrides)
-        return run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type, told)
+        return run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type)
 
     run, pipeline, where, one = job.each(prepare)
     folder = out.resolve() if out is not None else run.path / "predictions" / site
@@ -91,14 +91,14 @@ One = Callable[[SlideRecord, Path, Watcher], dict[str, Any]]
 
 
 def _predictor(
-    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None, watcher: Watcher
+    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None
 ) -> One:
     """Predicts a slide as the run learned: as a bag, or patch by patch."""
     if kind_of(pipeline).word == "slides":
         return partial(predict_bag, study, load_bag_predictor(study, run, pipeline, site, tumor_type))
     if tumor_type is not None:
         raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
-    return partial(predict_patches, study, load_predictor(study, run, pipeline, site, watcher))
+    return partial(predict_patches, study, load_predictor(study, run, pipeline, site))
 
 
 def _names(slides: Sequence[Path]) -> list[str]:

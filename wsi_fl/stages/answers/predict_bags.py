@@ -38,7 +38,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import atomic, write_bytes, write_json
-from wsi_fl.types import SlideRecord, UsageError, WsiFlError, same_encoder
+from wsi_fl.types import SlideRecord, UsageError, WsiFlError
 
 _THUMBNAIL_PX = 1200
 _OTHERWISE = (150, 150, 150)
@@ -73,7 +73,7 @@ class BagPredictor:
         """
         threads = len(os.sched_getaffinity(0))
         encoder = encoder_of(self.study, self.pipeline.mosaic, threads)
-        if not same_encoder(encoder.label, self.meta.encoder):
+        if encoder.label != self.meta.encoder:
             raise WsiFlError(
                 f"{self.run.name} learned from features of {self.meta.encoder}, but mosaic.encoder and mosaic.weights "
                 f"now are {encoder.label}; put the weights of then back"
@@ -95,7 +95,7 @@ def load_bag_predictor(
     if tumor_type is not None and tumor_type not in known:
         raise UsageError(f"unknown tumour type {tumor_type!r}; known: {', '.join(known) or 'none'}")
     store = open_mosaic(study, site.name) if study.mosaic(site.name).exists() else None
-    if store is not None and not same_encoder(store.meta.encoder, meta.encoder):
+    if store is not None and store.meta.encoder != meta.encoder:
         raise UsageError(
             f"site {site.name}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from "
             f"{meta.encoder}; run `wsi-fl mosaic` with that encoder, or train a new run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.answers.trained import Answering, Inputs, answering
 from wsi_fl.stages.prepare.quality import params_of, segmenter_of
-from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.site.kept import remembered_patches
 from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
@@ -36,7 +34,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import atomic, write_bytes, write_json
-from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError, same_encoder
+from wsi_fl.types import GridSpec, SlideRecord, UsageError, WsiFlError
 
 _BATCH, _BATCH_PIXELS = 256, 1 << 22
 """Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
@@ -76,11 +74,9 @@ class Predictor:
         return unlabelled(images if self.encoder is None else encode([images], self.encoder))
 
 
-def load_predictor(
-    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, watcher: Watcher
-) -> Predictor:
+def load_predictor(study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile) -> Predictor:
     """The trained models of a site, and how slides are cut for them."""
-    inputs = _inputs(study, run, pipeline, site.name, watcher)
+    inputs = _inputs(run, pipeline, site.name)
     encoder = None if kind_of(pipeline).of_images else _encoder(study, run, pipeline, site.name)
     models = answering(run, pipeline, site, inputs.classes, inputs.shape, device_of_rank())
     return Predictor(run, site, pipeline, inputs, models, encoder, segmenter_of(study, pipeline))
@@ -94,7 +90,7 @@ def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Enc
     """
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
     began = run.site(site).store_facts()["encoder"]
-    if not same_encoder(encoder.label, began):
+    if encoder.label != began:
         raise WsiFlError(
             f"{run.name} learned from features of {began}, but features.encoder and features.weights "
             f"now are {encoder.label}; put the weights of then back"
@@ -102,15 +98,10 @@ def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Enc
     return encoder
 
 
-def _inputs(study: Study, run: RunFolder, pipeline: Pipeline, site: str, watcher: Watcher) -> Inputs:
-    """What a site's models learned from; where nobody remembers, what the run's configuration says."""
-    facts = remembered_patches(study, run.site(site))
-    if not facts.keys() >= {"classes", "spec"}:
-        watcher.say(
-            f"nobody remembers how {site} was tiled for {run.name}: slides are tiled as its config.toml says"
-        )
-        facts = {"classes": CLASSES, "spec": asdict(spec_of(pipeline))} | facts
-    spec, min_tissue = GridSpec(**facts["spec"]), facts.get("min_tissue")
+def _inputs(run: RunFolder, pipeline: Pipeline, site: str) -> Inputs:
+    """What a site's models learned from."""
+    facts = run.site(site).store_facts()
+    spec, min_tissue = GridSpec(**facts["spec"]), facts["min_tissue"]
     if spec.mpp <= 0 or facts.get("channels", 3) != 3:
         raise UsageError(f"site {site}: {run.name} learned from images, not slides; predict reads slides")
     return Inputs(

@@ -128,7 +128,7 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     if wanted != STACK:
         return wanted
     noted = run.site(site).kept("choice")
-    if noted is None or noted.get("by") not in (STACK, "competence"):  # a rule of earlier versions
+    if noted is None or noted["by"] != STACK:
         raise UsageError(
             f"{run.name}: trained without predict.with = 'stack', so it was not found out how to mix the models; "
             "train with it, or ask for private, proxy or mean"

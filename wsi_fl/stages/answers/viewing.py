@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
@@ -189,8 +188,8 @@ def _stated(study: Study, prediction: Prediction) -> Path | None:
 
 
 def _listed(study: Study, site: SiteFile) -> tuple[list[SlideRecord], list[SetAside]]:
-    """A site's slides as its archive has them; digests are for the commands that learn from them."""
-    return list_site(site.layout, replace(sources_of(study, site), verify=False))
+    """A site's slides as its archive has them."""
+    return list_site(site.layout, sources_of(study, site))
 
 
 def _owners(study: Study) -> dict[Path, set[str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.stores.checksums import DAMAGE
-from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.fields import first_line
 from wsi_fl.stores.mosaics import read_mosaic
-from wsi_fl.stores.patch_features import PatchFeatures, check_shard
+from wsi_fl.stores.patch_features import check_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
@@ -32,8 +30,8 @@ _NAMED = 5
 """Damaged patches of a slide that are named."""
 _FOUND = (WsiFlError, *DAMAGE, MemoryError)
 
-Step = tuple[str, Callable[[], bool]]
-"""What is read, and reading it: returns whether all damage of it is found, and raises WsiFlError for damage."""
+Step = tuple[str, Callable[[], object]]
+"""What is read, and reading it, which raises WsiFlError for damage."""
 
 
 class Row(TypedDict):
@@ -41,13 +39,11 @@ class Row(TypedDict):
 
     Attributes:
         read: how many shards, stores' rows, bags and other files were read.
-        unknown: of how many of them damage may go unseen, since an early version wrote them without checksums.
         damaged: a line for each damage: where, what, and what mends it.
     """
 
     site: str
     read: int
-    unknown: int
     damaged: list[str]
     seconds: float
 
@@ -75,7 +71,7 @@ def check(
 
 def _check_site(study: Study, site: str, watcher: Watcher) -> Row:
     began = time.perf_counter()
-    row = Row(site=site, read=0, unknown=0, damaged=[], seconds=0.0)
+    row = Row(site=site, read=0, damaged=[], seconds=0.0)
     for path, part, shards, command in (
         (study.store(site), _patches, "slides", "tile"),
         (study.features(site), _features, "features", "features"),
@@ -100,7 +96,7 @@ def _take(row: Row, steps: Iterator[list[Step]], watcher: Watcher) -> None:
                 watcher.update(row["site"], done, len(known), name)
                 row["read"] += 1
                 try:
-                    row["unknown"] += not read()
+                    read()
                 except _FOUND as error:
                     row["damaged"].append(_told(row, error))
             watcher.update(row["site"], len(known), len(known))
@@ -119,53 +115,30 @@ def _patches(study: Study, site: str) -> Iterator[list[Step]]:
         yield [(slide, partial(_read_slide, store, slide)) for slide in store.slides]
 
 
-def _read_slide(store: PatchStore, slide: str) -> bool:
-    damaged, known = store.verify(slide)
-    if damaged:
+def _read_slide(store: PatchStore, slide: str) -> None:
+    if damaged := store.verify(slide):
         shown = ", ".join(map(str, damaged[:_NAMED])) + (", …" if len(damaged) > _NAMED else "")
         raise WsiFlError(
             f"{store.path}: {len(damaged)} patches in the shard of slide {slide} are damaged ({shown}); {store.mend}"
         )
-    return known
 
 
 def _features(study: Study, site: str) -> Iterator[list[Step]]:
     folder = study.features(site).parent / "features"
     with open_features(study, site) as store:
         steps: list[Step] = [
-            (f"patches from {first}", partial(_read_features, store, first))
+            (f"patches from {first}", partial(store.read, np.arange(first, min(first + _ROWS, len(store)))))
             for first in range(0, len(store), _ROWS)
         ]
         shards = sorted(folder.glob("*.h5"))
         yield [*steps, *((path.stem, partial(check_shard, path, store.mend)) for path in shards)]
 
 
-def _read_features(store: PatchFeatures, first: int) -> bool:
-    """Some rows, and the variants of those among as many training rows."""
-    store.read(np.arange(first, min(first + _ROWS, len(store))))
-    n_train = int((store.table.split == "train").sum())
-    for other in store.others:
-        store.variant(other, np.arange(first, min(first + _ROWS, n_train)))
-    return store.sealed
-
-
 def _mosaics(study: Study, site: str) -> Iterator[list[Step]]:
     folder = study.mosaic(site).parent / "mosaics"
     with open_mosaic(study, site) as store:
-        steps: list[Step] = [
-            (str(slide), partial(_read_bag, store, k)) for k, slide in enumerate(store.table.slide)
-        ]
-        yield [*steps, *((path.stem, partial(_read_mosaic, path)) for path in sorted(folder.glob("*.h5")))]
-
-
-def _read_bag(store: FeatureStore, k: int) -> bool:
-    store.bag(k)
-    return store.sealed
-
-
-def _read_mosaic(path: Path) -> bool:
-    read_mosaic(path)
-    return True  # `mosaic.h5` is what counts
+        steps: list[Step] = [(str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)]
+        yield [*steps, *((path.stem, partial(read_mosaic, path)) for path in sorted(folder.glob("*.h5")))]
 
 
 def _generators(study: Study, site: str) -> Iterator[list[Step]]:
@@ -186,10 +159,4 @@ def print_check(document: dict[str, Any]) -> None:
     for row in document["sites"]:
         for line in row["damaged"]:
             say(f"  {line}", "bold red")
-        if row["unknown"]:
-            say(
-                f"  {row['site']}: {row['unknown']} of {row['read']} were written by an earlier version, without "
-                "checksums: damage that still reads goes unseen; only made anew will they have them",
-                "yellow",
-            )
     say("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")

@@ -1,4 +1,4 @@
-"""`features`: the deep features of every patch of a patch store, and of training patches in other sites' stains.
+"""`features`: the deep features of every patch of a patch store.
 
 A shard per slide, then one file per site. A finished shard whose fingerprint still fits is not made again, so a
 killed job loses at most the slides in hand; while one is encoded the next is read and the last one written.
@@ -7,7 +7,7 @@ killed job loses at most the slides in hand; while one is encoded the next is re
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,23 +18,20 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoded, Encoder, Spent, encode_each
 from wsi_fl.models.presets import warning_of
-from wsi_fl.slides.stains.methods import AnyStain, restained
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
 from wsi_fl.stages.site.rates import say_speed, speed_of
-from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.mosaics import fingerprint
 from wsi_fl.stores.patch_features import FeaturesMeta, why_stale, write_patch_features, write_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import remove_strays
 from wsi_fl.system.locks import locked
 from wsi_fl.system.ordered import in_order
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 _READ = 32
 """Patches read at a time."""
@@ -50,8 +47,7 @@ def features(
 ) -> dict[str, Any]:
     """Make the features of one site, or with `site` None of every site of the pipeline; return the `--json` document.
 
-    With `stain.exchange` also those of the training patches in the stain of every other site of the pipeline. Started
-    under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
+    Started under mpiexec or srun, the ranks share the slides of each site, and all but the first return {}.
     """
     job = Job()
     told = job.watched(watcher)
@@ -60,7 +56,7 @@ def features(
         pipeline, sites = asked_for(study, site, pipeline_name, overrides)
         stores = [open_store(study, one.name) for one in sites]
         encoder = encoder_of(study, pipeline.encoding, job.threads, "features", say if job.first else _quiet)
-        return [_prepare(study, pipeline, store, encoder) for store in stores]
+        return [_prepare(store, encoder) for store in stores]
 
     made = [_make_site(study, one, job, told) for one in job.each(prepare)]
     return {"sites": [row for row, _ in made], "speed": [speed for _, speed in made]} if job.first else {}
@@ -68,38 +64,25 @@ def features(
 
 @dataclass(frozen=True)
 class _Site:
-    """A site's patches and what is made of them.
-
-    Attributes:
-        own: the site's released stain; None where there is no exchange.
-        others: the other sites' by name.
-    """
+    """A site's patches and what is made of them."""
 
     store: PatchStore
     meta: FeaturesMeta
     encoder: Encoder
-    own: AnyStain | None
-    others: Mapping[str, AnyStain]
 
     @property
     def name(self) -> str:
         return self.meta.store.site
 
 
-def _prepare(study: Study, pipeline: Pipeline, store: PatchStore, encoder: Encoder) -> _Site:
+def _prepare(store: PatchStore, encoder: Encoder) -> _Site:
     name = store.meta.site
     if not store.slides:
         raise WsiFlError(f"site {name}: its store has no patches")
     spec = store.meta.spec
     if unusual := warning_of(encoder.name, spec.size_px, spec.mpp):
         say(f"  {name}: {unusual}", "yellow")
-    stains = stains_of(study, pipeline, name) if pipeline.stain.exchange else {}
-    if stains and store.channels != 3:
-        raise UsageError(f"site {name}: its store holds grey images, which have no stain")
-    own = stains[name].stain if stains else None
-    others = {one: released.stain for one, released in sorted(stains.items()) if one != name}
-    digests = {one: released.digest for one, released in stains.items()}
-    return _Site(store, FeaturesMeta(store.meta, encoder.label, digests), encoder, own, others)
+    return _Site(store, FeaturesMeta(store.meta, encoder.label), encoder)
 
 
 def _make_site(
@@ -140,7 +123,6 @@ def _make_site(
         "n_features": site.encoder.n_features,
         "train": int((split == "train").sum()),
         "test": int((split == "test").sum()),
-        "variants": list(site.others),
         "encoder": site.encoder.label,
         "transform": transform_of(site.encoder),
         "store": study.relative(path),
@@ -159,7 +141,7 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Task:
-    """One reading of a slide's patches: in its own stain, which comes last, or in that of another site.
+    """A slide whose patches are to be read.
 
     Attributes:
         rows: of the store; empty where the shard is current.
@@ -169,72 +151,47 @@ class _Task:
     slide: str
     rows: NDArray[np.int64]
     wanted: str
-    other: str | None
 
 
 def _make_slides(site: _Site, slides: Sequence[str], shard_of: Callable[[str], Path]) -> Iterator[_Made]:
     """Make the shards of these slides unless they are current, and yield in order what it took."""
-    tasks = (
-        (task, _patches(site, task)) for slide in slides for task in _tasks(site, slide, shard_of(slide))
-    )
+    tasks = (_task(site, slide, shard_of(slide)) for slide in slides)
+    read = ((task, _patches(site, task)) for task in tasks)
     with (
-        closing(encode_each(tasks, site.encoder)) as encoded,
-        closing(
-            in_order(lambda one: _write(one, shard_of), _by_slide(encoded), threads=1, ahead=1)
-        ) as written,
+        closing(encode_each(read, site.encoder)) as encoded,
+        closing(in_order(lambda one: _write(one, shard_of), encoded, threads=1, ahead=1)) as written,
     ):
         yield from written
 
 
-def _tasks(site: _Site, slide: str, shard: Path) -> Iterator[_Task]:
-    """Yield what is to be read of a slide."""
+def _task(site: _Site, slide: str, shard: Path) -> _Task:
+    """Return what is to be read of a slide."""
     store = site.store
     rows = np.flatnonzero(store.table.slide == slide)
-    others = site.others if store.table.split[rows[0]] == "train" else {}
-    made_with = site.meta.stains if others else {}
     patches = str(store.shard(slide).attrs["fingerprint"])
-    wanted = fingerprint(slide, patches, len(rows), site.encoder.identity, dict(sorted(made_with.items())))
+    wanted = fingerprint(slide, patches, len(rows), site.encoder.label)
     stale = why_stale(shard, wanted)
-    if stale is None:
-        yield _Task(slide, rows[:0], wanted, None)
-        return
     if stale:
         say(f"  {slide}: {stale}, made again")
-    for other in (*others, None):
-        yield _Task(slide, rows, wanted, other)
+    return _Task(slide, rows[:0] if stale is None else rows, wanted)
 
 
 def _patches(site: _Site, task: _Task) -> Iterator[NDArray[np.uint8]]:
     """Yield the patches that a task reads, uint8[b, h, w, 3]."""
-    other = site.others[task.other] if task.other is not None else None
     for first in range(0, len(task.rows), _READ):
         pixels = site.store.read(task.rows[first : first + _READ])
-        if other is not None and site.own is not None:
-            pixels = restained(pixels, site.own, other)
         yield pixels if pixels.shape[-1] == 3 else np.repeat(pixels, 3, axis=-1)
 
 
-def _by_slide(encoded: Iterable[Encoded[_Task]]) -> Iterator[list[Encoded[_Task]]]:
-    """Yield all that was encoded of each slide; its own stain is the last."""
-    found = []
-    for one in encoded:
-        if one.error is not None:
-            raise one.error
-        found.append(one)
-        if one.item.other is None:
-            yield found
-            found = []
-
-
-def _write(found: Sequence[Encoded[_Task]], shard_of: Callable[[str], Path]) -> _Made:
+def _write(one: Encoded[_Task], shard_of: Callable[[str], Path]) -> _Made:
     """Write the shard of a slide, unless it is there."""
-    own, spent = found[-1], sum((one.spent for one in found), Spent())
-    if len(own.item.rows):
+    if one.error is not None:
+        raise one.error
+    if len(one.item.rows):
         began = time.perf_counter()
-        variants = {one.item.other: one.features for one in found if one.item.other is not None}
-        write_shard(shard_of(own.item.slide), own.item.wanted, own.features, variants)
-        spent.write += time.perf_counter() - began
-    return _Made(sum(len(one.features) for one in found), spent)
+        write_shard(shard_of(one.item.slide), one.item.wanted, one.features)
+        one.spent.write += time.perf_counter() - began
+    return _Made(len(one.features), one.spent)
 
 
 def _quiet(_: str) -> None:
@@ -244,11 +201,8 @@ def _quiet(_: str) -> None:
 def print_features(document: dict[str, Any]) -> None:
     """Print a row per site."""
     headings = ("slides", "patches", "train", "test")
-    rows = [
-        [row["site"], *(str(row[key]) for key in headings), str(len(row["variants"]) + 1)]
-        for row in document["sites"]
-    ]
-    print_table("features", ["site", *headings, "stains"], rows)
+    rows = [[row["site"], *(str(row[key]) for key in headings)] for row in document["sites"]]
+    print_table("features", ["site", *headings], rows)
     say_speed(document["speed"])
     first = document["sites"][0]
     say(f"{first['n_features']} features of every patch ready ({first['encoder']})")

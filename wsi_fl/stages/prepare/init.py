@@ -150,7 +150,7 @@ def _unknown_note(codes: Sequence[str]) -> str:
 
 
 def _sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
-    """As the site file will say, without verifying anything, which reads every slide."""
+    """As the site file will say."""
     return Sources(
         site=site.name,
         label=site.name,
@@ -158,7 +158,6 @@ def _sources(site: ArchiveSite, columns: Mapping[str, str]) -> Sources:
         annotations=Path(site.annotations) if site.annotations else None,
         labels=Path(site.labels) if site.labels else None,
         manifests=site.manifests,
-        verify=False,
         columns=columns,
     )
 
@@ -200,7 +199,7 @@ def _site_file(found: ArchiveSite, archive: _Found, real: bool) -> str:
     if real:
         values |= {"max_epsilon": _BUDGET, "delta": _DELTA}
     if archive.layout == "tcga":
-        values |= {"manifest": _plain(found.manifests) or None, "verify": True, "slide_types": ["DX"]}
+        values |= {"manifest": _plain(found.manifests) or None, "slide_types": ["DX"]}
     site = validated(SiteFile, values, f"site {found.name!r} of the archive")
     note = "simulated: other sites' evaluation may read its test patches"
     if real:

@@ -53,7 +53,7 @@ def mosaic(
     told = job.watched(watcher)
 
     def prepare() -> tuple[list[tuple[Listed, Labelled]], Encoder]:
-        listed = list_slides(study, site, pipeline_name, overrides, told)
+        listed = list_slides(study, site, pipeline_name, overrides)
         known = [(one, labelled(one.records, one.pipeline.subtypes)) for one in listed]
         settings = listed[0].pipeline.mosaic
         for one in listed if job.first else ():

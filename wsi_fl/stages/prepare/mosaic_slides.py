@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,25 +219,18 @@ def _done(slide: str, work: Work) -> Done:
 def _fingerprint(record: SlideRecord, quickhash: str, mpp: float, work: Work) -> str:
     """Over the slide (its size on disk too, for formats without quickhash), the parameters and the encoder."""
     size = record.path.stat().st_size if record.path.is_file() else 0
-    reader = "" if work.reader == "auto" else work.reader
-    params = work.params
-    how: list[Any] = [params.min_tissue, params.clusters, params.fraction, params.seed]
-    if params.tissue.masks:
-        how.append(mask_digest(Path(params.tissue.masks), record.slide))
-    elif (
-        params.tissue.method != "auto"
-    ):  # which says nothing, so that shards of earlier versions stay current
-        how.append(params.tissue.method)
+    params, masks = work.params, work.params.tissue.masks
+    tissue = mask_digest(Path(masks), record.slide) if masks else params.tissue.method
     return fingerprint(
         record.slide,
         quickhash,
         size,
         mpp,
-        reader,
+        work.reader,
         work.spec.size_px,
         work.spec.mpp,
-        *how,
-        work.encoder.identity,
+        *(params.min_tissue, params.clusters, params.fraction, params.seed, tissue),
+        work.encoder.label,
     )
 
 

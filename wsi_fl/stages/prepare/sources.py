@@ -5,11 +5,9 @@ from __future__ import annotations
 import glob
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from wsi_fl.slides.layouts import Sources, read_site
-from wsi_fl.stages.work.console import Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -36,8 +34,6 @@ def sources_of(study: Study, site: SiteFile) -> Sources:
         split=path(site.split),
         mpp_override=site.mpp_override,
         manifests=tuple(str(escaped.resolve(pattern)) for pattern in _patterns(site.manifest)),
-        verify=site.verify is not False,
-        verified=study.store(site.name).parent / "verified.jsonl",
         slide_types=tuple(site.slide_types or ("DX",)),
         columns={str(key): name for key, name in site.columns.items()},
     )
@@ -74,22 +70,13 @@ def asked_for(
 
 
 def list_slides(
-    study: Study,
-    site: str | None,
-    pipeline_name: str | None,
-    overrides: Sequence[str],
-    watcher: Watcher,
+    study: Study, site: str | None, pipeline_name: str | None, overrides: Sequence[str]
 ) -> list[Listed]:
-    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive.
-
-    Args:
-        watcher: told how far the verifying of an archive is, which may take hours.
-    """
+    """Return the slides of the sites that `asked_for` gives; every site's paths are looked at before any archive."""
     pipeline, sites = asked_for(study, site, pipeline_name, overrides)
     listed = []
     for one, sources in [(one, sources_of(study, one)) for one in sites]:
-        tell = partial(watcher.update, one.name, note="checking MD5")
         said: list[str] = []
-        records, aside = read_site(one.layout, replace(sources, progress=tell, tell=said.append))
+        records, aside = read_site(one.layout, replace(sources, tell=said.append))
         listed.append(Listed(study, one, pipeline, tuple(records), tuple(aside), tuple(said)))
     return listed

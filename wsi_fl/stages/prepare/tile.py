@@ -51,7 +51,7 @@ def tile(
     """
     job = Job()
     told = job.watched(watcher)
-    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides, told))
+    listed = job.each(lambda: list_slides(study, site, pipeline_name, overrides))
     if job.first:
         for one in listed:
             say_tables(one.site.name, one.said)
@@ -67,11 +67,10 @@ def next_steps(pipeline: Pipeline, which: str, named: str) -> list[str]:
     """The commands between stores and a trained model.
 
     Example:
-        >>> next_steps(Pipeline(stain={"exchange": True}), "--site C1", " --pipeline stained")
-        ['wsi-fl stain --site C1 --pipeline stained', 'wsi-fl train --method proxyfl --pipeline stained']
+        >>> next_steps(Pipeline(train={"data": "features"}), "--site C1", " --pipeline deep")
+        ['wsi-fl features --site C1 --pipeline deep', 'wsi-fl train --method proxyfl --pipeline deep']
     """
-    steps = [f"wsi-fl stain {which}"] if pipeline.stain.exchange else []
-    steps += [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []
+    steps = [f"wsi-fl features {which}"] if pipeline.train.data == "features" else []
     return [step + named for step in (*steps, "wsi-fl train --method proxyfl")]
 
 

@@ -208,8 +208,6 @@ def _kept_plan(
     try:
         if kept := folder.kept("plan"):
             return PrivacyPlan(**kept)
-        if early := folder.kept("spending"):
-            return _round_of(site, pipeline, n, int(early["batch_size"]), float(early["round"]["sigma"]))
         if (recorded := ledger.recorded_plan()) and "batch_size" in recorded:
             return _round_of(site, pipeline, n, recorded["batch_size"], recorded["sigma"])
     except (UsageError, TypeError, KeyError, ValueError) as error:
@@ -314,6 +312,6 @@ def spent_words(row: dict[str, Any]) -> str:
     if row.get("real") and row["lifetime_epsilon"] is not None:
         worth = row["lifetime_guarantee"]
         spent += f"; ever spent {row['lifetime_epsilon']:.2f} of {row['max_epsilon'] or 0:g} ({worth})"
-    if row["sigma"] is None:  # a released stain alone was paid for
+    if row["sigma"] is None:  # released sums alone were paid for
         return spent
     return f"{spent}; B = {row['batch_size']}{' patients' if row['unit'] == 'patient' else ''}, σ = {row['sigma']:g}"

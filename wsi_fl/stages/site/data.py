@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.preflight import Inputs
-from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, Restain, in_memory
+from wsi_fl.learning.examples import Examples, in_memory
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.runs.site import PIXELS
 from wsi_fl.stages.site.parts import divided, pictures, rows_of
 from wsi_fl.stages.site.slide_pixels import SlidePixels
-from wsi_fl.stages.site.stains import Released
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
@@ -130,14 +129,6 @@ class Data:
             UsageError: when slides, positions, labels or splits differ.
         """
 
-    def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
-        """Return what shows training examples in the stain of each other site; maps rest on releases alone.
-
-        Raises:
-            UsageError: when the store holds grey images, or features in other stains.
-        """
-        raise NotImplementedError
-
     @cached_property
     def held_out(self) -> Examples:
         """The test examples, read once."""
@@ -185,15 +176,6 @@ class Patches(Data):
         facts = {"min_tissue": self.store.meta.min_tissue, "channels": self.store.channels}
         return super().facts() | facts | pixels_digest(self.store)
 
-    def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
-        if self.store.channels != 3:
-            raise UsageError(f"site {self.site}: its store holds grey images; leave out stain.exchange")
-        from wsi_fl.slides.stains.methods import restained
-
-        own = stains[self.site].stain
-        others = [released.stain for name, released in stains.items() if name != self.site]
-        return [lambda _, pixels, other=other: restained(pixels, own, other) for other in others]  # type: ignore[misc]
-
 
 class Features(Data):
     """The features of patches."""
@@ -219,19 +201,14 @@ class Features(Data):
 
     def digest(self) -> str:
         digest = hashed(self.store.table, self.store.table.xy_l0)
-        digest.update(self.store.encoder_head.encode())
+        digest.update(self.store.encoder.encode())
         for first in range(0, len(self.store), _HASHED):
             rows = np.arange(first, min(first + _HASHED, len(self.store)))
             digest.update(self.store.read(rows).tobytes())
         return digest.hexdigest()
 
     def is_synthetic(self) -> bool:
-        """Features of early versions do not say; then the patch store is asked, where it is still there."""
-        known = self.store.meta.generator is not None
-        if known or not self.study.store(self.site).exists():
-            return known
-        with open_store(self.study, self.site) as patches:
-            return patches.meta.generator is not None
+        return self.store.meta.generator is not None
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"min_tissue": self.store.meta.min_tissue, **self.inputs()}
@@ -245,24 +222,10 @@ class Features(Data):
         if (meta.spec, meta.classes) != (self.store.meta.spec, self.store.meta.classes) or any(
             not np.array_equal(getattr(table, name), getattr(self.store.table, name)) for name in columns
         ):
-            variants = " --set stain.exchange=true" if self.store.stains else ""
             raise UsageError(
                 f"{self.study.relative(self.store.path)}: features of patches as they were before the site was tiled "
-                f"again; run `wsi-fl features --site {self.site}{variants}`"
+                f"again; run `wsi-fl features --site {self.site}`"
             )
-
-    def restains(self, stains: Mapping[str, Released]) -> list[Restain]:
-        others = [name for name in stains if name != self.site]
-        if others and any(self.store.stains.get(name) != found.digest for name, found in stains.items()):
-            raise UsageError(
-                f"site {self.site}: its features are not in the stains that stains/ holds; run "
-                f"`wsi-fl features --site {self.site} --set stain.exchange=true`"
-            )
-        reads: list[Any] = [partial(self.store.variant, name) for name in others]
-        n_train = int((self.store.table.split == "train").sum())
-        if n_train * self.store.n_features * 4 * len(others) <= IN_MEMORY_BYTES:
-            reads = [read(np.arange(n_train)).__getitem__ for read in reads]
-        return [lambda rows, _, read=read: read(rows) for read in reads]  # type: ignore[misc]
 
 
 def open_store(study: Study, site: str) -> PatchStore:
@@ -310,16 +273,14 @@ def store_digest(store: PatchStore) -> str:
 
 
 def pixels_digest(store: PatchStore) -> dict[str, str]:
-    """Return {"pixels_sha256": of what a store knows of its shards}; empty where an early version wrote the store."""
-    if store.shard_sums is None:
-        return {}
+    """Return {"pixels_sha256": of what a store knows of its shards}."""
     return {PIXELS: hashlib.sha256(json.dumps(list(store.shard_sums.values())).encode()).hexdigest()}
 
 
 def learned_from(store: PatchStore, known: Mapping[str, Any]) -> bool:
-    """Return whether a store is the one that a generator's document knows; early versions noted no pixels."""
+    """Return whether a store is the one that a generator's document knows."""
     said = {"sha256": store_digest(store)} | pixels_digest(store)
-    return all(known.get(key, value) == value for key, value in said.items())
+    return all(known[key] == value for key, value in said.items())
 
 
 def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SITE_FILE, SiteFolder
-from wsi_fl.stages.site.data import Patches
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.features import FeatureMeta
 from wsi_fl.study.folder import Study
@@ -46,24 +43,12 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
     return seen
 
 
-def remembered_patches(study: Study, folder: SiteFolder) -> dict[str, Any]:
-    """Return what the patches were like that a site's models learned from: `classes`, `spec` and, where known, more.
-
-    Empty where an early version began the run, which noted nothing, and the site's store is no longer as it was.
-    """
-    site, digest = folder.path.name, folder.store_digest()
-    facts = folder.store_facts() if digest else {}
-    if "spec" in facts or not study.store(site).exists():
-        return facts
-    with Patches(study, site) as data:
-        return data.facts() if digest in (None, data.digest()) else facts
-
-
 def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
     """Return what the mosaics were like that a site's models learned from, and what these see."""
     facts = folder.store_facts()
     types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
     spec = GridSpec(**facts["spec"])
-    recipe = facts.get("recipe", {})
-    meta = FeatureMeta(folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec, recipe)
+    meta = FeatureMeta(
+        folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec, facts["recipe"]
+    )
     return meta, Bags(facts["n_features"])

@@ -15,7 +15,6 @@ from wsi_fl.privacy.terms import Terms
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
-from wsi_fl.system.files import read_json
 from wsi_fl.system.tensors import load_document
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -109,13 +108,11 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
 
 
 def _released_here(study: Study, site: str) -> list[tuple[str, str]]:
-    """(file, digest) of every stain, and of all sums, that the site has released in this study."""
-    stains = (study.store(site).parent / "stain.json", study.stain(site))
-    files = (*stains, study.release_at_home(site), study.release(site))
+    """(file, digest) of all sums that the site has released in this study."""
+    files = (study.release_at_home(site), study.release(site))
     return [(study.relative(file), claimed(file)) for file in files if file.exists()]
 
 
 def claimed(file: Path) -> str:
     """Return the digest that a released file names; whether it is that of its numbers is another question."""
-    document = load_document(file, "release") if file.suffix == ".safetensors" else read_json(file)
-    return str(document.get("digest"))
+    return str(load_document(file, "release").get("digest"))

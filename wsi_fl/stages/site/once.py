@@ -1,4 +1,4 @@
-"""What a site releases once and keeps as a file, which people may copy: its stain, its sums.
+"""What a site releases once and keeps as a file, which people may copy: its sums.
 
 The order: ledger line, a copy of what was released beside the store, a second line that it may leave, then the file.
 After a crash before the copy nothing has left, and the next release takes the place of the lost one; after it the same
@@ -96,7 +96,7 @@ def once_ledger(
     """Return the site's account of what it releases once, whose noise never comes from a fixed seed.
 
     Args:
-        run: what ledgers call the release: "stain", "oneshot".
+        run: what ledgers call the release: "oneshot".
         guarantee: what the next one is worth.
     """
     plain = pipeline.privacy.model_copy(update={"insecure_seed": None})

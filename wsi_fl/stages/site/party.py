@@ -13,7 +13,6 @@ from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kinds import examples_of, kind_of, open_data
-from wsi_fl.stages.site.stains import Released, stains_of
 from wsi_fl.stages.site.sums import RUN, Sums, releases_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
@@ -124,11 +123,6 @@ class Party:
     def examples(self) -> str:
         """What an example is, in the plural: patches, slides or patients."""
         return examples_of(self.pipeline)
-
-    @cached_property
-    def stains(self) -> dict[str, Released]:
-        """The released stain of every site; empty where none are exchanged."""
-        return stains_of(self.study, self.pipeline) if self.pipeline.stain.exchange else {}
 
     @property
     def by_files(self) -> bool:

@@ -18,7 +18,7 @@ from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.tensors import load_tensors, save_tensors
-from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError, same_encoder
+from wsi_fl.types import Bags, UsageError, Vectors, WsiFlError
 
 RUN = "oneshot"
 """What ledgers call the release."""
@@ -180,7 +180,7 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
     """
     for key, value in wanted.items():
         theirs = getattr(facts, key)
-        if theirs != value and not (key == "encoder" and same_encoder(theirs, value)):
+        if theirs != value:
             raise UsageError(
                 f"{label}: sums with {key} = {_short(theirs)}, here it is {_short(value)}; put the settings back, or "
                 f"release others (wsi-fl release --site {facts.site} --again), which costs as much once more"

@@ -65,8 +65,8 @@ from wsi_fl.types import UsageError
 
 _SHOWN_STEPS = 25
 _SHOWN = 9
-_DRAWING = 2
-"""Version of how samplers turn a denoiser into images; 2: DPM-Solver++ clips clean images."""
+_DRAWING = 1
+"""Version of how samplers turn a denoiser into images."""
 
 
 class DdpmCourse(Course):

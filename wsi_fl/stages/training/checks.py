@@ -13,7 +13,6 @@ from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import LINEAR, Party
-from wsi_fl.stages.site.stains import stains_of
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.training.tracking import require_trackers
 from wsi_fl.stages.work.console import say
@@ -84,10 +83,6 @@ def check(party: Party, backend: str, *, stores: bool = True, told: bool = False
         _check_generated(party)
     _check_stores_stay_apart(party, backend)
     _check_releases(party)
-    if pipeline.stain.exchange:
-        if party.kind.word == "slides":
-            raise UsageError("stain.exchange is for patches and their features; mosaics keep their stain")
-        stains_of(party.study, pipeline)
     for site in sites if stores else ():
         if site.name in party.here and (site.allows("patches") or not party.has_store(site.name)):
             with open_data(party.study, site.name, pipeline) as data:
@@ -135,7 +130,6 @@ def _check_division(party: Party) -> None:
             "train.stratify=false, or privacy.enabled=false"
         )
     made = {
-        "stain.exchange": party.pipeline.stain.exchange,
         "train.releases": party.by_files,
         "train.start = 'oneshot'": row.starts and train.start == RUN,
         f"--method {party.name}": row.generated or row.carries is not None,
@@ -288,10 +282,8 @@ def _check_bare(party: Party) -> None:
         return
     if len(sites) < 2:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
-    if not party.kind.of_images or pipeline.stain.exchange:
-        raise UsageError(
-            "a buffer holds patches in their own stain; use train.data = 'patches' and stain.exchange = false"
-        )
+    if not party.kind.of_images:
+        raise UsageError("a buffer holds patches; use train.data = 'patches'")
 
 
 def tell_who_is_left_out(party: Party) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
-from wsi_fl.learning.examples import Examples, in_stains, joined
+from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
 from wsi_fl.learning.validation import require_names, with_validation
 from wsi_fl.runs.site import SiteFolder
@@ -17,9 +17,6 @@ from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import Bags, UsageError
-
-_LEAST_SEED = 2**64
-"""Earlier versions drew smaller seeds of canaries, and made others of them."""
 
 
 def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
@@ -43,17 +40,15 @@ def units_of(pipeline: Pipeline, train: Examples, site: str) -> Units:
     return whole_patients(train, privacy.max_rows, site)
 
 
-def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data, n_stains: int = 1) -> Canaries | None:
+def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data) -> Canaries | None:
     """Return the canaries that the run remembers, or freshly tossed ones; None where none are planted."""
     if not pipeline.audit.canaries:
         return None
     if known := folder.kept("canaries"):
         seed, included = int(known["seed"]), np.array([coin == "1" for coin in known["coins"]])
-        if seed < _LEAST_SEED:
-            raise UsageError(f"the canaries in {folder.path.name} are of an earlier version; train a new run")
     else:
         seed, included = tossed(pipeline.audit.canaries)
-    return canaries(seed, included, data.shape, len(data.classes), n_stains)
+    return canaries(seed, included, data.shape, len(data.classes))
 
 
 def remember_canaries(site: Site) -> None:
@@ -66,14 +61,12 @@ def remember_canaries(site: Site) -> None:
 
 
 def _training(party: Party, name: str) -> Examples:
-    """A site's training examples; with `stain.exchange` each can be shown in the stain of every site, and with
-    `train.max_patches` in many choices of its patches.
-    """
+    """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
     data, most = party.data(name), party.pipeline.train.max_patches
     train = data.examples("train")
     if most is not None and isinstance(data.shape, Bags):
         return with_drawn_patches(train, most)
-    return in_stains(train, data.restains(party.stains)) if party.stains else train
+    return train
 
 
 def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Examples | None]:

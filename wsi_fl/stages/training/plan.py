@@ -84,7 +84,7 @@ def _cost(site: Site, party: Party) -> dict[str, Any]:
         iter(rows),
         augment=schedule.make_augment(stream),
         device=site.device,
-        stains=stream,
+        draws=stream,
     )
     began = 0.0
     for number, batch in enumerate(site.units.labelled(drawn, rows, site.device)):

@@ -62,10 +62,8 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     """Preflight and the loop; returns the rows of all sites."""
     folders = [party.run.site(party.names[index]) for index in comm.sites]
     for folder in folders:
-        if party.stains:
-            folder.remember_released("stain", {name: one.digest for name, one in party.stains.items()})
         if party.releases:
-            folder.remember_released("release", {name: one.digest for name, one in party.releases.items()})
+            folder.remember_released({name: one.digest for name, one in party.releases.items()})
     sites = [assemble(party, index) for index in comm.sites]
     for site in sites:
         data = party.data(site.name)

@@ -73,10 +73,9 @@ def release(
 
 
 def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> Party:
-    """Return one site alone as `oneshot` sees it, its rows in their own stain; its noise has no fixed seed."""
+    """Return one site alone as `oneshot` sees it; its noise has no fixed seed."""
     changed: dict[str, dict[str, Any]] = {
         "train": {"releases": False, "folds": None, "fold": None},
-        "stain": {"exchange": False},
         "privacy": {"insecure_seed": None, "noise": "own"},
     }
     sections = {name: getattr(pipeline, name).model_copy(update=keys) for name, keys in changed.items()}

@@ -92,7 +92,7 @@ def tuned_for(
         drawn = stream if settings.max_patches else None  # which patches are seen
         epochs = settings.rounds * settings.epochs_per_round
         rows = epoch_rows(len(some), settings.batch_size, epochs, sampler=stream)
-        for batch in batches(some, rows, augment=None, device=device, stains=drawn):
+        for batch in batches(some, rows, augment=None, device=device, draws=drawn):
             supervised_step(learner, batch, stream)
         said = probabilities(learner.logits, others, device)
         return undecided_where_broken(said, others)

@@ -35,7 +35,6 @@ from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.stages.site.once import check_own, once_ledger
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.stains import RUN as STAIN
 from wsi_fl.stages.site.sums import RUN as SUMS
 from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.checks import graph_of, versions
@@ -182,7 +181,7 @@ def assemble(party: Party, index: int) -> Site:
             "approved": party.run.approved,
         },
     )
-    canaries = agreed_canaries(folder, pipeline, data, train.n_stains)
+    canaries = agreed_canaries(folder, pipeline, data)
     units = units_of(pipeline, train, site.name)
     if canaries is not None:
         units = units.with_canaries(canaries.included)
@@ -218,19 +217,13 @@ def assemble(party: Party, index: int) -> Site:
 
 
 def included(party: Party, site: SiteFile) -> tuple[str, ...]:
-    """Return what else the site's ε of a run counts: the releases of its stain and of its sums, where they are used."""
+    """Return what else the site's ε of a run counts: the release of its sums, where it is used."""
     study, name = party.study, site.name
-    used = {
-        run: (found[name].digest, path)
-        for run, found, path in (
-            (STAIN, party.stains, study.stain(name)),
-            (SUMS, party.releases, study.release(name)),
-        )
-        if name in found
-    }
-    for run, (known, path) in used.items():
-        check_own(once_ledger(study, site, party.pipeline, run), known, study.relative(path))
-    return tuple(used) if party.pipeline.privacy.enabled else ()
+    if name not in party.releases:
+        return ()
+    ledger = once_ledger(study, site, party.pipeline, SUMS)
+    check_own(ledger, party.releases[name].digest, study.relative(study.release(name)))
+    return (SUMS,) if party.pipeline.privacy.enabled else ()
 
 
 def _identity(run: RunFolder) -> str:
@@ -256,14 +249,13 @@ def brought(site: Site, party: Party) -> Brought:
         "graph": _graph_digest(party),
         "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
-        "stains": {name: released.digest[:8] for name, released in party.stains.items()},
         "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),
         "affordable": affordable_rounds(site, pipeline.train.rounds),
     }
 
 
-_COMPARED = ("privacy", "train", "target", "audit", "stain", "topology", "replay")
+_COMPARED = ("privacy", "train", "target", "audit", "topology", "replay")
 """The sections of a pipeline whose settings all sites must share."""
 _OWN = ("topology.graph", "train.input_px")
 """Those of their settings that sites may have otherwise, or that are compared by what they come to."""

@@ -22,7 +22,6 @@ from wsi_fl.stages.hospitals.choosing import runs_of_plan
 from wsi_fl.stages.hospitals.dossier.assessment import Part, assessment, not_protected
 from wsi_fl.stages.hospitals.dossier.network import Connection, connections
 from wsi_fl.stages.hospitals.dossier.patients import group_of, most_rows
-from wsi_fl.stages.hospitals.dossier.sbom import Parts, write_parts
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
@@ -109,17 +108,16 @@ class Dossier(TypedDict):
     network: list[Connection]
     accounts: list[Account]
     audits: list[Audited]
-    parts: Parts
     not_protected: list[str]
     assessment: list[Part]
 
 
 def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path) -> Dossier:
-    """Write the page, the same as JSON, and the list of software parts; return what the page says.
+    """Write the page, and the same as JSON; return what the page says.
 
     Args:
         site: whose dossier; default: that of the kit.
-        out: the page; `.json` lies beside it, and `sbom.json`.
+        out: the page; `.json` lies beside it.
 
     Raises:
         UsageError: when no plan lies in the study, or nobody says of which site the dossier is.
@@ -135,15 +133,13 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path)
     said = document_of(plan)
     if name not in plan.sites:
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
-    dossier = _of(study, plan, said, study.site(name), found, write_parts(out.parent / "sbom.json"))
+    dossier = _of(study, plan, said, study.site(name), found)
     write_json(out.with_suffix(".json"), dossier)
     write_text(out, page.render(dossier))
     return dossier
 
 
-def _of(
-    study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit | None, parts: Parts
-) -> Dossier:
+def _of(study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit | None) -> Dossier:
     heard = approvals(study, plan, kit.identity().root) if kit else None
     lines, warning = _ledger(study, plan, site)
     entries = [entry for entry in lines if entry.site == site.name]
@@ -168,7 +164,6 @@ def _of(
         "network": connections(kit),
         "accounts": _accounts(study, site.name, entries, delta, rows),
         "audits": audits,
-        "parts": parts,
         "not_protected": not_protected(said, kit, promised),
         "assessment": assessment(said, site, promised, audited=bool(audits)),
     }

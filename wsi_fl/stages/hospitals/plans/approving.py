@@ -52,7 +52,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import write_text
-from wsi_fl.types import UsageError, same_encoder
+from wsi_fl.types import UsageError
 
 _OF_STORE = {
     "encoder": "features of the encoder",
@@ -203,9 +203,7 @@ def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None
         planned_key, found = said[key], own[key]
         if planned_key is None or found is None or planned_key == found:
             continue
-        if key == "encoder" and (
-            str(found).split()[0] == planned_key or same_encoder(str(found), planned_key)
-        ):
+        if key == "encoder" and str(found).split()[0] == planned_key:
             continue  # without a store a plan knows the name alone
         raise UsageError(
             f"the plan is for {what} {shown(planned_key)}, and the store of {site} has {shown(found)}; make the "
