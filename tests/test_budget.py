@@ -349,16 +349,6 @@ def test_what_a_site_did_before_it_was_real_counts_as_long_as_the_unit_is_the_sa
     assert now["lifetime_epsilon"] > now["epsilon"] == pytest.approx(pilot)
 
 
-def test_lines_from_before_the_chain_bind_the_unit_whoever_wrote_them(hospital):
-    run(hospital)
-    path = hospital.ledger("S0")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    old = [{key: value for key, value in one.items() if key not in ("prev", "real")} for one in lines]
-    path.write_text("".join(f"{json.dumps(one)}\n" for one in old))
-    forget_heads(hospital)
-    refused(lambda: run(hospital, *PER_PATIENT), "counts ε per row, this run per patient", error=WsiFlError)
-
-
 def test_a_study_that_is_put_back_as_a_whole_does_not_put_its_budget_back(hospital, tmp_path):
     shutil.copytree(hospital.root, tmp_path / "backup")
     run(hospital)

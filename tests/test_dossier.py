@@ -280,7 +280,7 @@ def test_who_took_part_in_a_run_of_the_plan_is_not_said_to_have_signed_nothing(s
     run = RunFolder(study.runs / "00002-proxyfl-small")
     run.path.mkdir()
     (run.path / "config.toml").write_text("")
-    write_json(run.path / "manifest.json", {"id": "b" * 32, "agreement": plan.digest})
+    write_sealed(run.path / "manifest.json", {"id": "b" * 32, "agreement": plan.digest, "config_sha256": ""})
     run.write_summary(SUMMARY | {"sites": [{"site": "S0"}, {"site": "S1"}]})
     try:
         missing = make_dossier(study, site=None, kit=kit, out=tmp_path / "d.html")["missing"]

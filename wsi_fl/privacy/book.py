@@ -105,11 +105,6 @@ class Entry(_Line):
         return run_id(self.run)
 
     @property
-    def simulated(self) -> bool:
-        """Return whether a simulated site wrote the line for certain; on lines from before the chain nobody knows."""
-        return self.prev is not None and not self.real
-
-    @property
     def bare(self) -> bool:
         """Return whether something of the training patients may leave by it without differential privacy.
 

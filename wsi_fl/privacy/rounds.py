@@ -72,7 +72,7 @@ def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:
     What it did as a simulated site counts like all else, but does not bind it to the unit of that time: such lines of
     another unit are left out.
     """
-    return [e for e in entries if not e.simulated or e.unit in (None, unit)]
+    return [e for e in entries if e.real or e.unit in (None, unit)]
 
 
 def attempts_of(entries: Iterable[Entry], site: str, approved: str) -> int:
