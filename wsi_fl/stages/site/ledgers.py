@@ -87,11 +87,22 @@ def open_ledger(
 def _head_of_user(site: str) -> Path:
     """Where the user's account on this machine remembers how far the ledger of a real site was.
 
-    A folder that cannot be written, on some clusters a home, is left alone: then the head beside the store is alone.
+    Raises:
+        UsageError: when nothing can be written there: copies of a study would not know of one another.
     """
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
-    with suppress(OSError):
+    try:
+        state = (
+            Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
+        )
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(state, os.W_OK)
+    except (OSError, RuntimeError):  # no such folder, or no home
+        writable = False
+    if not writable:
+        raise UsageError(
+            f"the budget of real site {site} is remembered in ~/.local/state, which cannot be written; set "
+            "XDG_STATE_HOME to a folder of yours that can"
+        )
     return state / f"{site}.head.json"
 
 
