@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -65,7 +64,7 @@ def open_ledger(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
             "site's budget"
         )
-    heads = [beside_store, _head_of_user(site.name)]
+    heads = [beside_store, head_of_user(site.name)]
     ledger = account(heads=heads)
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
@@ -84,16 +83,17 @@ def open_ledger(
     return ledger
 
 
-def _head_of_user(site: str) -> Path:
+def head_of_user(site: str) -> Path:
     """Where the user's account on this machine remembers how far the ledger of a real site was.
 
     Raises:
         UsageError: when nothing can be written there: copies of a study would not know of one another.
     """
     try:
-        state = (
-            Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
-        )
+        told = Path(
+            os.environ.get("XDG_STATE_HOME", "")
+        )  # one that is relative does not count, as XDG has it
+        state = (told if told.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
         writable = os.access(state, os.W_OK)
     except (OSError, RuntimeError):  # no such folder, or no home
