@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,18 @@ from wsi_fl.stages.hospitals.kits.reach import look
 from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
-from wsi_fl.system.files import write_json, write_text
+from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
+
+_SUMMARY = "summary.json"
 
 
 def submit(
     kit: Kit,
     plan: Plan,
     *,
-    out: Path,
+    out: Path | None = None,
+    beside: Path = Path(),
     resume: str | None = None,
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
@@ -31,25 +36,37 @@ def submit(
 
     Args:
         kit: the coordinator's.
-        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`.
+        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`; default: a
+            new one in `beside` that is called after the run.
+        beside: the folder of the plan.
         resume: the run to go on with, as the summary or the hospitals' folders name it.
         without: hospitals that were lost.
 
     Raises:
-        UsageError: when hospitals of the plan are not connected.
+        UsageError: when hospitals of the plan are not connected, or `out` holds a result already.
         WsiFlError: with the reason of the first hospital that failed, or when two hospitals hold different scores.
     """
+    if out is not None and (there := out / _SUMMARY).exists():
+        raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
     sites = _taking_part(plan, without)
     job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
     said = _run(kit, sites, job, watcher or Silent())
     scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
     summary: dict[str, Any] = said[sites[0]]
+    out = out or _new_result(beside, str(summary["run"]))
     page = out / "report.html"
-    write_json(out / "summary.json", summary)
+    write_json(out / _SUMMARY, summary)
     if scores is not None:
         write_json(out / "scores.json", scores)
     write_text(page, render_coordinator(summary, scores))
     return summary | {"out": str(out), "report": str(page)}
+
+
+def _new_result(beside: Path, run: str) -> Path:
+    """A folder that does not exist yet, called after a run; hospitals gave the run its name."""
+    name = "result-" + re.sub(r"[^\w.-]", "_", Path(run).name)
+    tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
+    return next(folder for folder in tried if not folder.exists())
 
 
 def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
