@@ -15,6 +15,7 @@ from nvflare.fuel.flare_api.api_spec import NoConnection
 from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SAID, job_files
+from wsi_fl.stages.hospitals.flare.names import check_names
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import server_of
 from wsi_fl.stages.hospitals.said import agreed
@@ -40,6 +41,7 @@ def _session(kit: Kit) -> Iterator[Session]:
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
     server_of(kit)
+    check_names()
     said, engine = StringIO(), logging.getLogger("nvflare")
     engine.propagate = False
     engine.addHandler(logging.NullHandler())
