@@ -10,7 +10,8 @@ from typing import Any
 
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.coordinator import render_coordinator
-from wsi_fl.stages.hospitals.flare.files import need_flare
+from wsi_fl.stages.hospitals.asked import KNOWN, asked_for, note_asked, note_ended
+from wsi_fl.stages.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import look
 from wsi_fl.stages.hospitals.plans.signed import Plan
@@ -50,7 +51,7 @@ def submit(
         raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
     sites = _taking_part(plan, without)
     job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
-    said = _run(kit, sites, job, watcher or Silent())
+    said = _run(kit, plan, sites, job, watcher or Silent())
     scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
     summary: dict[str, Any] = said[sites[0]]
     out = out or _new_result(beside, str(summary["run"]))
@@ -102,7 +103,7 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
         return document
     try:
         job = {"what": "check", "plan": plan.digest}
-        said = _run(kit, plan.sites, job, watcher or Silent())
+        said = _run(kit, plan, plan.sites, job, watcher or Silent())
         document["peers"] = {
             name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
         }
@@ -115,11 +116,22 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
 
 
 def status(kit: Kit) -> dict[str, Any]:
-    """Return who is connected to the server, and its jobs: {"connected": […], "jobs": […]}."""
+    """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
+
+    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `KNOWN`. A "reason" is why it failed,
+    also where the server still calls it running.
+    """
     need_flare()
     from wsi_fl.stages.hospitals.flare import jobs
 
-    return {"connected": jobs.connected(kit), "jobs": jobs.jobs(kit)}
+    here, known = jobs.connected(kit), asked_for(kit)
+    rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
+    for row in rows:
+        number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(KNOWN))
+        if row["reason"] and number in known and row["status"] != "DEAD":
+            note_ended(kit, number, reason=row["reason"])
+        row |= of_job | {"reason": row["reason"] or of_job["reason"]}
+    return {"connected": here, "jobs": rows}
 
 
 def abort(kit: Kit, job: str) -> dict[str, Any]:
@@ -131,7 +143,7 @@ def abort(kit: Kit, job: str) -> dict[str, Any]:
     return {"aborted": job}
 
 
-def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
+def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
     need_flare()
     from wsi_fl.stages.hospitals.flare import jobs
 
@@ -145,11 +157,22 @@ def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> d
     def waiting(seconds: float) -> None:
         watcher.update("job", 0, 1, f"{seconds:.0f} s")
 
-    return dict(
-        jobs.run_job(
-            kit, sites, job, told=lambda number: watcher.say(f"  job {number}", public=True), waiting=waiting
-        )
-    )
+    numbers = []
+
+    def told(number: str) -> None:
+        numbers.append(number)
+        note_asked(kit, number, plan, job, sites)
+        watcher.say(f"  job {number}", public=True)
+
+    patience_s = plan.pipeline().comm.timeout_s + HEARTBEAT_S  # others wait so long for a letter
+    try:
+        said = jobs.run_job(kit, sites, job, told=told, waiting=waiting, patience_s=patience_s)
+    except WsiFlError as error:
+        for number in numbers:
+            note_ended(kit, number, reason=str(error))
+        raise
+    note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
+    return dict(said)
 
 
 def _taking_part(plan: Plan, without: Sequence[str]) -> list[str]:
@@ -182,6 +205,14 @@ def print_status(document: dict[str, Any]) -> None:
     """Print who is connected, and the newest jobs."""
     say(f"connected: {', '.join(document['connected']) or 'nobody'}")
     rows: list[list[str] | None] = [
-        [str(job["id"]), str(job["name"]), str(job["status"]).lower()] for job in document["jobs"]
+        [
+            *(str(job["id"]), str(job["submitted"] or "")[:16], str(job["what"] or job["name"])),
+            *((job["plan"] or "")[:8], job["method"] or "", Path(job["run"] or "").name),
+            str(job["status"]).lower(),
+        ]
+        for job in document["jobs"]
     ]
-    print_table("jobs", ["id", "what", "status"], rows)
+    print_table("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
+    for job in document["jobs"]:
+        if job["reason"]:
+            say(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
