@@ -76,6 +76,7 @@ def test_all_that_connects_checks_names(module, monkeypatch):
         part, "check_names", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
     )
     monkeypatch.setenv("WSI_FL_STARTED_BY", "1")
+    monkeypatch.setattr(part, "require_server", lambda _: None, raising=False)
     monkeypatch.setattr(part, "end_with", lambda _: None, raising=False)
     kit = SimpleNamespace(role="coordinator", path="kit", document={"server": "localhost:1"})
     with pytest.raises(SystemExit):

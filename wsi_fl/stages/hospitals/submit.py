@@ -118,8 +118,8 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
 def status(kit: Kit) -> dict[str, Any]:
     """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
 
-    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `KNOWN`. A "reason" is why it failed,
-    also where the server still calls it running.
+    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `KNOWN`. A "reason" is why it
+    failed, also where the server still calls it running.
     """
     need_flare()
     from wsi_fl.stages.hospitals.flare import jobs

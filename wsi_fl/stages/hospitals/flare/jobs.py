@@ -19,7 +19,7 @@ from wsi_fl.stages.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, 
 from wsi_fl.stages.hospitals.flare.names import check_names
 from wsi_fl.stages.hospitals.flare.watching import BEGUN, GO_ON, Watch, answering, at_work
 from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.reach import likely_reason, server_of
+from wsi_fl.stages.hospitals.kits.reach import likely_reason, require_server
 from wsi_fl.stages.hospitals.said import agreed
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line
@@ -45,7 +45,7 @@ def _session(kit: Kit) -> Iterator[Session]:
     """
     if kit.role != "coordinator":
         raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
-    server_of(kit)
+    require_server(kit)
     check_names()
     said, engine = StringIO(), logging.getLogger("nvflare")
     engine.propagate = False
@@ -81,8 +81,8 @@ def connected(kit: Kit) -> list[str]:
 def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the jobs that the server knows: {"id", "name", "status", "submitted", "reason"}, newest first.
 
-    The status of a job that the server calls running, and has no process for, is "DEAD". The reason is why it failed, in
-    one line, or None.
+    The status of a job that the server calls running, and has no process for, is "DEAD". The reason is why a job
+    failed, in one line, or None.
 
     Args:
         known: ids of jobs whose reason need not be asked for.
@@ -122,9 +122,10 @@ def _reason_of(session: Session, job: str, status: str) -> str:
     """Why a job failed, as the hospitals or the server said."""
     with tempfile.TemporaryDirectory() as place, suppress(NotAgreed):
         told = _result(session, job, Path(place))
-        failures = {k: v for k, v in told.items() if isinstance(v, dict) and "error" in v}
-        if failures:
-            return _first_reason([one["error"] for one in agreed(failures, list(failures), "work").values()])
+        if isinstance(told, Mapping) and any(
+            isinstance(one, Mapping) and "error" in one for one in told.values()
+        ):
+            return _first_reason([one["error"] for one in agreed(told, list(told), "work").values()])
     return _without_a_word(job, status)
 
 
@@ -152,7 +153,7 @@ def run_job(
 ) -> Outcome:
     """Submit a job, wait for its end, and return what each hospital said.
 
-    A job that has not begun within two minutes, while the server has no other, is withdrawn; one whose hospitals or whose
+    A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
     server went away ends.
 
     Args:

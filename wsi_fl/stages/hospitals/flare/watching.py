@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from nvflare.fuel.flare_api.api_spec import NoConnection
+from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoClientsAvailable, NoConnection
 from nvflare.fuel.flare_api.flare_api import Session
 
 from wsi_fl.stages.hospitals.taking_part import LAST
@@ -31,7 +31,7 @@ def answering(session: Session) -> list[str]:
                 return []
             told = session.get_client_job_status(listed) or []
             return sorted({str(one["client_name"]) for one in told if one.get("status") != "no_reply"})
-        except NoConnection:  # a client that is just going away keeps the server too long for one answer
+        except (InvalidTarget, NoClientsAvailable, NoConnection):  # a client is just going away
             if not left:
                 raise
             time.sleep(1.0)
@@ -70,9 +70,11 @@ class Watch:
         if now - self._looked < _LOOK_S:
             return
         self._looked = now
-        with suppress(NoConnection):  # whoever asks for the status next is told so
+        try:
             here, at_work_now = answering(self._session), at_work(self._session)
-            self._judge(status, here, at_work_now, now)
+        except Exception:  # nothing is known then; whoever asks for the status next is told why
+            return
+        self._judge(status, here, at_work_now, now)
 
     def _judge(self, status: str, here: Sequence[str], at_work_now: set[str], now: float) -> None:
         begun = status in BEGUN
