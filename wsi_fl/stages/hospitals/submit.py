@@ -130,7 +130,7 @@ def status(kit: Kit) -> dict[str, Any]:
         number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(KNOWN))
         if row["reason"] and number in known and row["status"] != "DEAD":
             note_ended(kit, number, reason=row["reason"])
-        row |= of_job | {"reason": row["reason"] or of_job["reason"]}
+        row.update(of_job | {"reason": row["reason"] or of_job["reason"]})
     return {"connected": here, "jobs": rows}
 
 

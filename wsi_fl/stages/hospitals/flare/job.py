@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
@@ -30,7 +31,7 @@ def main() -> None:
     end_with(os.getppid())
     check_names()
     arguments = worker_process.parse_arguments()
-    place = os.path.join(arguments.workspace, arguments.job_id)
+    place = str(Path(arguments.workspace, arguments.job_id))
     sys.exit(worker_process.mpm.run(main_func=worker_process.main, run_dir=place, args=arguments))
 
 
