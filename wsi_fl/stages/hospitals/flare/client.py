@@ -103,6 +103,7 @@ def narrow() -> list[str]:
 def main() -> None:
     """Be FLARE's client, with the arguments that `client_train` takes."""
     end_with(int(os.environ[STARTED_BY]))
+    os.environ[STARTED_BY] = str(os.getpid())  # for the processes of jobs
     check_names()
     missing = _KEPT - set(narrow())
     if missing:

@@ -19,7 +19,7 @@ TOGETHER = "wsi_fl.stages.hospitals.flare.roles.Together"
 JOB = "wsi_fl.stages.hospitals.flare.job"
 """The module that is a hospital's process of a job."""
 STARTED_BY = "WSI_FL_STARTED_BY"
-"""Environment variable with the process id of `federation start`, which its processes end with."""
+"""Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
 HEARTBEAT_S = 30
 """A hospital that is not heard of for so long is lost."""
 SERVER = "server"

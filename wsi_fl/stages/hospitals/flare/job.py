@@ -10,7 +10,7 @@ from typing import Any
 from nvflare.app_common.job_launcher.client_process_launcher import ClientProcessJobLauncher
 from nvflare.private.fed.app.client import worker_process
 
-from wsi_fl.stages.hospitals.flare.files import JOB
+from wsi_fl.stages.hospitals.flare.files import JOB, STARTED_BY
 from wsi_fl.stages.hospitals.flare.names import check_names
 from wsi_fl.system.parents import end_with
 
@@ -28,7 +28,7 @@ class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]
 
 def main() -> None:
     """Be the process of a job, with the arguments that FLARE's takes."""
-    end_with(os.getppid())
+    end_with(int(os.environ[STARTED_BY]))
     check_names()
     arguments = worker_process.parse_arguments()
     place = str(Path(arguments.workspace, arguments.job_id))
