@@ -75,7 +75,7 @@ class Server:
 
     def list_jobs(self, **_):
         return [
-            {"job_id": job, "job_name": "wsi-fl work", "status": status, "submit_time": "2026-01-02T03:04:05"}
+            {"job_id": job, "job_name": "wsi-fl work", "status": status, "submit_time": 1767322800.5}
             for job, status in self._listed
         ]
 
@@ -192,7 +192,9 @@ def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, 
     assert reasons["7"] == "site C2 failed; its own log says why"
     assert server.fetched == ["7", "6"]
     submitting.print_status(document)
-    assert "8: the server was stopped while it ran" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "8: the server was stopped while it ran" in shown
+    assert "2026-01-02 03:00" in shown
 
 
 def test_status_knows_of_what_was_submitted_here(asking, kit):

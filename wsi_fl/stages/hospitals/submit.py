@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -201,12 +202,20 @@ def print_check(document: dict[str, Any]) -> None:
         say(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
 
 
+def _when(submitted: Any) -> str:
+    """The time at which the server took a job, in UTC; it tells seconds."""
+    try:
+        return datetime.fromtimestamp(float(submitted), UTC).strftime("%Y-%m-%d %H:%M")
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
+
+
 def print_status(document: dict[str, Any]) -> None:
     """Print who is connected, and the newest jobs."""
     say(f"connected: {', '.join(document['connected']) or 'nobody'}")
     rows: list[list[str] | None] = [
         [
-            *(str(job["id"]), str(job["submitted"] or "")[:16], str(job["what"] or job["name"])),
+            *(str(job["id"]), _when(job["submitted"]), str(job["what"] or job["name"])),
             *((job["plan"] or "")[:8], job["method"] or "", Path(job["run"] or "").name),
             str(job["status"]).lower(),
         ]
