@@ -60,9 +60,9 @@ PROCESSES = {
     "transport.py": "MPI rank that only exchanges",
     " rank ": "MPI rank of a run",
     "runner_process": "FLARE server's job",
-    "server_train": "FLARE server",
-    "worker_process": "hospital's job",
-    "client_train": "hospital's client",
+    "flare.server": "FLARE server",
+    "flare.job": "hospital's job",
+    "flare.client": "hospital's client",
 }
 """What a process is, by a part of its command line."""
 

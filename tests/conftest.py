@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hypothesis
 import numpy as np
 import pytest
 
@@ -35,6 +36,8 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(
     prefix="wsi-fl-state-"
 )  # heads of ledgers, gone with the tests
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 os.fsync = lambda descriptor: None
 """Tests kill processes, which loses nothing that was written; they never cut the power."""
 signal.signal(signal.SIGINT, signal.default_int_handler)

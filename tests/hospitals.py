@@ -182,7 +182,7 @@ class Bed:
                     text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
                 except OSError:
                     continue
-                if "worker_process" in text and kit in text:
+                if "flare.job" in text and kit in text:
                     found.append(int(entry.name))
         return found
 

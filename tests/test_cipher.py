@@ -1,6 +1,8 @@
 """The numbers that guarantees rest on: known answers of the cipher, and statistics against scipy."""
 
+import copy
 import multiprocessing
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from math import erfc, sqrt
 
@@ -89,6 +91,12 @@ def test_a_stream_refuses_to_go_on_in_a_fork():
     assert child.exitcode == 0
     assert all("make a fresh one" in answer.get() for _ in range(3))
     stream.words(1)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_stream_has_no_copies(copied):
+    """Two streams of one state would give the same numbers twice."""
+    refused(lambda: copied(CipherStream.fresh()), "make a fresh one", error=WsiFlError)
 
 
 # whole numbers and orders

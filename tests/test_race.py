@@ -1,17 +1,21 @@
 """One budget however many processes spend it at once, on one ledger or on copies of it."""
 
 import json
+import os
 import random
 import shutil
 import time
 from hashlib import sha256
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refused
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
+from wsi_fl.stages.site.ledgers import head_of_user
 from wsi_fl.types import WsiFlError
 
 DELTA, LIMIT, TRIES = 1e-5, 3.0, 100
@@ -100,3 +104,56 @@ def test_of_two_copies_of_a_study_at_work_at_once_one_spends(place):
     newest = next(p for p in (place, copy) if len(lines(p)) == head["lines"])
     assert sha256((newest / "C1.jsonl").read_bytes()).hexdigest() == head["sha256"]
     assert charged(newest) >= set(left)
+
+
+# what an attacker tried
+
+
+def copy_of(study):
+    return shutil.copytree(study, study.parent / "copy")
+
+
+def test_copies_share_a_head_that_is_a_link(place):
+    user, other = place.parent / "user", place.parent / "other"
+    other.mkdir()
+    shared = shutil.move(user / "C1.head.json", place.parent / "shared.json")
+    for folder in (user, other):
+        (folder / "C1.head.json").symlink_to(shared)
+    copied = copy_of(place)
+    released(opened(place, user, "one"), 1, 1.0)
+    refused(lambda: opened(copied, other, "two"), "this is not the ledger that", error=WsiFlError)
+
+
+def test_a_head_that_is_taken_away_meanwhile_is_missed(place):
+    user = place.parent / "user"
+    both = opened(place, user, "one"), opened(copy_of(place), user, "two")
+    (user / "C1.head.json").unlink()
+    for ledger in both:
+        refused(
+            lambda ledger=ledger: released(ledger, 1, 1.0), "C1.head.json was taken away", error=WsiFlError
+        )
+
+
+@pytest.mark.parametrize("content", ['{"lines": 0, "sha256": ""}', None])
+def test_a_head_that_knows_nothing_is_damaged(place, content):
+    head = place.parent / "user" / "C1.head.json"
+    head.unlink()
+    head.write_text(content) if content else head.mkdir()
+    refused(lambda: opened(place, head.parent, "one"), "damaged", error=WsiFlError)
+
+
+def test_a_state_folder_that_cannot_be_written_or_found_is_named(tmp_path, monkeypatch):
+    """Copies would know nothing of one another."""
+    state, real = tmp_path / "state", os.access
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    assert head_of_user("C1") == state / "wsi-fl" / "ledgers" / "C1.head.json"
+    monkeypatch.setattr(os, "access", lambda path, mode: state not in Path(path).parents and real(path, mode))
+    refused(lambda: head_of_user("C1"), "cannot be written", "set XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    for relative in ("", "state"):
+        monkeypatch.setenv("XDG_STATE_HOME", relative)
+        refused(lambda: head_of_user("C1"), "set XDG_STATE_HOME")
+
+
+def nowhere():
+    raise RuntimeError("Could not determine home directory.")

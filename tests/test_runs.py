@@ -144,3 +144,33 @@ def test_log_is_dated_lines(site):
     lines = (site.path / "log.txt").read_text().splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == ["started", "done"]
     assert all(line.startswith("20") for line in lines)
+
+
+def lines_of(run, site, rounds):
+    for k in range(1, rounds + 1):
+        run.site(site).log_round(
+            {
+                "round": k,
+                "seconds": 1.0,
+                "takes_part": True,
+                "messages": 1,
+                "bytes": 1,
+                "communication_seconds": 0.0,
+            }
+        )
+
+
+def test_a_loss_is_noted_in_the_round_in_which_it_was_noticed(tmp_path):
+    """Another hospital's rounds lie at that hospital, so the round is that of those who noticed."""
+    between = RunFolder(tmp_path / "00001-between")
+    lines_of(between, "C1", 3)
+    assert between.note_loss("C3", "killed")["round"] == 4
+    together = RunFolder(tmp_path / "00002-together")
+    lines_of(together, "C1", 5)
+    lines_of(together, "C3", 2)
+    assert together.note_loss("C3", "killed")["round"] == 3
+    together.note_return("C3")
+    assert together.note_loss("C3", "killed again")["round"] == 6  # it came back to where the others stood
+    lines_of(together, "C2", 0)
+    (together.path / "sites" / "C2").mkdir(parents=True)
+    assert together.note_loss("C2", "killed")["round"] == 1

@@ -1,11 +1,24 @@
 """What `federation start` ends: the process, and the jobs that it started in groups of their own."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
-from wsi_fl.stages.hospitals.start import _end
+import pytest
+from conftest import refused
+
+from wsi_fl.stages.hospitals import by_folder
+from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.stages.hospitals.start import _end, start
+from wsi_fl.types import WsiFlError
+
+needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
 PARENT = """
 import subprocess, sys, time
@@ -23,6 +36,83 @@ def test_a_job_ends_with_the_client_that_started_it():
     process.stdout.close()
     assert process.returncode is not None
     assert _ended(job)
+
+
+MODULES = "wsi_fl.stages.hospitals.flare"
+STARTED = f"""
+import os, sys, time
+import nvflare.private.fed.app.client.worker_process as theirs
+from {MODULES} import client, job, server
+wait = lambda *_, **__: time.sleep(60)
+for one in (client.client_train, server.server_train, theirs):
+    one.parse_arguments = wait
+print(os.getpid(), flush=True)
+{{"client": client, "job": job, "server": server}}[sys.argv[1]].main()
+"""
+STARTER = """
+import os, subprocess, sys, time
+environment = os.environ | {"WSI_FL_STARTED_BY": str(os.getpid())}
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=environment, start_new_session=True)
+time.sleep(60)
+"""
+
+
+@needs_flare
+@pytest.mark.parametrize("module", ["client", "job", "server"])
+def test_nothing_goes_on_after_what_started_it_was_killed(module):
+    command = [sys.executable, "-c", STARTER, STARTED, module]
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE)
+    started = int(starter.stdout.readline())
+    assert not _ended(started)
+    starter.kill()
+    starter.wait()
+    starter.stdout.close()
+    deadline = time.monotonic() + 10
+    while not _ended(started) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        assert _ended(started)
+    finally:
+        if not _ended(started):
+            os.kill(started, signal.SIGKILL)
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from wsi_fl.stages.hospitals.kits.kit import Kit
+with Kit.open(Path(sys.argv[1])).alone():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A kit that another process has."""
+    provision(tmp_path, federation="one", server="localhost:1", sites=["C1"])
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "C1")], stdout=subprocess.PIPE)
+    assert holder.stdout.readline()
+    yield Kit.open(tmp_path / "C1")
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+
+
+@needs_flare
+def test_a_kit_that_runs_is_not_started_again(held, tmp_path, monkeypatch):
+    study = SimpleNamespace(root=tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a second client was started"))
+    refused(lambda: start(held, study, told=print), "C1 runs already", error=WsiFlError)
+
+
+def test_a_kit_that_runs_is_not_started_again_over_a_folder(held, tmp_path, monkeypatch):
+    monkeypatch.setattr(by_folder, "approved_plan", lambda *_: SimpleNamespace(digest="0" * 64, most_bytes=1))
+    monkeypatch.setattr(by_folder, "_until_done", lambda *_: pytest.fail("a second one takes part"))
+    study = SimpleNamespace(root=tmp_path / "other")
+    (tmp_path / "share").mkdir()
+    again = lambda: by_folder.take_part_by_folder(study, held, folder=str(tmp_path / "share"))  # noqa: E731
+    refused(again, "C1 runs already", error=WsiFlError)
 
 
 def _ended(pid):

@@ -63,3 +63,30 @@ def test_where_no_counts_left_the_page_says_so(said, tmp_path):
     submit(None, PLAN, out=tmp_path)
     assert not (tmp_path / "scores.json").exists()
     assert "No hospital let counts" in (tmp_path / "report.html").read_text()
+
+
+def test_no_result_takes_the_place_of_another(said, tmp_path):
+    first = submit(None, PLAN, beside=tmp_path)
+    name = f"result-{first['run'].removeprefix('runs/')}"
+    assert first["out"] == str(tmp_path / name)
+    for answer in said.values():
+        answer["run"] = "runs/00007-other"
+    assert submit(None, PLAN, beside=tmp_path)["out"] == str(tmp_path / "result-00007-other")
+    said["S0"]["seconds"] += 1
+    again = submit(None, PLAN, beside=tmp_path)
+    assert again["out"] == str(tmp_path / "result-00007-other-2")
+    assert json.loads((tmp_path / name / "summary.json").read_text())["run"] == first["run"]
+
+
+def test_a_folder_with_a_result_is_refused_before_anything_runs(said, tmp_path, monkeypatch):
+    submit(None, PLAN, out=tmp_path)
+    monkeypatch.setattr(submitting, "_run", lambda *_: pytest.fail("it ran"))
+    refused(lambda: submit(None, PLAN, out=tmp_path), "holds the result of runs/")
+
+
+@pytest.mark.parametrize("run", ["../../elsewhere", "runs/..", "/etc", "runs/a b"])
+def test_a_run_by_any_name_is_kept_beside_the_plan(said, tmp_path, run):
+    for answer in said.values():
+        answer["run"] = run
+    kept = submit(None, PLAN, beside=tmp_path / "plan")["out"]
+    assert [str(path) for path in tmp_path.glob("plan/*")] == [kept]

@@ -244,7 +244,7 @@ def submit(
         list[str] | None, typer.Option(metavar="SITE", help="With --resume: go on without it. Repeatable.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for what comes back. Default: beside the plan.")
+        Path | None, typer.Option(help="New folder for what comes back. Default: result-RUN beside the plan.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -264,7 +264,8 @@ def submit(
         document = submit(
             Kit.open(kit),
             agreed,
-            out=out or file.parent / f"result-{agreed.digest[:8]}",
+            out=out,
+            beside=file.parent,
             resume=resume,
             without=without or [],
             watcher=bars,

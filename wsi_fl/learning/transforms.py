@@ -71,7 +71,7 @@ class _Drawn(np.random.RandomState):
     """What MONAI's transforms draw on: a numpy generator by type, whose numbers are those of a stream."""
 
     def __init__(self, stream: CipherStream) -> None:
-        super().__init__(0)
+        super().__init__()  # of the operating system, should a transform ever draw what is not overridden here
         self._stream = stream
 
     def rand(self) -> float:  # type: ignore[override]

@@ -122,7 +122,7 @@ class Head(_Line):
         ledger: its path then; it may have been moved since.
     """
 
-    lines: int = Field(ge=0)
+    lines: int = Field(ge=1)
     sha256: str
     ledger: str = ""
 
@@ -155,7 +155,8 @@ class Book:
     def __init__(self, path: Path, heads: Sequence[Path] = ()) -> None:
         self.path = path
         self.entries: list[Entry] = []
-        self._heads = tuple(heads)
+        self._heads = tuple(head.resolve() for head in heads)  # of a link, what all copies share
+        self._seen: set[Path] = set()
         self._read = 0
         self._so_far = hashlib.sha256()
         self._digests: list[str] = []
@@ -167,12 +168,17 @@ class Book:
         Raises:
             WsiFlError: when a head knows another file, or a longer one.
         """
+        if gone := [head for head in self._seen if not head.exists()]:
+            raise WsiFlError(
+                f"{gone[0]} was taken away; put it back: it keeps copies of the ledger from spending too"
+            )
         known = {
             head: _read_head(head) for head in self._heads if head.exists()
         }  # before the file, which may grow
+        self._seen |= known.keys()
         self.catch_up()
         for head, was in known.items():
-            if was.lines and [was.sha256] != self._digests[was.lines - 1 : was.lines]:
+            if [was.sha256] != self._digests[was.lines - 1 : was.lines]:
                 raise WsiFlError(
                     f"{self.path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
                     f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
@@ -200,6 +206,7 @@ class Book:
         for head in self._writable_heads():
             now = Head(lines=len(self._digests), sha256=self._digests[-1], ledger=str(self.path.resolve()))
             write_json(head, now.model_dump())
+            self._seen.add(head)
 
     def _writable_heads(self) -> list[Path]:
         return [head for head in self._heads if os.access(head.parent, os.W_OK)]
@@ -265,7 +272,7 @@ def _parsed(line: bytes, place: str) -> Entry:
 def _read_head(path: Path) -> Head:
     try:
         return Head.model_validate(read_json(path))
-    except ValidationError:
+    except (ValidationError, OSError):
         raise WsiFlError(
             f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
         ) from None

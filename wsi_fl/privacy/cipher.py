@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from math import pi
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -68,6 +68,10 @@ class CipherStream:
             [196, 14, 196]
         """
         return cls(hashlib.sha256(repr(seed).encode()).digest())
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied, pickled or kept: both would give out the same numbers."""
+        raise WsiFlError("a stream of random numbers has no copies; make a fresh one")
 
     def words(self, n: int) -> NDArray[np.uint64]:
         """Return uint64[n], uniform."""

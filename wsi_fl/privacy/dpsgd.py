@@ -69,13 +69,14 @@ def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, i
         torch.manual_seed(0)
         probe = _generic_copy(model)
         x, y = torch.randn(2, *input_shape), torch.arange(2) % n_classes
+        state = torch.get_rng_state()
         try:
             logits = probe(x)
         except Exception as error:  # whatever somebody's architecture raises
             raise UsageError(f"model cannot take images of {shape}: {_one_line(error)}") from None
         if not isinstance(logits, Tensor) or logits.shape != (2, n_classes):
             raise UsageError(f"model does not map images of {shape} to {n_classes} logits each")
-        if not torch.equal(logits, probe(x)):
+        if not torch.equal(state, torch.get_rng_state()) or not torch.equal(logits, probe(x)):
             raise UsageError(f"{_UNTRAINABLE}: it draws random numbers in training; set its dropout to 0")
         try:
             singly = _gradients_singly(probe, x, y)

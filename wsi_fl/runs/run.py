@@ -154,24 +154,34 @@ class RunFolder:
 
     def losses(self) -> list[dict[str, Any]]:
         """The sites that were lost and have not come back: {"site", "round", "reason", …}, in order."""
-        latest = {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
-        return [line for line in latest.values() if line["event"] == "lost"]
+        return [line for line in self._roster().values() if line["event"] == "lost"]
 
     def returning(self) -> set[str]:
         """The sites that were lost, come back, and have not finished anything since."""
-        latest = {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
         return {
             site
-            for site, line in latest.items()
+            for site, line in self._roster().items()
             if line["event"] == "returned" and self._newest(site) <= line.get("newest", 0)
         }
+
+    def _roster(self) -> dict[str, dict[str, Any]]:
+        """The latest line of each site that was ever lost."""
+        return {line["site"]: line for line in read_lines(self.roster_path, _ROSTER)}
 
     def _newest(self, site: str) -> int:
         return max(self.site(site).checkpoints(), default=0)
 
     def note_loss(self, site: str, reason: str) -> dict[str, Any]:
-        """Writes down that a site was lost, in the round after its last one; returns the line."""
-        done = [line["round"] for line in self.site(site).metrics()]
+        """Write down that a site was lost, in the round after the last one that it had finished; return the line.
+
+        Where its rounds are not known here, as between hospitals, or it had come back to others that had gone on, it is
+        the round after the last one that anybody here has finished.
+        """
+        own = self.site(site)
+        came_back = self._roster().get(site, {}).get("event") == "returned"
+        known = own.path.is_dir() and not came_back
+        those = [own] if known else [SiteFolder(path) for path in self.path.glob("sites/*/")]
+        done = [line["round"] for one in those for line in one.metrics()]
         round_ = max(done, default=0) + 1
         line = {"site": site, "event": "lost", "round": round_, "reason": reason, "time": _now()}
         append_line(self.roster_path, line)

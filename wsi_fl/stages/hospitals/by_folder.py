@@ -60,7 +60,7 @@ def take_part_by_folder(
     plan = approved_plan(study, identity)
     line = FolderLine(address, identity.name, plan.digest, most_bytes=plan.most_bytes)
     busy = f"site {identity.name}: another process of this study takes part already; wait for it"
-    with alone(study.root / "federation" / f".{identity.name}.lock", busy):
+    with alone(study.root / "federation" / f".{identity.name}.lock", busy), kit.alone():
         return _until_done(study, kit, plan, line, without)
 
 

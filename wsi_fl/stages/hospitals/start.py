@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from wsi_fl.stages.hospitals.flare.files import need_flare, write_flare_files
+from wsi_fl.stages.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import likely_reason, server_of
 from wsi_fl.stages.hospitals.plans.signed import approved_plan
@@ -24,7 +24,7 @@ _END_S = 10.0
 _REGISTERED = "Successfully registered client"
 _MODULES = {
     "hospital": "wsi_fl.stages.hospitals.flare.client",
-    "server": "nvflare.private.fed.app.server.server_train",
+    "server": "wsi_fl.stages.hospitals.flare.server",
 }
 
 
@@ -37,7 +37,8 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
 
     Raises:
         UsageError: when the kit cannot be started so.
-        WsiFlError: when it is not registered within 30 s, with the likely reason, or ends by itself.
+        WsiFlError: when another process has the kit, when it is not registered within 30 s, with the likely reason,
+            or ends by itself.
     """
     need_flare()
     if kit.role == "coordinator":
@@ -47,6 +48,11 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
     if (study is None) != (kit.role == "server"):
         raise UsageError("a hospital's kit needs --study DIR, and a server's none")
     kit.identity()
+    with kit.alone():
+        _run(kit, study, told)
+
+
+def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
     host, port = server_of(kit)
     federation = str(kit.document["federation"])
     write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
@@ -90,7 +96,7 @@ def _process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[bytes]]
     command += [f"fed_{'server' if study is None else 'client'}.json", "--set", "secure_train=true", *own]
     command += [f"org={kit.document['organization']}", "config_folder=config"]
     place = {} if study is None else {"WSI_FL_STUDY": str(study.root), "WSI_FL_KIT": str(kit.path)}
-    environment = {"MALLOC_ARENA_MAX": "4", **os.environ, **place}
+    environment = {"MALLOC_ARENA_MAX": "4", **os.environ, **place, STARTED_BY: str(os.getpid())}
     with (kit.path / "console.txt").open("ab") as console:
         process = subprocess.Popen(
             command,

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.coordinator import render_coordinator
-from wsi_fl.stages.hospitals.flare.files import need_flare
+from wsi_fl.stages.hospitals.asked import KNOWN, asked_for, note_asked, note_ended
+from wsi_fl.stages.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import look
 from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
-from wsi_fl.system.files import write_json, write_text
+from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
+
+_SUMMARY = "summary.json"
 
 
 def submit(
     kit: Kit,
     plan: Plan,
     *,
-    out: Path,
+    out: Path | None = None,
+    beside: Path = Path(),
     resume: str | None = None,
     without: Sequence[str] = (),
     watcher: Watcher | None = None,
@@ -31,25 +38,37 @@ def submit(
 
     Args:
         kit: the coordinator's.
-        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`.
+        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`; default: a
+            new one in `beside` that is called after the run.
+        beside: the folder of the plan.
         resume: the run to go on with, as the summary or the hospitals' folders name it.
         without: hospitals that were lost.
 
     Raises:
-        UsageError: when hospitals of the plan are not connected.
+        UsageError: when hospitals of the plan are not connected, or `out` holds a result already.
         WsiFlError: with the reason of the first hospital that failed, or when two hospitals hold different scores.
     """
+    if out is not None and (there := out / _SUMMARY).exists():
+        raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
     sites = _taking_part(plan, without)
     job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
-    said = _run(kit, sites, job, watcher or Silent())
+    said = _run(kit, plan, sites, job, watcher or Silent())
     scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
     summary: dict[str, Any] = said[sites[0]]
+    out = out or _new_result(beside, str(summary["run"]))
     page = out / "report.html"
-    write_json(out / "summary.json", summary)
+    write_json(out / _SUMMARY, summary)
     if scores is not None:
         write_json(out / "scores.json", scores)
     write_text(page, render_coordinator(summary, scores))
     return summary | {"out": str(out), "report": str(page)}
+
+
+def _new_result(beside: Path, run: str) -> Path:
+    """A folder that does not exist yet, called after a run; hospitals gave the run its name."""
+    name = "result-" + re.sub(r"[^\w.-]", "_", Path(run).name)
+    tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
+    return next(folder for folder in tried if not folder.exists())
 
 
 def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
@@ -85,7 +104,7 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
         return document
     try:
         job = {"what": "check", "plan": plan.digest}
-        said = _run(kit, plan.sites, job, watcher or Silent())
+        said = _run(kit, plan, plan.sites, job, watcher or Silent())
         document["peers"] = {
             name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
         }
@@ -98,11 +117,22 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
 
 
 def status(kit: Kit) -> dict[str, Any]:
-    """Return who is connected to the server, and its jobs: {"connected": […], "jobs": […]}."""
+    """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
+
+    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `KNOWN`. A "reason" is why it
+    failed, also where the server still calls it running.
+    """
     need_flare()
     from wsi_fl.stages.hospitals.flare import jobs
 
-    return {"connected": jobs.connected(kit), "jobs": jobs.jobs(kit)}
+    here, known = jobs.connected(kit), asked_for(kit)
+    rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
+    for row in rows:
+        number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(KNOWN))
+        if row["reason"] and number in known and row["status"] != "DEAD":
+            note_ended(kit, number, reason=row["reason"])
+        row.update(of_job | {"reason": row["reason"] or of_job["reason"]})
+    return {"connected": here, "jobs": rows}
 
 
 def abort(kit: Kit, job: str) -> dict[str, Any]:
@@ -114,7 +144,7 @@ def abort(kit: Kit, job: str) -> dict[str, Any]:
     return {"aborted": job}
 
 
-def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
+def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
     need_flare()
     from wsi_fl.stages.hospitals.flare import jobs
 
@@ -128,11 +158,22 @@ def _run(kit: Kit, sites: list[str], job: dict[str, Any], watcher: Watcher) -> d
     def waiting(seconds: float) -> None:
         watcher.update("job", 0, 1, f"{seconds:.0f} s")
 
-    return dict(
-        jobs.run_job(
-            kit, sites, job, told=lambda number: watcher.say(f"  job {number}", public=True), waiting=waiting
-        )
-    )
+    numbers = []
+
+    def told(number: str) -> None:
+        numbers.append(number)
+        note_asked(kit, number, plan, job, sites)
+        watcher.say(f"  job {number}", public=True)
+
+    patience_s = plan.pipeline().comm.timeout_s + HEARTBEAT_S  # others wait so long for a letter
+    try:
+        said = jobs.run_job(kit, sites, job, told=told, waiting=waiting, patience_s=patience_s)
+    except WsiFlError as error:
+        for number in numbers:
+            note_ended(kit, number, reason=str(error))
+        raise
+    note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
+    return dict(said)
 
 
 def _taking_part(plan: Plan, without: Sequence[str]) -> list[str]:
@@ -161,10 +202,26 @@ def print_check(document: dict[str, Any]) -> None:
         say(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
 
 
+def _when(submitted: Any) -> str:
+    """The time at which the server took a job, in UTC; it tells seconds."""
+    try:
+        return datetime.fromtimestamp(float(submitted), UTC).strftime("%Y-%m-%d %H:%M")
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
+
+
 def print_status(document: dict[str, Any]) -> None:
     """Print who is connected, and the newest jobs."""
     say(f"connected: {', '.join(document['connected']) or 'nobody'}")
     rows: list[list[str] | None] = [
-        [str(job["id"]), str(job["name"]), str(job["status"]).lower()] for job in document["jobs"]
+        [
+            *(str(job["id"]), _when(job["submitted"]), str(job["what"] or job["name"])),
+            *((job["plan"] or "")[:8], job["method"] or "", Path(job["run"] or "").name),
+            str(job["status"]).lower(),
+        ]
+        for job in document["jobs"]
     ]
-    print_table("jobs", ["id", "what", "status"], rows)
+    print_table("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
+    for job in document["jobs"]:
+        if job["reason"]:
+            say(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -64,7 +63,7 @@ def open_ledger(
             f"{study.relative(path)} is missing, though site {site.name} has released before; restore it: it is the "
             "site's budget"
         )
-    heads = [beside_store, _head_of_user(site.name)]
+    heads = [beside_store, head_of_user(site.name)]
     ledger = account(heads=heads)
     for folder, identity, last in rounds:
         if max((entry.round for entry in ledger.of_run(identity)), default=0) < last:
@@ -83,14 +82,26 @@ def open_ledger(
     return ledger
 
 
-def _head_of_user(site: str) -> Path:
+def head_of_user(site: str) -> Path:
     """Where the user's account on this machine remembers how far the ledger of a real site was.
 
-    A folder that cannot be written, on some clusters a home, is left alone: then the head beside the store is alone.
+    Raises:
+        UsageError: when nothing can be written there: copies of a study would not know of one another.
     """
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
-    with suppress(OSError):
+    try:
+        told = Path(
+            os.environ.get("XDG_STATE_HOME", "")
+        )  # one that is relative does not count, as XDG has it
+        state = (told if told.is_absolute() else Path.home() / ".local" / "state") / "wsi-fl" / "ledgers"
         state.mkdir(parents=True, exist_ok=True, mode=0o700)
+        writable = os.access(state, os.W_OK)
+    except (OSError, RuntimeError):  # no such folder, or no home
+        writable = False
+    if not writable:
+        raise UsageError(
+            f"the budget of real site {site} is remembered in ~/.local/state, which cannot be written; set "
+            "XDG_STATE_HOME to a folder of yours that can"
+        )
     return state / f"{site}.head.json"
 
 

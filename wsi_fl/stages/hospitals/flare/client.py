@@ -7,6 +7,7 @@ they stand, and ends them.
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from io import BytesIO
@@ -21,6 +22,10 @@ from nvflare.private.fed.client.admin import RequestProcessor
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
+
+from wsi_fl.stages.hospitals.flare.files import STARTED_BY
+from wsi_fl.stages.hospitals.flare.names import check_names
+from wsi_fl.system.parents import end_with
 
 _KEPT = {
     "ClientStatusProcessor",
@@ -97,6 +102,9 @@ def narrow() -> list[str]:
 
 def main() -> None:
     """Be FLARE's client, with the arguments that `client_train` takes."""
+    end_with(int(os.environ[STARTED_BY]))
+    os.environ[STARTED_BY] = str(os.getpid())  # for the processes of jobs
+    check_names()
     missing = _KEPT - set(narrow())
     if missing:
         raise SystemExit(f"this NVIDIA FLARE has no {sorted(missing)[0]}; wsi-fl needs version 2.9")

@@ -16,6 +16,10 @@ from wsi_fl.types import UsageError
 
 HOSPITAL = "wsi_fl.stages.hospitals.flare.roles.Hospital"
 TOGETHER = "wsi_fl.stages.hospitals.flare.roles.Together"
+JOB = "wsi_fl.stages.hospitals.flare.job"
+"""The module that is a hospital's process of a job."""
+STARTED_BY = "WSI_FL_STARTED_BY"
+"""Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
 HEARTBEAT_S = 30
 """A hospital that is not heard of for so long is lost."""
 SERVER = "server"
@@ -183,9 +187,7 @@ def _hospital_resources() -> dict[str, Any]:
             _component(
                 "resource_consumer", f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
             ),
-            _component(
-                "process_launcher", f"{common}.job_launcher.client_process_launcher.ClientProcessJobLauncher"
-            ),
+            _component("process_launcher", f"{JOB}.Launcher"),
         ],
     }
 

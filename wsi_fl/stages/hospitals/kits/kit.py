@@ -6,12 +6,15 @@ reached: by a server, or by a folder that all can reach.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.federation.certificates import Identity, Role
 from wsi_fl.system.files import read_json
+from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError
 
 STEM = {"server": "server", "coordinator": "client", "hospital": "client"}
@@ -58,6 +61,17 @@ class Kit:
         """The address of the folder that all can reach; None where a server joins them."""
         found = self.document.get("folder")
         return str(found) if found else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the kit for this process: two of one name would take each other's letters.
+
+        Raises:
+            WsiFlError: when another process has it.
+        """
+        busy = f"{self.name} runs already: another process has {self.path}; end it first"
+        with alone(self.path / ".lock", busy):
+            yield
 
     def identity(self) -> Identity:
         """Return the key and its certificate.

@@ -56,12 +56,7 @@ def look(kit: Kit) -> Iterator[Step]:
     try:
         connection = socket.create_connection((host, port), _SECONDS)
     except OSError as error:
-        yield Step(
-            "port",
-            False,
-            f"no way through to {host} port {port} ({one_line(error)}): is the server up, and does the firewall let "
-            "TCP out to this port?",
-        )
+        yield Step("port", False, _no_way(host, port, error))
         return
     yield Step("port", True, f"TCP to port {port}")
     with connection:
@@ -71,6 +66,27 @@ def look(kit: Kit) -> Iterator[Step]:
 def likely_reason(kit: Kit) -> str:
     """Return the first thing that fails in words; "" when nothing does."""
     return next((step.said for step in look(kit) if not step.ok), "")
+
+
+def require_server(kit: Kit) -> None:
+    """Refuse to wait for a server that nothing listens for.
+
+    Raises:
+        UsageError: when the kit knows no server.
+        WsiFlError: when there is no way through to its port.
+    """
+    host, port = server_of(kit)
+    try:
+        socket.create_connection((host, port), _SECONDS).close()
+    except OSError as error:
+        raise WsiFlError(_no_way(host, port, error)) from None
+
+
+def _no_way(host: str, port: int, error: OSError) -> str:
+    return (
+        f"no way through to {host} port {port} ({one_line(error)}): is the server up, and does the firewall let TCP "
+        "out to this port?"
+    )
 
 
 def server_of(kit: Kit) -> tuple[str, int]:

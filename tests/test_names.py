@@ -1,0 +1,84 @@
+"""A hospital's connection to the server is to the host whose name the certificate has, and to no other."""
+
+import socket
+import ssl
+import threading
+from contextlib import suppress
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+
+from wsi_fl.stages.hospitals.kits.making import provision
+
+pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
+
+
+@pytest.fixture
+def called(tmp_path):
+    """The port of a server with its kit on 127.0.0.1, and who got through to it."""
+    provision(tmp_path, federation="one", server="localhost:1", sites=["C1"])
+    startup, through = tmp_path / "server" / "startup", []
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=startup / "rootCA.pem")
+    context.load_cert_chain(startup / "server.crt", startup / "server.key")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection = listener.accept()[0]
+                with suppress(OSError), context.wrap_socket(connection, server_side=True) as secured:
+                    if secured.recv(3) == b"GET":
+                        through.append(True)
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listener.getsockname()[1], through
+    listener.close()
+
+
+def by_flare(kit, host, port):
+    """FLARE's driver, which a client, the process of a job and the coordinator use."""
+    from nvflare.fuel.f3.drivers.aio_http_driver import AioHttpDriver
+
+    startup = kit / "startup"
+    files = {"ca_cert": "rootCA.pem", "client_cert": "client.crt", "client_key": "client.key"}
+    params = {"scheme": "https", "secure": True, "host": host, "port": port}
+    params |= {key: str(startup / name) for key, name in files.items()}
+    AioHttpDriver().connect(SimpleNamespace(params=params))
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked):
+    from nvflare.fuel.f3.drivers import net_utils
+
+    from wsi_fl.stages.hospitals.flare.names import check_names
+
+    monkeypatch.setattr(net_utils, "get_ssl_context", net_utils.get_ssl_context)
+    if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
+        check_names()
+    port, through = called
+    for host, welcome in (("localhost", True), ("127.0.0.1", not checked)):
+        through.clear()
+        with pytest.raises(Exception) as ended:
+            by_flare(tmp_path / "C1", host, port)
+        assert bool(through) == welcome
+        assert ("certificate is not valid for" in str(ended.value)) != welcome
+
+
+@pytest.mark.parametrize("module", ["client", "job", "jobs"])
+def test_all_that_connects_checks_names(module, monkeypatch):
+    """A client and its jobs as soon as they are processes, the coordinator's commands as soon as they connect."""
+    from importlib import import_module
+
+    checked = []
+    part = import_module(f"wsi_fl.stages.hospitals.flare.{module}")
+    monkeypatch.setattr(
+        part, "check_names", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
+    )
+    monkeypatch.setenv("WSI_FL_STARTED_BY", "1")
+    monkeypatch.setattr(part, "require_server", lambda _: None, raising=False)
+    monkeypatch.setattr(part, "end_with", lambda _: None, raising=False)
+    kit = SimpleNamespace(role="coordinator", path="kit", document={"server": "localhost:1"})
+    with pytest.raises(SystemExit):
+        part.main() if module != "jobs" else part.connected(kit)
+    assert checked
