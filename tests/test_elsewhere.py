@@ -1,20 +1,38 @@
 """Files from elsewhere read only themselves, take no more memory than they are worth, and never wait for anybody."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import zipfile
 import zlib
+from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+import torch
 from conftest import refused
 
+from wsi_fl.models.segmenter import load_segmenter
+from wsi_fl.models.weights import read_weights
+from wsi_fl.privacy.book import Book
+from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.choosing.outlines import outlines_of
+from wsi_fl.slides.layouts.rows import rows_of
+from wsi_fl.stages.hospitals.plans.signed import Plan, is_request
 from wsi_fl.stores.exchange.clam import read_clam
 from wsi_fl.stores.exchange.stamp import read_stamp
 from wsi_fl.stores.exchange.trident import read_trident
+from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.images import read_data_set
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import load_pipeline
+from wsi_fl.system.files import read_json, read_lines
+from wsi_fl.system.tensors import load_tensors, load_weights
 from wsi_fl.types import WsiFlError
 
 N, D = 6, 4
@@ -208,3 +226,74 @@ def test_an_npz_of_zeros_is_no_bomb_that_is_unpacked(tmp_path):
     np.savez_compressed(path, x=np.zeros((BOMB_ROWS, 64, 64), np.uint8), y=np.zeros(BOMB_ROWS, np.int64))
     assert path.stat().st_size < 3_000_000
     refused(partial(read_data_set, path), "x.npz", error=WsiFlError)
+
+
+def test_a_packed_tensor_is_refused_and_a_plain_one_read(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save(torch.ones(N, D), path)
+    assert read_clam(path).features.shape == (N, D)
+    with (
+        zipfile.ZipFile(path) as plain,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    refused(partial(read_clam, tmp_path / "b.pt"), "b.pt", "packed", error=WsiFlError)
+
+
+# ---- pipes, sockets and devices --------------------------------------------------------------------------------------
+
+
+READERS = {
+    "trident": read_trident,
+    "tensor": read_clam,
+    "features": FeatureStore,
+    "patches": PatchStore,
+    "JSON": read_json,
+    "JSON lines": read_lines,
+    "safetensors": partial(load_tensors, what="model"),
+    "weights": partial(load_weights, advice=""),
+    "segmenter": load_segmenter,
+    "table": partial(rows_of, needed=["slide"]),
+    "outlines": lambda path: list(outlines_of(path)),
+    "pipeline": load_pipeline,
+    "plan": Plan.load,
+    "request": is_request,
+    "data set": read_data_set,
+    "encoder": read_weights,
+    "ledger": Book,
+    "annotations": read_annotations,
+}
+
+
+@contextmanager
+def at_most(seconds):
+    """Whoever waits for longer is ended."""
+
+    def end(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_nobody_waits_for_a_pipe(tmp_path, reader):
+    suffix = {"tensor": ".pt", "encoder": ".pth", "trident": ".h5", "data set": ".npz"}.get(reader, ".x")
+    path = tmp_path / f"a{suffix}"
+    os.mkfifo(path)
+    with at_most(10):
+        refused(partial(READERS[reader], path), str(path), error=WsiFlError)
+
+
+def test_what_no_ordinary_file_is_is_said(tmp_path):
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "s"))
+    refused(partial(read_json, tmp_path / "s"), "is a socket", "ordinary file", error=WsiFlError)
+    listening.close()
+    refused(partial(read_json, Path("/dev/zero")), "is a device", error=WsiFlError)

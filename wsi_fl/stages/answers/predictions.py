@@ -14,7 +14,7 @@ from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.data import Table
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import ordinary, write_text
 from wsi_fl.types import BagTable
 
 Right = dict[tuple[str, ...], tuple[float, float]]
@@ -89,7 +89,7 @@ def read_answers(folder: SiteFolder, on: str) -> Answers | None:
     """
     if not _path(folder).exists():
         return None
-    with _path(folder).open(newline="", encoding="utf-8") as file:
+    with ordinary(_path(folder)).open(newline="", encoding="utf-8") as file:
         table = csv.reader(file)
         header = next(table)
         if not any(name.startswith("p_") for name in header):
@@ -117,7 +117,7 @@ def read_said(folder: SiteFolder, kind: str) -> tuple[Truth, Said] | None:
     if not _path(folder).exists():
         return None
     truth, said = COLUMNS[kind]
-    with _path(folder).open(newline="", encoding="utf-8") as file:
+    with ordinary(_path(folder)).open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["site"] == folder.path.name]
     if not rows:
         return None
