@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
@@ -107,6 +109,14 @@ def remove_leftovers(folder: Path) -> None:
     for pattern in (f".*{_TEMPORARY}*", _OF_SAFETENSORS):
         for path in [*folder.glob(pattern), *folder.glob(f"*/{pattern}")]:
             path.unlink(missing_ok=True)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
+    for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
+        with suppress(OSError), left.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            left.unlink()
 
 
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
