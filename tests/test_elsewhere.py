@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import refused
+from conftest import make_study, refused
 
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
@@ -24,6 +24,7 @@ from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.choosing.outlines import outlines_of
 from wsi_fl.slides.layouts.rows import rows_of
 from wsi_fl.stages.hospitals.plans.signed import Plan, is_request
+from wsi_fl.stages.prepare.check import check
 from wsi_fl.stores.exchange.clam import read_clam
 from wsi_fl.stores.exchange.stamp import read_stamp
 from wsi_fl.stores.exchange.trident import read_trident
@@ -289,6 +290,22 @@ def test_nobody_waits_for_a_pipe(tmp_path, reader):
     os.mkfifo(path)
     with at_most(10):
         refused(partial(READERS[reader], path), str(path), error=WsiFlError)
+
+
+@pytest.mark.parametrize("part", ["slides", "generators/S1"])
+def test_check_names_a_pipe_among_a_site_s_files_and_reads_on(tmp_path, part):
+    study = make_study(tmp_path / "study", 1)
+    site = study.site_names()[0]
+    if part == "slides":
+        path = sorted(study.store(site).parent.glob("slides/*.h5"))[0]
+        path.unlink()
+    else:
+        path = study.generator(site) / "gan.json"
+        path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with at_most(20):
+        (row,) = check(study, site=site)["sites"]
+    assert len(row["damaged"]) == 1 and f"{path}: is a pipe" in row["damaged"][0] and row["read"] > 1
 
 
 def test_what_no_ordinary_file_is_is_said(tmp_path):

@@ -187,7 +187,7 @@ class GeneratorFolder:
             raise WsiFlError(f"{path}: not the checkpoint that was written; {self._advice_of(iteration)}")
 
     def _whole_state(self) -> bool:
-        """Refuse checkpoints that are not those that were written, or gone though they are wanted; return that all is known."""
+        """Refuse checkpoints that are not those that were written, or gone though wanted; return that all is known."""
         for iteration in self.iterations():
             self._check_known(iteration)
         document = self.document()
