@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-from wsi_fl.system.files import append_line, read_lines
+from wsi_fl.system.files import append_line, ordinary, read_lines
 from wsi_fl.system.locks import alone
+from wsi_fl.types import WsiFlError
 
 _MAX_THREADS = 4
 
@@ -51,9 +52,9 @@ def digests(
 def _md5(path: Path) -> str | None:
     """Read in small pieces: memory does not depend on the slide."""
     try:
-        with path.open("rb") as handle:
+        with ordinary(path).open("rb") as handle:
             return hashlib.file_digest(handle, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    except OSError:
+    except (OSError, WsiFlError):
         return None
 
 
