@@ -30,7 +30,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings as compared
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.data import open_store, store_digest
+from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
@@ -62,7 +62,11 @@ def plant(study, site, *, seed=0, passed=True):
         {
             "site": site,
             "settings": {"shape": asdict(shape), "privacy": None},
-            "store": {"sha256": store_digest(store), "classes": list(store.meta.classes)},
+            "store": {
+                "sha256": store_digest(store),
+                **pixels_digest(store),
+                "classes": list(store.meta.classes),
+            },
             "phases": {"before": {"sha256": digest, "iterations": 1}},
             "finished": True,
         }

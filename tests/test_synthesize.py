@@ -1,11 +1,13 @@
 """`synthesize train | sample | check`: resumption, verdicts, refusals, synthetic stores, and a planted copier."""
 
+import hashlib
 import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -15,6 +17,7 @@ from conftest import check, patches_of, refused, same, train_generator
 from PIL import Image
 from safetensors.torch import load_file
 
+from wsi_fl.stages.prepare.check import check as check_stores
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.site.data import Features, open_store
 from wsi_fl.stages.synthesis.gan import KIND, load_gan
@@ -125,6 +128,74 @@ def test_other_settings_want_again(trained, tmp_path):
     assert KIND.trained(study, "S1")[1]["phases"].keys() == {"before"}
     train_generator(study, site="S1", again=True)
     assert (study.generator("S1") / "after.safetensors").exists()
+
+
+@pytest.fixture
+def halfway(trained, tmp_path):
+    """A training that was killed just before its end: checkpoints of iterations 4 and 6."""
+    study = Study(shutil.copytree(trained.root, tmp_path / "halfway"))
+    folder = KIND.folder(study, "S1")
+    folder.write_document(folder.document() | {"finished": False})
+    assert folder.iterations() == [4, 6]
+    return study, folder, [folder.path / "state" / f"iteration_{k:07d}.safetensors" for k in (4, 6)]
+
+
+def said_of(study):
+    """(lines that were said, lines of `check`) of a training that goes on."""
+    damaged = check_stores(study, site="S1")["sites"][0]["damaged"]
+    lines = []
+    train_generator(study, site="S1", watcher=SimpleNamespace(update=lambda *_: None, say=lines.append))
+    return lines, damaged
+
+
+def test_a_checkpoint_that_is_gone_is_said_in_one_line_and_made_again(trained, halfway):
+    study, folder, (_, newest) = halfway
+    newest.unlink()
+    (line,), (damaged,) = said_of(study)
+    assert line == damaged and newest.name in line and "goes on from iteration 4" in line and "\n" not in line
+    assert folder.iterations() == [4, 6] and same(tensors(study), tensors(trained))
+    assert folder.metrics()[-1]["iteration"] == 6
+    assert said_of(study) == ([], [])
+
+
+def test_all_checkpoints_gone_is_said_too(halfway):
+    study, _, paths = halfway
+    for path in paths:
+        path.unlink()
+    (line,), (damaged,) = said_of(study)
+    assert line == damaged and "from the beginning" in line
+
+
+def test_a_checkpoint_in_another_s_place_is_refused(halfway):
+    study, _, (older, newest) = halfway
+    shutil.copyfile(older, newest)
+    refused(
+        lambda: train_generator(study, site="S1"),
+        newest.name,
+        "not the checkpoint",
+        "delete it",
+        error=WsiFlError,
+    )
+    (damaged,) = check_stores(study, site="S1")["sites"][0]["damaged"]
+    assert newest.name in damaged
+    newest.unlink()  # as advised
+    train_generator(study, site="S1")
+
+
+def test_a_finished_training_keeps_its_log_whatever_becomes_of_its_checkpoints(trained, tmp_path):
+    study = Study(shutil.copytree(trained.root, tmp_path / "study"))
+    folder = KIND.folder(study, "S1")
+    before = folder.metrics()
+    sorted((folder.path / "state").glob("iteration_*"))[-1].unlink()
+    train_generator(study, site="S1")
+    assert folder.metrics() == before and not check_stores(study, site="S1")["sites"][0]["damaged"]
+
+
+def test_a_training_killed_between_a_checkpoint_and_its_digest_goes_on(halfway):
+    study, folder, (older, _) = halfway
+    known = {"sha256": {"4": hashlib.sha256(older.read_bytes()).hexdigest()}}
+    write_sealed(folder.path / "state" / "known.json", known)
+    assert said_of(study) == ([], [])
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
     rng = np.random.default_rng(0)
     label = np.tile([0, 1], 60)
     x = rng.normal(size=(120, 12)) + 2 * np.outer(2 * label - 1, np.arange(12) < 2)
-    meta = FeaturesMeta(StoreMeta("S1", ("0", "1"), GridSpec(8, 0, 8)), "tiny sha256:0", {})
+    meta = FeaturesMeta(StoreMeta("S1", ("0", "1"), GridSpec(8, 0, 8)), "tiny sha256:0")
     pool = worth.Pool(x.astype(np.float32), label, meta)
     parts, test = worth.drawn(worth.Setting("s", 2, 20), label, 0)
     study = worth.study_of(pool, parts, test, tmp_path / "drawn", "row")

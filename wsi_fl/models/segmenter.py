@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from wsi_fl.models.weights import read_weights
+from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError, one_line
 
 _PX_AT_ONCE = 1 << 20
@@ -98,7 +99,7 @@ def load_segmenter(path: Path) -> Segmenter:
 def _facts(path: Path) -> _Facts:
     """Return what the header says."""
     try:
-        with safe_open(path, "np") as file:
+        with safe_open(ordinary(path), "np") as file:
             said = (file.metadata() or {}).get("segmenter")
     except (SafetensorError, OSError) as error:
         raise WsiFlError(f"{path}: not a readable safetensors file ({one_line(error)})") from None

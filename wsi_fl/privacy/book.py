@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
-from wsi_fl.system.files import append_line, read_json, write_json
+from wsi_fl.system.files import append_line, ordinary, read_json, write_json
 from wsi_fl.system.locks import alone
 from wsi_fl.types import WsiFlError
 
@@ -235,7 +235,7 @@ class Book:
             return []
         if self.path.stat().st_size + 1 < self._read:  # the newline of the last line may be missing
             raise WsiFlError(f"{self.path}: the ledger was shortened just now; put its newest backup back")
-        with self.path.open("rb") as handle:
+        with ordinary(self.path).open("rb") as handle:
             handle.seek(self._read)
             *lines, last = handle.read().split(b"\n")
         if last and _is_whole(last):

@@ -13,6 +13,7 @@ from typing import Any
 from wsi_fl.runs.site import SiteFolder, hold_alone
 from wsi_fl.system.files import (
     append_line,
+    ordinary,
     read_lines,
     read_sealed,
     write_sealed,
@@ -115,7 +116,7 @@ class RunFolder:
         Raises:
             UsageError: when config.toml is no longer what the manifest remembers.
         """
-        text = (self.path / "config.toml").read_bytes()
+        text = ordinary(self.path / "config.toml").read_bytes()
         if hashlib.sha256(text).hexdigest() != self.manifest["config_sha256"]:
             raise UsageError(
                 f"{self.path / 'config.toml'}: changed since the run began, and a run keeps its settings; "

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.types import SPLITS, GridSpec, PatchTable, WsiFlError
+from wsi_fl.system.memory import free_bytes
+from wsi_fl.types import SPLITS, GridSpec, PatchTable, UsageError, WsiFlError
 
 T = TypeVar("T")
 STORE_FORMAT = "wsi-fl patch store"
@@ -179,6 +180,19 @@ def require_sound(
 def too_large(error: MemoryError) -> str:
     """Return what to say of a file that says it holds more than there is memory for; damage looks like that too."""
     return f"damaged, or it holds more than fits into memory ({first_line(error) or 'out of memory'})"
+
+
+def refuse_too_large(where: object, n_bytes: int) -> None:
+    """Refuse what does not fit into memory before any is taken.
+
+    Raises:
+        UsageError: when more bytes are wanted than are free.
+    """
+    if n_bytes > (room := free_bytes()):
+        raise UsageError(
+            f"{where}: damaged, or it holds more than fits into memory ({n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB "
+            "are free)"
+        )
 
 
 def first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import h5py
 
 from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.files import reserve
+from wsi_fl.system.files import ordinary, reserve
 
 SLIDE_BYTES = 1 << 14
 """Room for a slide's attributes, link and group."""
@@ -33,9 +33,10 @@ def opened(path: Path) -> h5py.File:
     """Return an HDF5 file to read.
 
     Raises:
+        WsiFlError: when it is no file but a pipe, a socket or a device.
         OSError: when it is no HDF5 file, or the heap that holds the text of its attributes is damaged.
     """
-    with path.open("rb") as handle:
+    with ordinary(path).open("rb") as handle:
         _check_heaps(handle.read(_LOOKED_AT))
     return h5py.File(path, "r")
 

@@ -11,20 +11,20 @@ from typing import Any
 from zipfile import BadZipFile
 from zlib import error as ZlibError
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.stores.fields import too_large
+from wsi_fl.stores.fields import refuse_too_large, too_large
 from wsi_fl.stores.hdf5 import opened
-from wsi_fl.system.memory import free_bytes
+from wsi_fl.stores.own import own_dataset, packs_too_much
 from wsi_fl.types import UsageError, WsiFlError
 
 _SUFFIXES = {".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp"}
 _HDF5 = {".h5", ".hdf5"}
 _GREY = {"L", "1", "I;16", "I;16B", "I;16L", "I", "F"}
 _MOST_PX = 4096
+_NAMES = {"x", "y", "x_train", "y_train", "x_test", "y_test"}
 _UNREADABLE = (
     *(
         ValueError,
@@ -103,8 +103,13 @@ def _alike(path: Path, data_set: DataSet) -> DataSet:
 
 def _from_npz(path: Path) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as file:
-        wanted = [name for name in file.files if name.startswith(("x", "y"))]
-        _refuse_too_large(path, sum(_n_bytes(file.zip, name) for name in wanted))
+        wanted = [name for name in file.files if name in _NAMES]
+        stated = sum(_n_bytes(file.zip, name) for name in wanted)
+        refuse_too_large(path, stated)
+        if packs_too_much(stated, path.stat().st_size):
+            raise UsageError(
+                f"{path}: states {stated} bytes, which so small a file does not hold; it is damaged"
+            )
         return {name: file[name] for name in wanted}
 
 
@@ -121,20 +126,10 @@ def _n_bytes(archive: Any, name: str) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def _refuse_too_large(path: Path, n_bytes: int) -> None:
-    """Refuse what does not fit into memory before any is taken."""
-    if n_bytes > (room := free_bytes()):
-        raise UsageError(
-            f"{path}: damaged, or it holds more than fits into memory ({n_bytes / 1e9:.3g} GB; {room / 1e9:.3g} GB "
-            "are free)"
-        )
-
-
 def _from_hdf5(path: Path) -> dict[str, Any]:
     with opened(path) as file:
-        arrays = {name: node for name, node in file.items() if isinstance(node, h5py.Dataset)}
-        wanted = {name: node for name, node in arrays.items() if name.startswith(("x", "y"))}
-        _refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in wanted.values()))
+        wanted = {name: own_dataset(file, name) for name in file if name in _NAMES}
+        refuse_too_large(path, sum(int(node.size) * node.dtype.itemsize for node in wanted.values()))
         return {name: node[()] for name, node in wanted.items()}
 
 
@@ -243,7 +238,7 @@ def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> 
     """Picture by picture: at their own size all of them may be too much for the memory."""
     files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
     channels = len(mode)
-    _refuse_too_large(root, len(files) * side**2 * channels)
+    refuse_too_large(root, len(files) * side**2 * channels)
     x = np.empty((len(files), side, side, channels), np.uint8)
     for k, (path, _) in enumerate(files):
         x[k] = _resized(_picture(path, mode), side, channels)

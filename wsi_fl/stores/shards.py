@@ -39,7 +39,7 @@ from wsi_fl.stores.fields import (
 from wsi_fl.stores.hdf5 import created, opened
 from wsi_fl.stores.patches import PatchStore, damaged_rows
 from wsi_fl.system.bulk import BulkFile, pile_in
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic, remove_abandoned
 from wsi_fl.types import GridSpec, PatchTable, WsiFlError
 
 
@@ -275,6 +275,7 @@ def write_columns(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> PatchT
 
 def pack(source: Path, target: Path) -> None:
     """Copies a linked store into one self-contained file that reads the same."""
+    remove_abandoned(target)
     with PatchStore(source) as store, atomic(target) as temporary:
         room = sum(shard_bytes(store.shard(name)) for name in store.slides)
         with created(temporary, room + len(store) * ROW_BYTES + table_bytes(store.table)) as file:

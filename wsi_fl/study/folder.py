@@ -17,6 +17,7 @@ from wsi_fl.runs.site import SITE_FILE
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
 from wsi_fl.study.toml import toml_or_repr, toml_value, validated
+from wsi_fl.system.files import ordinary
 from wsi_fl.types import UsageError, natural, strange_character
 
 
@@ -232,7 +233,7 @@ def load_pipeline(path: Path) -> Pipeline:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(ordinary(path).read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError:
         raise UsageError(f"{path.parent.name}/{path.name}: not valid TOML: it is not UTF-8") from None
     except tomllib.TOMLDecodeError as error:

@@ -4,7 +4,7 @@ gan.json, ddpm.json         settings, classes, digests of the generators, whethe
 before.safetensors          the moving average of a GAN's generator at the end of the first phase
 after.safetensors           the same at the end of the second, with the privacy loss
 denoiser.safetensors        the moving average of a diffusion model's denoiser at the end
-state/                      the last two checkpoints of the training
+state/                      the last two checkpoints of the training, and known.json with the SHA-256 of each
 metrics.jsonl  samples/     losses and pictures on the way
 check.json  check/          the verdict and its pictures
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.synthesis.state import TrainingState
-from wsi_fl.system.files import append_line, read_lines, read_sealed, write_sealed, write_text
+from wsi_fl.system.files import append_line, ordinary, read_lines, read_sealed, write_sealed, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, one_line
 
@@ -91,7 +91,9 @@ class GeneratorFolder:
         documents = ((self.path / self.name, self.document), (self.check_path, self.check))
         networks = sorted(self.path.glob("*.safetensors"))
         states = [(self._state_path(k), "checkpoint", self._advice_of(k)) for k in self.iterations()]
+        whole = [(self._known_path.name, self._whole_state)] if self._known_path.exists() else []
         return [
+            *whole,
             *((path.name, read) for path, read in documents if path.exists()),
             *(
                 (path.name, partial(load_tensors, path, what, advice))
@@ -112,7 +114,7 @@ class GeneratorFolder:
 
     def digest(self, phase: Phase) -> str:
         """Return the SHA-256 of a generator's file: what a verdict is about."""
-        return hashlib.sha256(self.generator_path(phase).read_bytes()).hexdigest()
+        return _sha256(self.generator_path(phase))
 
     def load_generator(
         self, phase: Phase, build: Callable[[Mapping[str, Any]], Network], device: torch.device
@@ -138,8 +140,11 @@ class GeneratorFolder:
         return generator.to(device).requires_grad_(False).eval()
 
     def save_state(self, state: TrainingState) -> None:
-        """Write a checkpoint, then forget all but the last two."""
+        """Write a checkpoint and what it is known by, then forget all but the last two."""
         save_tensors(self._state_path(state.iteration), state.tensors(), state.document())
+        kept = self.iterations()[-_KEPT:]
+        known = self._known() | {state.iteration: _sha256(self._state_path(state.iteration))}
+        write_sealed(self._known_path, {"sha256": {str(k): known[k] for k in kept if k in known}})
         for old in self.iterations()[:-_KEPT]:
             self._state_path(old).unlink()
 
@@ -147,13 +152,51 @@ class GeneratorFolder:
         """Restore the newest checkpoint; return whether there is one.
 
         Raises:
-            WsiFlError: when it is damaged or of another training.
+            WsiFlError: when it is damaged, of another training, or not the one that was written.
         """
-        if not (known := self.iterations()):
+        if not (found := self.iterations()):
             return False
-        newest = known[-1]
+        self._check_known(newest := found[-1])
         _restore(self._state_path(newest), "checkpoint", self._advice_of(newest), state.load)
         return True
+
+    def lost(self) -> str:
+        """Say that the newest checkpoint is gone, in one line; "" where it is there.
+
+        Raises:
+            WsiFlError: when what checkpoints are known by is damaged.
+        """
+        newest, last = max(self._known(), default=0), max(self.iterations(), default=0)
+        if last >= newest:
+            return ""
+        then = f"iteration {last}, the newest that is left" if last else "the beginning, as no other is left"
+        return f"{self._state_path(newest)}: this checkpoint is gone; training goes on from {then}"
+
+    def _check_known(self, iteration: int) -> None:
+        """Refuse a checkpoint in another's place; one later than all that are known was written just before a kill."""
+        known, path = self._known(), self._state_path(iteration)
+        if known and iteration <= max(known) and known.get(iteration) != _sha256(path):
+            raise WsiFlError(f"{path}: not the checkpoint that was written; {self._advice_of(iteration)}")
+
+    def _whole_state(self) -> bool:
+        """Refuse checkpoints that are not those that were written, or gone though wanted; return that all is known."""
+        for iteration in self.iterations():
+            self._check_known(iteration)
+        document = self.document()
+        if (lost := self.lost()) and not (document and document["finished"]):
+            raise WsiFlError(lost)
+        return True
+
+    @property
+    def _known_path(self) -> Path:
+        return self.path / "state" / "known.json"
+
+    def _known(self) -> dict[int, str]:
+        """Return iteration → SHA-256 of the checkpoints' files."""
+        if not self._known_path.exists():
+            return {}
+        found = read_sealed(self._known_path, ["sha256"], "put its backup back, or delete it")["sha256"]
+        return {int(iteration): str(digest) for iteration, digest in found.items()}
 
     def _advice_of(self, iteration: int) -> str:
         """Return how to go on where a checkpoint is damaged."""
@@ -181,6 +224,11 @@ class GeneratorFolder:
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
+
+
+def _sha256(path: Path) -> str:
+    with ordinary(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _restore(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO
@@ -21,6 +24,22 @@ _DIGEST = "digest"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OFFERED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 """What `posix_fallocate` says of a file system, or C library, without it."""
+
+
+def ordinary(path: Path) -> Path:
+    """Return a path as it is given, for whoever opens it to read; what is missing is left to that reader.
+
+    Raises:
+        WsiFlError: when a pipe, a socket or a device is there: reading one may wait, or go on, for ever.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return path
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+        raise WsiFlError(f"{path}: is {kind}; put an ordinary file in its place")
+    return path
 
 
 @contextmanager
@@ -92,6 +111,14 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def remove_abandoned(path: Path) -> None:
+    """Delete what killed writers of a file left beside it; HDF5 locks what it still writes, and that stays."""
+    for left in path.parent.glob(f".{escape(path.stem)}.*{_TEMPORARY}{escape(path.suffix)}"):
+        with suppress(OSError), left.open("rb") as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            left.unlink()
+
+
 def remove_strays(folders: Iterable[Path], kept: Collection[str]) -> None:
     """Delete shards, pictures and plans (`.h5`, `.png`, `.npz`) whose slide is not among those kept: they mislead."""
     for folder in folders:
@@ -159,7 +186,7 @@ def _digest(document: Mapping[str, Any]) -> str:
 def read_json(path: Path) -> Any:
     """The JSON document in `path`; WsiFlError when it is missing, damaged or nested too deeply to be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(ordinary(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise WsiFlError(f"{path}: no such file") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -173,7 +200,7 @@ def append_line(path: Path, document: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        with path.open("ab+") as handle:
+        with ordinary(path).open("ab+") as handle:
             _mend_tail(handle)
             handle.write(line.encode())
             handle.flush()
@@ -220,7 +247,7 @@ def read_lines_from(path: Path, start: int) -> tuple[list[Any], int]:
     """The JSON lines from byte `start` on, and where to go on reading when there are more."""
     if not path.exists():
         return [], start
-    with path.open("rb") as handle:
+    with ordinary(path).open("rb") as handle:
         handle.seek(start)
         lines = handle.read().split(b"\n")  # a cut may lie within a character
     documents = []

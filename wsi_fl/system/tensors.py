@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _opened(path: Path, framework: str, what: str, advice: str = "") -> Iterator
     """Open a file of `save_tensors` and read its document."""
     then = f"; {advice}" if advice else ""
     try:
-        with safe_open(path, framework) as file:
+        with safe_open(ordinary(path), framework) as file:
             yield file, dict(json.loads((file.metadata() or {})["document"]))
     except (SafetensorError, KeyError, ValueError, TypeError, OSError) as error:
         raise WsiFlError(f"{path}: damaged {what} ({error}){then}") from None
@@ -105,7 +105,7 @@ def load_weights(path: Path, advice: str) -> dict[str, Tensor]:
         WsiFlError: when the file is damaged, or one of `save_tensors` that holds other bytes than were written.
     """
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(ordinary(path), "pt") as file:
             document = dict(json.loads((file.metadata() or {}).get("document", "{}")))
             return _checked(file, document, document.pop(_DIGEST, None))[0]
     except (SafetensorError, ValueError, TypeError, OSError, RecursionError) as error:

@@ -12,6 +12,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
+from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError
 
 Geometry: TypeAlias = Any
@@ -42,7 +43,7 @@ def outlines_of(path: Path) -> Iterator[tuple[str, Geometry]]:
         WsiFlError: when the file cannot be read, or is no such file.
     """
     try:
-        data = path.read_bytes()
+        data = ordinary(path).read_bytes()
     except OSError as error:
         raise WsiFlError(f"{path}: cannot read the annotation: {error.strerror}") from None
     try:

@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from wsi_fl.system.files import ordinary
 from wsi_fl.types import UsageError, natural, strange_character
 
 _DELIMITERS = (",", ";", "\t")
@@ -93,7 +94,7 @@ def accounted(name: str, rows: Sequence[Row], own: int, site: str) -> str:
 
 def _text(path: Path) -> str:
     try:
-        data = path.read_bytes()
+        data = ordinary(path).read_bytes()
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
     try:

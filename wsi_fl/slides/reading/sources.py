@@ -18,6 +18,7 @@ from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tif
 from wsi_fl.slides.reading.formats.pictures import of_picture
 from wsi_fl.slides.reading.formats.scanners import of_czi, of_isyntax
 from wsi_fl.slides.reading.formats.source import Source, mpp_properties
+from wsi_fl.system.files import ordinary
 from wsi_fl.types import WsiFlError, one_line
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def open_source(path: Path) -> Source | None:
         return _guarded(path, of_zarr)
     if not path.is_file():
         return None
-    with path.open("rb") as file:
+    with ordinary(path).open("rb") as file:
         head = file.read(_HEAD)
     kinds: tuple[tuple[bool, Callable[[Path], Source]], ...] = (
         (head.startswith(_CZI), of_czi),
@@ -74,7 +75,7 @@ def properties_of_ome(path: Path) -> dict[str, str]:
 
 def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answer) -> _Answer:
     """Answer a question about a TIFF; what is none, or is damaged, gets the other answer."""
-    with path.open("rb") as file:
+    with ordinary(path).open("rb") as file:
         if not file.read(4).startswith(_TIFF):
             return otherwise
     from tifffile import TiffFile
@@ -90,7 +91,7 @@ def _asked(path: Path, question: Callable[[TiffFile], _Answer], otherwise: _Answ
 
 def is_czi(path: Path) -> bool:
     """Return whether a file is a CZI."""
-    with path.open("rb") as file:
+    with ordinary(path).open("rb") as file:
         return file.read(len(_CZI)) == _CZI
 
 

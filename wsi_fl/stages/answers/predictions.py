@@ -17,7 +17,7 @@ import numpy as np
 from wsi_fl.learning.predictions import Predictions
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.runs.site import SiteFolder
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.types import WsiFlError
 
 Right = dict[tuple[str, ...], tuple[float, float]]
@@ -69,7 +69,7 @@ def read_predictions(folder: SiteFolder, task: Task = CLASSES) -> Predictions | 
     if not _path(folder).exists():
         return None
     truth, said = COLUMNS[task.kind]
-    with _path(folder).open(newline="", encoding="utf-8") as file:
+    with ordinary(_path(folder)).open(newline="", encoding="utf-8") as file:
         table = csv.reader(file)
         header = next(table)
         if tuple(header[: len(_WHO)]) != _WHO:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,16 @@ from wsi_fl.stores.skew import parse_skew
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import MOST_SEED, dump_toml, validated
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import read_sealed, remove_abandoned, write_sealed, write_text
+from wsi_fl.system.locks import locked
 from wsi_fl.types import GridSpec, PatchTable, UsageError
 
 _BATCH = 256
 _MOST_SITES = 10_000
+_MADE = "# made by wsi-fl partition "
+"""How its site files begin."""
+_BEGUN = "partition.json"
+"""In the first site's folder: how many sites a partition makes that has not ended."""
 
 
 def partition(
@@ -51,7 +58,7 @@ def partition(
         validated(SiteFile, {"name": f"{prefix}{k + 1}", "real": False}, f"--prefix {prefix!r}")
         for k in range(n_sites)
     ]
-    _refuse_taken(study, sites)
+    _unfinished(study, sites)  # before the data are read
     divide = parse_skew(skew)
     rng = np.random.default_rng(seed)
     data_set = _with_test(read_data_set(data, size_px), test_fraction, rng)
@@ -60,27 +67,64 @@ def partition(
         raise UsageError(f"--sites {n_sites}: {data} has too few training images ({len(data_set.train)})")
     train = divide(data_set.train.y, n_sites, per_site, rng)
     test = np.array_split(rng.permutation(len(data_set.test)), n_sites)
+    first = f"{_MADE}{data.name} --sites {n_sites} --skew {skew} --seed {seed}"
     rows = []
-    for site, mine, held_out in zip(sites, train, test, strict=True):
-        table = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
-        rows.append(_row(study, site.name, table, data_set.classes))
-    first = f"# made by wsi-fl partition {data.name} --sites {n_sites} --skew {skew} --seed {seed}"
-    for site in sites:  # last, so that a site file stands for a whole store
-        write_text(_site_file(study, site), dump_toml(site.model_copy(update={"allow": None}), first))
+    with _begun(study, sites):
+        for site, mine, held_out in zip(sites, train, test, strict=True):
+            table = _write_store(study, site.name, data_set, {"train": mine, "test": np.sort(held_out)})
+            rows.append(_row(study, site.name, table, data_set.classes))
+        for site in sites:  # last, so that a site file stands for a whole store
+            write_text(
+                _site_file(study, site.name), dump_toml(site.model_copy(update={"allow": None}), first)
+            )
     return {"data": str(data), "skew": skew, "seed": seed, "classes": list(data_set.classes), "sites": rows}
 
 
-def _site_file(study: Study, site: SiteFile) -> Path:
-    return study.root / "sites" / f"{site.name}.toml"
+def _site_file(study: Study, site: str) -> Path:
+    return study.root / "sites" / f"{site}.toml"
 
 
-def _refuse_taken(study: Study, sites: list[SiteFile]) -> None:
-    paths = [path for site in sites for path in (_site_file(study, site), study.store(site.name))]
-    for path in paths:
-        if path.exists():
-            raise UsageError(
-                f"{study.relative(path)} exists already; use another --prefix, or an empty study"
-            )
+def _unfinished(study: Study, sites: list[SiteFile]) -> list[str]:
+    """Refuse names that are taken; return the sites that a partition which was killed has left.
+
+    One that had written all its site files had ended, and whoever has a ledger has been at work.
+    """
+    names, mark = [site.name for site in sites], study.store(sites[0].name).with_name(_BEGUN)
+    left = []
+    if mark.exists():
+        n = read_sealed(mark, ["sites"], f"delete {mark.parent} if nobody needs it")["sites"]
+        left = [f"{names[0][:-1]}{k + 1}" for k in range(int(n))]
+    ended = all(_site_file(study, name).exists() for name in left)
+    if ended or any(study.ledger(name).exists() for name in left):
+        left = []
+    for name in dict.fromkeys([*names, *left]):
+        file, store = _site_file(study, name), study.store(name)
+        ours = name in left and (not file.exists() or file.read_text(errors="replace").startswith(_MADE))
+        for path in (file, store):
+            if path.exists() and not ours:
+                raise UsageError(
+                    f"{study.relative(path)} exists already; use another --prefix, or an empty study"
+                )
+    return left
+
+
+@contextmanager
+def _begun(study: Study, sites: list[SiteFile]) -> Iterator[None]:
+    """Mark sites as unfinished until the block ends well, after removing what a killed partition left."""
+    first = study.store(sites[0].name).parent
+    with locked(first, sites[0].name):
+        mark = first / _BEGUN
+        for name in _unfinished(study, sites):
+            _site_file(study, name).unlink(missing_ok=True)
+            remove_abandoned(_site_file(study, name))
+            for path in study.store(name).parent.glob("*"):
+                if path.is_dir():
+                    rmtree(path)
+                elif path not in (mark, first / ".lock"):
+                    path.unlink()
+        write_sealed(mark, {"sites": len(sites)})
+        yield
+        mark.unlink()
 
 
 def _with_test(data_set: DataSet, fraction: float, rng: np.random.Generator) -> DataSet:

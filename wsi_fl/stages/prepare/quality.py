@@ -22,7 +22,7 @@ from wsi_fl.slides.choosing.tissue import TissueParams
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.system.files import write_text
+from wsi_fl.system.files import ordinary, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -71,7 +71,7 @@ def _digest_of_segmenter(study: Study, pipeline: Pipeline) -> str:
     if not (named and pipeline.tile.qc):
         return ""
     try:
-        with study.resolve(named).open("rb") as file:
+        with ordinary(study.resolve(named)).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UsageError(f"quality.segmenter = {named!r}: {error.strerror}") from None

@@ -21,7 +21,7 @@ from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
 from wsi_fl.slides.choosing.splits import sample_rows
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.work.aside import reason_of
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord
 
@@ -48,7 +48,7 @@ def made_of(record: SlideRecord, spec: GridSpec, params: PlanParams, reader: Rea
         _MADE,
         [str(record.path.absolute()), file.st_size, file.st_mtime_ns],
         [record.supervision, record.positive, record.mpp_override],
-        [outlines.suffix, hashlib.sha256(outlines.read_bytes()).hexdigest()] if outlines else [],
+        [outlines.suffix, hashlib.sha256(ordinary(outlines).read_bytes()).hexdigest()] if outlines else [],
         [asdict(spec), asdict(params), reader],
         mask_digest(Path(params.tissue.masks), record.slide) if params.tissue.masks else "",
     ]

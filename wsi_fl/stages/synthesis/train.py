@@ -64,10 +64,13 @@ def train_generator(
                 "mpp": store.meta.spec.mpp,
             }
         document = _begin(study, site, folder, course.settings, facts)
-        if folder.load_state(course.state):
-            folder.forget_after(course.state.iteration)
         if not document["finished"]:
-            document = _train(kind, course, folder, document, watcher or Silent())
+            told = watcher or Silent()
+            if lost := folder.lost():
+                told.say(lost)
+            if folder.load_state(course.state):
+                folder.forget_after(course.state.iteration)
+            document = _train(kind, course, folder, document, told)
     return {
         "site": site,
         "generator": study.relative(folder.path),

@@ -44,6 +44,7 @@ from wsi_fl.stages.training.tuning import Tuned, learner_of, tuned_for
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.system.files import ordinary
 from wsi_fl.types import Images, WsiFlError
 
 _PRIVATE_SEED_STEP = 1000
@@ -273,4 +274,4 @@ def _graph_digest(party: Party) -> str | None:
     graph = party.pipeline.topology.graph
     if graph is None or not graph.endswith(".json"):
         return graph
-    return hashlib.sha256(party.study.resolve(graph).read_bytes()).hexdigest()
+    return hashlib.sha256(ordinary(party.study.resolve(graph)).read_bytes()).hexdigest()

@@ -9,11 +9,12 @@ from __future__ import annotations
 import pickle
 import warnings
 from pathlib import Path
+from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
 from wsi_fl.stores.exchange.foreign import Facts, Foreign, by_slide, checked_features, mpp_of_each
 from wsi_fl.stores.exchange.trident import attrs_of, read_trident, write_bag
 from wsi_fl.stores.features import FeatureStore
-from wsi_fl.system.files import atomic
+from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -43,6 +44,7 @@ def _read_tensor(path: Path) -> Foreign:
     """A `.pt` is a pickle: `weights_only` refuses whatever is no tensor before it is made."""
     import torch
 
+    _refuse_packed(ordinary(path))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that are refused anyway
@@ -58,6 +60,21 @@ def _read_tensor(path: Path) -> Foreign:
     if found.untyped_storage().nbytes() < found.nbytes:
         raise WsiFlError(f"{path.name}: damaged, it claims more numbers than it holds")
     return Foreign(checked_features(found.detach().float().numpy(), path.name), None, Facts())
+
+
+def _refuse_packed(path: Path) -> None:
+    """Refuse a zip whose entries are packed: PyTorch packs none, and unpacks whatever it finds."""
+    if not is_zipfile(path):
+        return  # of PyTorch before 1.6
+    try:
+        with ZipFile(path) as archive:
+            packed = any(one.compress_type != ZIP_STORED for one in archive.infolist())
+    except BadZipFile:
+        return  # for PyTorch to say
+    if packed:
+        raise WsiFlError(
+            f"{path.name}: its tensor is packed, as PyTorch packs none; save it anew by torch.save"
+        )
 
 
 def write_clam(store: FeatureStore, folder: Path, *, tensors: bool = False) -> list[Path]:

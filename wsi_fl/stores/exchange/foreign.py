@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from wsi_fl.stores import hdf5
 from wsi_fl.stores.features import UNPLACED, Bag, FeatureStore
 from wsi_fl.stores.fields import first_line, too_large
+from wsi_fl.stores.own import is_own, own_dataset
 from wsi_fl.types import UsageError, WsiFlError
 
 MAGNIFIED = 10.0
@@ -96,26 +97,6 @@ def opened(path: Path) -> Iterator[h5py.File]:
         raise WsiFlError(f"{path.name}: {too_large(error)}") from None
 
 
-def dataset(file: h5py.File, name: str) -> h5py.Dataset:
-    """Return a dataset of a file.
-
-    Raises:
-        WsiFlError: when there is none; names what there is. Also where it lies in another file, which nobody named.
-    """
-    if isinstance(file.get(name, getlink=True), h5py.ExternalLink):
-        raise WsiFlError(
-            f"{Path(file.filename).name}: its {name!r} is a link into another file; it is not followed"
-        )
-    found = file.get(name)
-    if isinstance(found, h5py.Dataset) and (found.external or found.is_virtual):
-        raise WsiFlError(f"{Path(file.filename).name}: its {name!r} lies in other files; they are not read")
-    if not isinstance(found, h5py.Dataset):
-        raise WsiFlError(
-            f"{Path(file.filename).name}: has no {name!r}; it has {', '.join(file) or 'nothing'}"
-        )
-    return found
-
-
 def checked_features(values: NDArray[Any], name: str) -> NDArray[np.float32]:
     """Return features as float32[m, d]; [1, m, d] is one bag too.
 
@@ -154,7 +135,7 @@ def checked_places(values: NDArray[Any], n: int, name: str, *, in_um: bool = Fal
 
 def kept_besides(file: h5py.File, n: int) -> dict[str, Any]:
     """Return groups and weights of n patches, as our own exports hold them."""
-    found = {name: dataset(file, name)[:] for name in ("cluster", "weight") if name in file}
+    found = {name: own_dataset(file, name)[:] for name in ("cluster", "weight") if is_own(file, name)}
     if any(values.shape != (n,) for values in found.values()):
         raise WsiFlError(f"{Path(file.filename).name}: not one group and weight for every patch")
     return found

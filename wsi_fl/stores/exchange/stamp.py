@@ -18,7 +18,6 @@ from wsi_fl.stores.exchange.foreign import (
     by_slide,
     checked_features,
     checked_places,
-    dataset,
     kept_besides,
     mpp_of_each,
     number_of,
@@ -28,6 +27,7 @@ from wsi_fl.stores.exchange.foreign import (
 )
 from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.hdf5 import created
+from wsi_fl.stores.own import own_dataset
 from wsi_fl.system.files import atomic
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -51,10 +51,10 @@ def read_stamp(path: Path) -> Foreign:
         WsiFlError: in one line, when the file is damaged, not of this layout, or of STAMP before 2.
     """
     with opened(path) as file:
-        features = checked_features(dataset(file, "feats")[:], path.name)
+        features = checked_features(own_dataset(file, "feats")[:], path.name)
         n = len(features)
         size_um = _tile_um(file.attrs, path.name)
-        places = checked_places(dataset(file, "coords")[:], n, path.name, in_um=True)
+        places = checked_places(own_dataset(file, "coords")[:], n, path.name, in_um=True)
         size = number_of(file.attrs, "tile_size_px")
         facts = Facts(
             encoder=text_of(file.attrs, "extractor"),

@@ -18,7 +18,6 @@ from wsi_fl.stores.exchange.foreign import (
     by_slide,
     checked_features,
     checked_places,
-    dataset,
     kept_besides,
     mpp_of_each,
     number_of,
@@ -28,6 +27,7 @@ from wsi_fl.stores.exchange.foreign import (
 )
 from wsi_fl.stores.features import Bag, FeatureStore
 from wsi_fl.stores.hdf5 import created
+from wsi_fl.stores.own import own_dataset
 from wsi_fl.system.files import atomic
 from wsi_fl.types import GridSpec, UsageError
 
@@ -56,12 +56,13 @@ def read_trident(path: Path) -> Foreign:
         WsiFlError: in one line, when the file is damaged or not of this layout.
     """
     with opened(path) as file:
-        features = checked_features(dataset(file, "features")[:], path.name)
-        coords = dataset(file, "coords")
+        features_of = own_dataset(file, "features")
+        features = checked_features(features_of[:], path.name)
+        coords = own_dataset(file, "coords")
         places = checked_places(coords[:], len(features), path.name)
         folder = path.parent.name
         named = folder.removeprefix(_PREFIX) if folder.startswith(_PREFIX) else None
-        facts = facts_of(coords.attrs, text_of(file["features"].attrs, "encoder") or named)
+        facts = facts_of(coords.attrs, text_of(features_of.attrs, "encoder") or named)
         return Foreign(features, places, facts, **kept_besides(file, len(features)))
 
 

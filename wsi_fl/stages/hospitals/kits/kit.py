@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.federation.certificates import Identity, Role
-from wsi_fl.system.files import read_json
+from wsi_fl.system.files import ordinary, read_json
 from wsi_fl.system.locks import alone
 from wsi_fl.types import UsageError
 
@@ -81,7 +81,9 @@ class Kit:
         """
         stem, startup = STEM[self.role], self.path / "startup"
         try:
-            texts = [(startup / name).read_text() for name in (f"{stem}.key", f"{stem}.crt", "rootCA.pem")]
+            texts = [
+                ordinary(startup / name).read_text() for name in (f"{stem}.key", f"{stem}.crt", "rootCA.pem")
+            ]
         except OSError as error:
             raise UsageError(
                 f"{self.path}: this kit is incomplete: {error.filename} cannot be read"

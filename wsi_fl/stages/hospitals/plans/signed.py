@@ -23,7 +23,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value, validated
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import ordinary, read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
@@ -51,7 +51,7 @@ class Plan:
             UsageError: when the file is none.
         """
         try:
-            plan = Plan(path.read_text(encoding="utf-8"))
+            plan = Plan(ordinary(path).read_text(encoding="utf-8"))
             said = (plan.document.get("format"), plan.document.get("version"))
         except (OSError, ValueError, AttributeError):
             raise UsageError(f"{path}: this is no plan; make one with `wsi-fl federation plan`") from None
@@ -105,7 +105,7 @@ class Plan:
 def is_request(path: Path) -> bool:
     """Return whether a file is a certificate request, which is approved otherwise than a plan."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(ordinary(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(document, dict) and document.get("format") == REQUEST_FORMAT

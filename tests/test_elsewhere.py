@@ -1,0 +1,316 @@
+"""Files from elsewhere read only themselves, take no more memory than they are worth, and never wait for anybody."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import zipfile
+import zlib
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import make_study, refused
+
+from wsi_fl.models.segmenter import load_segmenter
+from wsi_fl.models.weights import read_weights
+from wsi_fl.privacy.book import Book
+from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.choosing.outlines import outlines_of
+from wsi_fl.slides.layouts.rows import rows_of
+from wsi_fl.stages.hospitals.plans.signed import Plan, is_request
+from wsi_fl.stages.prepare.check import check
+from wsi_fl.stores.exchange.clam import read_clam
+from wsi_fl.stores.exchange.stamp import read_stamp
+from wsi_fl.stores.exchange.trident import read_trident
+from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.images import read_data_set
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import load_pipeline
+from wsi_fl.system.files import read_json, read_lines
+from wsi_fl.system.tensors import load_tensors, load_weights
+from wsi_fl.types import WsiFlError
+
+N, D = 6, 4
+BOMB_ROWS = 120_000
+"""Of 1024 float32: half a GB."""
+
+
+def write(path, features=None, **layout):
+    """A file of TRIDENT's layout whose features are as they are told."""
+    with h5py.File(path, "w") as file:
+        if features is not None or layout:
+            file.create_dataset("features", data=features, **layout)
+        n = len(file["features"]) if "features" in file else N
+        file["coords"] = np.zeros((n, 2), np.int64)
+    return path
+
+
+def link_to_other(path, other):
+    with h5py.File(path, "r+") as file:
+        file["features"] = h5py.ExternalLink(str(other), "/features")
+
+
+def soft_through_other(path, other):
+    with h5py.File(path, "r+") as file:
+        file["x"] = h5py.ExternalLink(str(other), "/")
+        file["features"] = h5py.SoftLink("/x/features")
+
+
+def soft_within(path, other):
+    with h5py.File(path, "r+") as file:
+        file["more/features"] = np.ones((N, D), np.float32)
+        file["features"] = h5py.SoftLink("/more/features")
+
+
+def virtual(path, other):
+    with h5py.File(path, "r+") as file:
+        layout = h5py.VirtualLayout((N, D), np.float32)
+        layout[:] = h5py.VirtualSource(str(other), "features", (N, D))
+        file.create_virtual_dataset("features", layout)
+
+
+def stored_outside(path, other):
+    with h5py.File(path, "r+") as file:
+        file.create_dataset("features", (N, D), np.float32, external=[(str(other), 0, h5py.h5f.UNLIMITED)])
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [link_to_other, soft_through_other, soft_within, virtual, stored_outside],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("other", ["h5", "pipe"])
+def test_a_file_from_elsewhere_reads_only_itself(tmp_path, reach, other):
+    """Nothing else is as much as opened: of a pipe, that would wait for ever."""
+    secret = tmp_path / "other.h5"
+    if other == "h5":
+        write(secret, np.full((N, D), 7, np.float32))
+    else:
+        os.mkfifo(secret)
+    path = write(tmp_path / "a.h5")
+    reach(path, secret)
+    for read in (read_trident, read_clam):
+        refused(partial(read, path), "a.h5", "'features'", error=WsiFlError)
+    images = tmp_path / "x.h5"
+    with h5py.File(images, "w") as file:
+        file.create_dataset("y", data=np.zeros(N, np.int64))
+    reach(images, secret)
+    with h5py.File(images, "r+") as file:
+        file.move("features", "x_train")
+        file["y_train"] = file["y"]
+    refused(partial(read_data_set, images), "x.h5: its 'x", error=WsiFlError)
+
+
+def test_groups_beside_features_are_no_way_out_either(tmp_path):
+    secret = write(tmp_path / "other.h5", np.full((N, D), 7, np.float32))
+    path = write(tmp_path / "a.h5", np.ones((N, D), np.float32))
+    with h5py.File(path, "r+") as file:
+        file["cluster"] = h5py.ExternalLink(str(secret), "/features")
+    refused(partial(read_trident, path), "a.h5", "'cluster'", error=WsiFlError)
+    with h5py.File(path, "r+") as file:
+        file["feats"] = h5py.ExternalLink(str(secret), "/features")
+    refused(partial(read_stamp, path), "a.h5", "'feats'", error=WsiFlError)
+
+
+# ---- more said than held ---------------------------------------------------------------------------------------------
+
+
+def never_written(path):
+    write(path, shape=(BOMB_ROWS, 1024), dtype=np.float32)
+
+
+def never_written_chunks(path):
+    write(path, shape=(BOMB_ROWS, 1024), dtype=np.float32, chunks=(256, 1024))
+
+
+def packed_zeros(path):
+    write(path, shape=(BOMB_ROWS, 1024), dtype=np.float32, chunks=(BOMB_ROWS // 4, 1024), compression="gzip")
+    with h5py.File(path, "r+") as file:
+        for first in range(0, BOMB_ROWS, BOMB_ROWS // 4):
+            file["features"].id.write_direct_chunk((first, 0), _zeros(BOMB_ROWS // 4 * 4096))
+
+
+def more_in_a_chunk_than_it_says(path):
+    write(path, shape=(N, D), dtype=np.float32, chunks=(N, D), compression="gzip")
+    with h5py.File(path, "r+") as file:
+        file["features"].id.write_direct_chunk((0, 0), _zeros(BOMB_ROWS * 4096))
+
+
+def packed_twice(path):
+    write(path, shape=(N, D), dtype=np.float32, chunks=(N, D), compression="gzip")
+    layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    layout.set_chunk((N, D))
+    layout.set_deflate(9)
+    layout.set_deflate(9)
+    with h5py.File(path, "r+") as file:
+        del file["features"]
+        space = h5py.h5s.create_simple((N, D))
+        made = h5py.h5d.create(file.id, b"features", h5py.h5t.NATIVE_FLOAT, space, layout)
+        made.write_direct_chunk((0, 0), zlib.compress(_zeros(BOMB_ROWS * 4096)))
+
+
+def strings_of_any_length(path):
+    with h5py.File(path, "w") as file:
+        file.create_dataset("features", (N,), h5py.string_dtype())
+        file["coords"] = np.zeros((N, 2), np.int64)
+
+
+@cache
+def _zeros(n_bytes):
+    """So many zeros, packed a piece at a time."""
+    packer, piece = zlib.compressobj(6), bytes(1 << 20)
+    return b"".join([*(packer.compress(piece) for _ in range(n_bytes >> 20)), packer.flush()])
+
+
+BOMBS = [
+    never_written,
+    never_written_chunks,
+    packed_zeros,
+    more_in_a_chunk_than_it_says,
+    packed_twice,
+    strings_of_any_length,
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda f: f.__name__)
+def test_what_states_more_than_it_holds_is_refused_before_memory_is_taken(tmp_path, bomb):
+    """In a process of its own: HDF5 takes its memory past Python."""
+    path = tmp_path / "a.h5"
+    bomb(path)
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom wsi_fl.stores.exchange.trident import read_trident\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak()\ntry:\n    read_trident(Path(sys.argv[1]))\nexcept Exception as error:\n"
+        "    print(type(error).__name__, error)\nprint(peak() - before)"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert not told.returncode, told.stderr
+    said, grown_kb = told.stdout.strip().rsplit("\n", 1)
+    assert said.startswith("WsiFlError a.h5") or said.startswith("UsageError a.h5"), said
+    assert int(grown_kb) < 100_000
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"chunks": (7, 5)},
+        {"chunks": (7, 5), "compression": "gzip", "shuffle": True, "fletcher32": True},
+        {"chunks": (7, 5), "compression": "lzf"},
+        {"chunks": (1000, 512), "maxshape": (None, 512), "compression": "gzip"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [np.float16, np.float64])
+def test_honest_features_are_read_however_they_lie_in_the_file(tmp_path, layout, kind):
+    features = np.random.default_rng(0).normal(size=(300, 512)).astype(kind)
+    found = read_trident(write(tmp_path / "a.h5", features, **layout)).features
+    assert np.array_equal(found, features.astype(np.float32))
+
+
+def test_large_honest_chunks_are_looked_through_and_read(tmp_path):
+    features = np.random.default_rng(0).normal(size=(1500, 512)).astype(np.float32)
+    path = write(tmp_path / "a.h5", features, chunks=(1500, 512), compression="gzip", compression_opts=1)
+    assert np.array_equal(read_trident(path).features, features)
+
+
+def test_an_npz_of_zeros_is_no_bomb_that_is_unpacked(tmp_path):
+    path = tmp_path / "x.npz"
+    np.savez_compressed(path, x=np.zeros((BOMB_ROWS, 64, 64), np.uint8), y=np.zeros(BOMB_ROWS, np.int64))
+    assert path.stat().st_size < 3_000_000
+    refused(partial(read_data_set, path), "x.npz", error=WsiFlError)
+
+
+def test_a_packed_tensor_is_refused_and_a_plain_one_read(tmp_path):
+    path = tmp_path / "a.pt"
+    torch.save(torch.ones(N, D), path)
+    assert read_clam(path).features.shape == (N, D)
+    with (
+        zipfile.ZipFile(path) as plain,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    refused(partial(read_clam, tmp_path / "b.pt"), "b.pt", "packed", error=WsiFlError)
+
+
+# ---- pipes, sockets and devices --------------------------------------------------------------------------------------
+
+
+READERS = {
+    "trident": read_trident,
+    "tensor": read_clam,
+    "features": FeatureStore,
+    "patches": PatchStore,
+    "JSON": read_json,
+    "JSON lines": read_lines,
+    "safetensors": partial(load_tensors, what="model"),
+    "weights": partial(load_weights, advice=""),
+    "segmenter": load_segmenter,
+    "table": partial(rows_of, needed=["slide"]),
+    "outlines": lambda path: list(outlines_of(path)),
+    "pipeline": load_pipeline,
+    "plan": Plan.load,
+    "request": is_request,
+    "data set": read_data_set,
+    "encoder": read_weights,
+    "ledger": Book,
+    "annotations": read_annotations,
+}
+
+
+@contextmanager
+def at_most(seconds):
+    """Whoever waits for longer is ended."""
+
+    def end(*_):
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_nobody_waits_for_a_pipe(tmp_path, reader):
+    suffix = {"tensor": ".pt", "encoder": ".pth", "trident": ".h5", "data set": ".npz"}.get(reader, ".x")
+    path = tmp_path / f"a{suffix}"
+    os.mkfifo(path)
+    with at_most(10):
+        refused(partial(READERS[reader], path), str(path), error=WsiFlError)
+
+
+@pytest.mark.parametrize("part", ["slides", "generators/S1"])
+def test_check_names_a_pipe_among_a_site_s_files_and_reads_on(tmp_path, part):
+    study = make_study(tmp_path / "study", 1)
+    site = study.site_names()[0]
+    if part == "slides":
+        path = sorted(study.store(site).parent.glob("slides/*.h5"))[0]
+        path.unlink()
+    else:
+        path = study.generator(site) / "gan.json"
+        path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with at_most(20):
+        (row,) = check(study, site=site)["sites"]
+    assert len(row["damaged"]) == 1 and f"{path}: is a pipe" in row["damaged"][0] and row["read"] > 1
+
+
+def test_what_no_ordinary_file_is_is_said(tmp_path):
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "s"))
+    refused(partial(read_json, tmp_path / "s"), "is a socket", "ordinary file", error=WsiFlError)
+    listening.close()
+    refused(partial(read_json, Path("/dev/zero")), "is a device", error=WsiFlError)
