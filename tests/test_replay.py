@@ -39,6 +39,7 @@ from wsi_fl.study.folder import Study, shipped
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+from wsi_fl.system.files import write_sealed
 from wsi_fl.types import Images, UsageError, WsiFlError
 
 VARIANTS = ("replay", "no_buffer", "buffer_only", "synthetic_only", "central")
@@ -80,7 +81,7 @@ def plant(study, site, *, seed=0, passed=True):
             "truncation": 1.0,
         }
         check["reasons"] = [] if passed else ["a planted reason"]
-        folder.check_path.write_text(json.dumps(check))
+        write_sealed(folder.check_path, check)
 
 
 @pytest.fixture
