@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import pi
 from threading import Lock
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ _BLOCK_BYTES = 2**12
 """Bytes made at a time for small numbers: a call of the cipher for each would cost more than all the rest."""
 _MANTISSA = 53
 """Bits of a uniform number, as many as a float64 holds."""
-_AT_ONCE_CPU, _AT_ONCE_CUDA = 2**17, 2**22
+_AT_ONCE_CPU, _AT_ONCE_CUDA = 2**16, 2**22
 """Normal numbers made at a time: as many as a cache holds, or a device likes. Both are even."""
 
 
@@ -122,10 +122,10 @@ class CipherStream:
         Numbers are drawn and added in float64. Only the sum is rounded to what the tensors hold.
         """
         for part, numbers in self._matched(tensors):
-            part.copy_(numbers.mul_(std).add_(part))
+            part.add_(numbers, alpha=std)  # of float32 and float64, in float64
 
     def _matched(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pair all parts of flat tensors with as many normal numbers float64, which the caller may overwrite."""
+        """Pair all parts of flat tensors with as many normal numbers float64."""
         self._stay_here()
         with self._lock:
             for flat in (tensor.view(-1) for tensor in tensors):
@@ -133,14 +133,9 @@ class CipherStream:
                     self._normals[flat.device] = _Normals(flat.device)
                 done = 0
                 while done < flat.numel():
-                    numbers = self._normals[flat.device].some(flat.numel() - done, self._fill)
+                    numbers = self._normals[flat.device].some(flat.numel() - done, self._cipher)
                     yield flat[done : done + len(numbers)], numbers
                     done += len(numbers)
-
-    def _fill(self, words: Tensor) -> None:
-        """Overwrite int64[n] on the CPU with random bits."""
-        view = words.numpy().data.cast("B")
-        self._cipher.update_into(bytes(len(view)), view)
 
     def _stay_here(self) -> None:
         """Refuse to go on in a process that was forked since: it would repeat the numbers of the other one."""
@@ -149,7 +144,7 @@ class CipherStream:
 
 
 class _Normals:
-    """A block of normal numbers on a device, used up part by part."""
+    """A block of normal numbers on a device, used up part by part; its rooms are taken once."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -157,21 +152,22 @@ class _Normals:
         cuda = device.type == "cuda"
         n = _AT_ONCE_CUDA if cuda else _AT_ONCE_CPU
         self._words = torch.empty(n, dtype=torch.int64, pin_memory=cuda)
+        self._zeros, self._bits = bytes(8 * n), self._words.numpy().data.cast("B")
         self._uniform, self._numbers = (torch.empty(n, dtype=torch.float64, device=device) for _ in range(2))
         self._at = n
 
-    def some(self, n: int, fill: Callable[[Tensor], None]) -> Tensor:
-        """Return at most n numbers float64 that nobody had before; `fill` makes random bits when they have run out."""
+    def some(self, n: int, cipher: CipherContext) -> Tensor:
+        """Return at most n numbers float64 that nobody had before; the cipher makes bits when they have run out."""
         if self._at == len(self._numbers):
-            self._make(fill)
+            self._make(cipher)
         begin, self._at = self._at, min(self._at + n, len(self._numbers))
         return self._numbers[begin : self._at]
 
-    def _make(self, fill: Callable[[Tensor], None]) -> None:
+    def _make(self, cipher: CipherContext) -> None:
         """Box and Muller (1958): z = √(−2 ln u) · (cos 2πv, sin 2πv) with u in (0, 1] and v in [0, 1)."""
         import torch
 
-        fill(self._words)
+        cipher.update_into(self._zeros, self._bits)
         self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1))  # of a GPU: bits of the CPU, copied
         u, v = self._uniform.chunk(2)
         radius = u.add_(1).mul_(2.0**-_MANTISSA).log_().mul_(-2).sqrt_()
