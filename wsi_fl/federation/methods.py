@@ -335,3 +335,42 @@ def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
         'oneshot'
     """
     return ", ".join(name for name, row in METHODS.items() if asks(row))
+
+
+def table() -> str:
+    """Return what a site lets go by each method as a table in Markdown, as docs/PRIVACY.md has it."""
+    head = ["| method | what leaves a site | along | when | protected by |", "|---|---|---|---|---|"]
+    return "\n".join(head + [line for name, row in METHODS.items() for line in _lines(name, row)])
+
+
+def _lines(name: str, row: Method) -> list[str]:
+    if row.learns_from == "everybody":
+        return [f'| `{name}` | all training data | | once | `allow = ["patches"]` alone |']
+    if not row.shares:
+        return [f"| `{name}` | nothing | | | |"]
+    lines = []
+    for share in row.shares:
+        thing = "proxy" if share.what == "model" and share.of == "proxy" else share.what
+        graph = share.by if isinstance(share.by, str) else "a graph of its own"
+        protected = _GUARD[share.protected].format(content=share.content)
+        lines.append(f"| `{name}` | {_IN_WORDS[thing]} | {graph} | {_WHEN[share.times]} | {protected} |")
+    return lines
+
+
+_IN_WORDS = {
+    "model": "its model",
+    "proxy": "its proxy",
+    "sums": "sums of features",
+    "buffer": "synthetic samples",
+    "generator": "its generator",
+}
+_WHEN = {
+    "rounds": "every round",
+    "once": "once",
+    "before": "once, before the first round",
+    "after": "once, after the last round",
+}
+_GUARD = {
+    "dp": 'ε, or `allow = ["{content}"]` without noise',
+    "leave": '`allow = ["{content}"]` alone',
+}

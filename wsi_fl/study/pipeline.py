@@ -104,8 +104,8 @@ class Topology(Section):
     """Who sends to whom."""
 
     graph: str | None = None
-    """The graph of each round: `none`, `star`, `ring`, `exponential`, `random`, or the path of a JSON file of edges.
-    By default it is the method's own."""
+    """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random`, or the path of a JSON file
+    of edges. By default it is the method's own."""
     self_weight: float = Field(0.0, ge=0, lt=1)
     """Share of its own model that a site keeps when it passes the rest on. With 0 models are passed on whole; with 0.5
     they are averaged."""

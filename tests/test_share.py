@@ -1,0 +1,98 @@
+"""A method is a row of one table, and all that is said of what leaves a site follows from its shares."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import REAL, make_study, refused
+
+from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised, table
+from wsi_fl.report import words
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.hospitals.dossier.assessment import assessment
+from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import train
+
+PACKAGE = Path(__file__).parents[1] / "wsi_fl"
+GOSSIP = Method(
+    "Gossip", "models are whispered on", COMMON_WITH_DP, supervised, shares=(Share("model", "random"),)
+)
+TWO = ("sites=['S0', 'S1']", "train.rounds=2", "model.private=mlp")
+
+
+@pytest.fixture
+def gossip(monkeypatch):
+    monkeypatch.setitem(METHODS, "gossip", GOSSIP)
+
+
+def test_a_new_method_is_a_row_and_nothing_else(gossip, tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
+    cost = dry_run(study, method="gossip", overrides=TWO, backend="local")
+    summary = train(study, method="gossip", overrides=TWO, backend="local")
+    assert [row["epsilon"] for row in cost["sites"]] == [row["epsilon"] for row in summary["sites"]]
+    assert summary["communication"]["messages"] == 2 * 2  # each site sends one model in each round
+    run = RunFolder(study.root / summary["run"])
+    released = [line for site in ("S0", "S1") for line in study.ledger(site).read_text().splitlines()]
+    assert sum('"released": "model ' in line for line in released) == 4
+    assert "trained together with Gossip" in words.setting("gossip", 2)
+    assert words.method_does("gossip") == GOSSIP.does
+    assert "trained together with Gossip" in report(study, run.name).read_text()
+
+
+def test_the_plan_and_the_dossier_say_what_a_new_method_lets_go(gossip, tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
+    said = document_of(make_plan(study, method="gossip", overrides=TWO, out=tmp_path / "plan.json"))
+    model, *documents = said["leaves"]
+    assert said["does"] == "Gossip: models are whispered on."
+    assert (model["what"], model["times"]) == ("central model (mlp)", 2)
+    assert model["to"] == "the next site in an order drawn anew in each round"
+    assert model["protected_by"].startswith("differential privacy per row, guaranteed")
+    assert not any(row["large"] for row in documents)
+    facts = assessment(said, study.site("S0"), None, audited=False)[0]["facts"]
+    assert any(model["what"] in fact and model["protected_by"] in fact for fact in facts)
+    bare = ("privacy.enabled=false",)
+    refused(
+        lambda: make_plan(study, method="gossip", overrides=(*TWO, *bare), out=tmp_path / "bare.json"),
+        'sites/S0.toml: a model without differential privacy may not leave this site; add allow = ["model"]',
+    )
+
+
+def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, tmp_path):
+    bare = Method(
+        "Bare",
+        "models go round",
+        COMMON_WITH_DP,
+        supervised,
+        shares=(Share("model", "ring", protected="leave"),),
+    )
+    monkeypatch.setitem(METHODS, "bare", bare)
+    study = make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
+
+    def plan(*overrides):
+        return make_plan(study, method="bare", overrides=(*TWO, *overrides), out=tmp_path / "plan.json")
+
+    refused(plan, "bare lets models leave without differential privacy", "privacy.enabled=false")
+    refused(lambda: plan("privacy.enabled=false"), "sites/S0.toml", 'add allow = ["model"] there')
+    for name in ("S0", "S1"):
+        file = study.root / "sites" / f"{name}.toml"
+        file.write_text(file.read_text() + 'allow = ["model"]\n')
+    row = document_of(plan("privacy.enabled=false"))["leaves"][0]
+    assert row["protected_by"] == 'no differential privacy; the site allows it by name (allow = ["model"])'
+
+
+def test_the_page_on_privacy_has_the_table_of_shares():
+    assert table() in (PACKAGE.parent / "docs" / "PRIVACY.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["fedavg", "avgpush", "cwt", "fml", "proxyfl"])
+def test_no_other_file_asks_for_a_method_by_name(name):
+    """Demos and benchmarks choose one; whoever wants to know something of a method asks its row."""
+    known = re.compile(rf"""["']{name}["']""")
+    here = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if known.search(path.read_text("utf-8"))
+    ]
+    assert set(here) <= {"federation/methods.py", "demo/hospitals.py", "stages/answers/mpcpa_table.py"}
