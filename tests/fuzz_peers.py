@@ -41,7 +41,7 @@ MODULES = (
     "federation.shared",
     "federation.courier",
     "federation.between",
-    "federation.exam",
+    "federation.scoring",
     "federation.letters",
     "stages.hospitals.choosing",
     "stages.hospitals.taking_part",

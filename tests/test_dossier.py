@@ -17,7 +17,7 @@ from wsi_fl.privacy.terms import Terms
 from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.report.dossier import render
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.dossier.network import connections
+from wsi_fl.stages.hospitals.dossier.assessment import connections
 from wsi_fl.stages.hospitals.dossier.page import make_dossier
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.approving import look, sign

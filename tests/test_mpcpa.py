@@ -181,14 +181,14 @@ def test_a_real_site_must_allow_both_by_name(trained, tmp_path, missing):
     (study.root / "sites" / "S2.toml").write_text(
         f'name = "S2"\nreal = true\nallow = {json.dumps(allowed)}\n'
     )
-    refused(lambda: train(study, method="mpcpa", backend="local"), "sites/S2.toml", f"a {missing} leave")
+    refused(lambda: train(study, method="mpcpa", backend="local"), "sites/S2.toml", f"a {missing} without")
 
 
 def test_the_ledger_itself_refuses_a_generator(trained, tmp_path, monkeypatch):
     """Were the plan's check forgotten, nothing would leave all the same."""
     study = Study(copytree(trained[0].root, tmp_path / "study"))
     (study.root / "sites" / "S2.toml").write_text('name = "S2"\nreal = true\nallow = ["patches", "model"]\n')
-    monkeypatch.setattr("wsi_fl.stages.training.checks._check_generated", lambda *_: None)
+    monkeypatch.setattr("wsi_fl.stages.training.checks._check_leave", lambda *_: None)
     refused(
         lambda: train(study, method="mpcpa", backend="local"),
         "sites/S2.toml",

@@ -7,26 +7,20 @@ ledger. Nothing of a training patient is used but releases (post-processing), so
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import nn
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.exam import Counted, Exam, Present, agree, problem_of
 from wsi_fl.federation.message import BYTES, HEADER_BYTES, SCORING, Outgoing
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum, Vector
+from wsi_fl.federation.scoring import Counted, Exam, Present, agree, as_released, counted, problem_of
 from wsi_fl.federation.site import Site, release_once
-from wsi_fl.learning.counts import Counts, Scores, count, nothing, packed, unpacked
-from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.local import probabilities, undecided_where_broken
+from wsi_fl.learning.counts import Counts, Scores, nothing, packed, unpacked
 from wsi_fl.models import schema
-from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.book import SCORES
 from wsi_fl.privacy.release import Release, digest
 
@@ -249,37 +243,3 @@ class Scoring:
 
     def _site(self, index: int) -> Site:
         return next(site for site in self.sites if site.index == index)
-
-
-def as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
-    """Return a model of the same kind with other parameters, and without anything that its site alone knows.
-
-    Args:
-        vector: float32[d], the trained parameters.
-        alone: whether they are one site's release, and not the mean of all; a head that is made of sums must know.
-    """
-    found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
-    if isinstance(found, SharedHead):
-        found.released.zero_()
-        found.exact.zero_()
-        if alone:
-            found.n_sites.fill_(1)
-    parameters = [p for p in found.parameters() if p.requires_grad]
-    with torch.no_grad():
-        parts = torch.split(torch.from_numpy(np.array(vector)), [p.numel() for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.copy_(part.view_as(parameter))
-    return found.eval()
-
-
-def counted(
-    model: nn.Module, examples: Examples, device: torch.device, *, alive: Callable[[], None]
-) -> Counts:
-    """Return the counts of a model's answers to examples.
-
-    Args:
-        alive: called with every batch.
-    """
-    with torch.no_grad():
-        said = probabilities(model, examples, device, alive=alive)
-    return count(undecided_where_broken(said, examples), examples.label)

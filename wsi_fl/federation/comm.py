@@ -15,6 +15,7 @@ from wsi_fl.federation.documents import check_length, decoded, encoded
 from wsi_fl.federation.message import (
     HEADER_BYTES,
     NUMBERS,
+    Arrival,
     Kind,
     Message,
     Outgoing,
@@ -24,7 +25,6 @@ from wsi_fl.federation.message import (
     received,
     tag_of,
 )
-from wsi_fl.federation.receiving import Arrival
 from wsi_fl.system.memory import Recycled
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 

@@ -1,16 +1,29 @@
-"""What a site's models are worth: on its test sets, and on its own rows, for what answers."""
+"""What models are worth: a site's own, on its test sets and its own rows; and others', as all sites agree on.
+
+What is scored between hospitals, and by whom, follows from what each tells all, so that nobody waits in vain.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from typing_extensions import TypedDict
 
+from wsi_fl.federation.documents import Round
+from wsi_fl.federation.message import Message
+from wsi_fl.federation.mixing import Vector
 from wsi_fl.federation.site import Schedule, Site
+from wsi_fl.learning.counts import N_BINS, Counts, count, n_bytes
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
@@ -19,6 +32,8 @@ from wsi_fl.learning.tasks import quality, scored
 from wsi_fl.learning.tuning import balanced_loss
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
 from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.book import SCORES
+from wsi_fl.privacy.release import digest
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
@@ -138,3 +153,148 @@ def _predict(site: Site, role: str, examples: Examples, alive: Callable[[], None
     """Return float64[n, classes] of one of a site's models."""
     said = probabilities(site.learners[role].logits, examples, site.device, alive=alive)
     return undecided_where_broken(said, examples)
+
+
+def as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
+    """Return a model of the same kind with other parameters, and without anything that its site alone knows.
+
+    Args:
+        vector: float32[d], the trained parameters.
+        alone: whether they are one site's release, and not the mean of all; a head that is made of sums must know.
+    """
+    found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+    if isinstance(found, SharedHead):
+        found.released.zero_()
+        found.exact.zero_()
+        if alone:
+            found.n_sites.fill_(1)
+    parameters = [p for p in found.parameters() if p.requires_grad]
+    with torch.no_grad():
+        parts = torch.split(torch.from_numpy(np.array(vector)), [p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.copy_(part.view_as(parameter))
+    return found.eval()
+
+
+def counted(
+    model: nn.Module, examples: Examples, device: torch.device, *, alive: Callable[[], None]
+) -> Counts:
+    """Return the counts of a model's answers to examples.
+
+    Args:
+        alive: called with every batch.
+    """
+    with torch.no_grad():
+        said = probabilities(model, examples, device, alive=alive)
+    return count(undecided_where_broken(said, examples), examples.label)
+
+
+_MOST_BEYOND = 1 << 16
+"""Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""
+_Digest = Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
+"""SHA-256, or nothing."""
+
+
+class Present(TypedDict):
+    """What a site tells before models are scored.
+
+    Attributes:
+        apart: whether it may not read the others' test parts.
+        counts: whether counts of its own test part may leave it.
+        number: the round of its ledger in which they would leave, or have left.
+        held: SHA-256 of the model that it holds after the last exchange; "" where it took no part.
+        sent: SHA-256 of its last release; "" where nothing was released, or only a sum of all can be read.
+        scored: what the counts are of that left it before a restart; "" for none.
+    """
+
+    apart: bool
+    counts: bool
+    number: Round
+    held: _Digest
+    sent: _Digest
+    scored: _Digest
+
+
+class Counted(TypedDict):
+    """SHA-256 of the counts that a site is about to send; "" for none."""
+
+    told: _Digest
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What all sites agree on before they score.
+
+    Attributes:
+        classes: their names.
+        rounds: the last round of training.
+        number: the round of the ledgers in which counts leave.
+        models: SHA-256 of each model by the index of its site, in order; of one that all hold, by None.
+        tellers: the sites that let counts leave.
+    """
+
+    classes: tuple[str, ...]
+    rounds: int
+    number: int
+    models: Mapping[int | None, str]
+    tellers: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return how many models and how many classes there are."""
+        return len(self.models), len(self.classes)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the length of a hospital's counts."""
+        return n_bytes(*self.shape)
+
+    @property
+    def schema(self) -> str:
+        """Return the SHA-256 of what the counts are of, and in which order."""
+        models = [[index, known] for index, known in self.models.items()]
+        said = [SCORES, self.classes, N_BINS, self.number, models]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def agree(told: Mapping[int, Present], classes: tuple[str, ...], rounds: int) -> Exam | None:
+    """Return what is scored; None where nothing is.
+
+    Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
+    the last release of every site, by all.
+
+    Args:
+        told: what each site told, by its index.
+        classes: names of the classes.
+        rounds: number of rounds of the run.
+    """
+    if not all(one["apart"] for one in told.values()):
+        return None
+    tellers = [index for index, one in told.items() if one["counts"]]
+    models: dict[int | None, str] = {k: one["sent"] for k, one in told.items() if one["sent"]}
+    holders = [index for index, one in told.items() if one["held"]]
+    if len(held := {told[index]["held"] for index in holders}) == 1 and len(holders) > 1:
+        models = {None: held.pop()}
+        tellers = [index for index in tellers if index in holders]
+    if not tellers or not models:
+        return None
+    number = max(one["number"] for one in told.values())
+    if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
+        return None
+    return Exam(classes, rounds, number, models, tuple(tellers))
+
+
+def problem_of(message: Message, agreed: str, known: str) -> str:
+    """Return why a message is not what its sender said it would send; empty when it is.
+
+    Args:
+        agreed: its schema.
+        known: SHA-256 of its values.
+    """
+    if message.refused:
+        return message.refused
+    if message.schema != agreed:
+        return "it is of another kind"
+    if digest(message.vector) != known:
+        return "it is not what was announced"
+    return "" if message.weight > 0 else f"its weight is {message.weight:g}"

@@ -190,7 +190,7 @@ def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> 
         hidden.astype("<u8").view(np.uint8),
         schema=schema(head),
         mechanism=site.plan,
-        content="model",
+        content=sum_.method.mixed.content if sum_.method.mixed else "model",
     )
     site.ledger.sending(release.round, release.digest)
     return release

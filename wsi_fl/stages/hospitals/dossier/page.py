@@ -14,14 +14,19 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.privacy.book import Book, Entry
-from wsi_fl.privacy.rounds import Round, of_hospital, rounds_of, units_of
+from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.rounds import Round, applied, of_hospital, rounds_of, units_of
 from wsi_fl.privacy.worth import epsilon_of, guarantee_of
 from wsi_fl.report import dossier as page
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.choosing import runs_of_plan
-from wsi_fl.stages.hospitals.dossier.assessment import Part, assessment, not_protected
-from wsi_fl.stages.hospitals.dossier.network import Connection, connections
-from wsi_fl.stages.hospitals.dossier.patients import group_of, most_rows
+from wsi_fl.stages.hospitals.dossier.assessment import (
+    Connection,
+    Part,
+    assessment,
+    connections,
+    not_protected,
+)
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
@@ -144,9 +149,9 @@ def _of(study: Study, plan: Plan, said: PlanDocument, site: SiteFile, kit: Kit |
     lines, warning = _ledger(study, plan, site)
     entries = [entry for entry in lines if entry.site == site.name]
     delta, cost = site.delta or said["privacy"]["delta"], kept_cost(study, site.name, plan)
-    rows = most_rows(study, site.name, cost)
+    rows = _most_rows(study, site.name, cost)
     counted = of_hospital(entries, said["privacy"]["unit"]) if site.real else entries
-    group, audits = group_of(counted, delta, rows), _audits(study, site.name)
+    group, audits = _group_of(counted, delta, rows), _audits(study, site.name)
     promised = (cost or {}).get("lifetime_group") or group
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -212,7 +217,7 @@ def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: i
         "delta": delta,
         "unit": ", ".join(sorted(units_of(lines))),
         "guarantee": "none" if spent is None else guarantee_of(lines),
-        "group": group_of(lines, delta, rows),
+        "group": _group_of(lines, delta, rows),
         "releases": [one for round_ in rounds_of(lines) for one in _released(round_, sent)],
     }
 
@@ -260,3 +265,24 @@ def _audited(document: dict[str, Any], model: dict[str, Any]) -> Audited:
         "epsilon_lower": planted.get("epsilon_lower"),
         "epsilon_upper": planted.get("epsilon_upper"),
     }
+
+
+def _most_rows(study: Study, site: str, cost: Mapping[str, Any] | None) -> int | None:
+    """Return the most rows that a patient of a site had, as it signed or in a run; None where nobody looked.
+
+    Args:
+        cost: what the hospital saw of the plan's cost as it signed.
+    """
+    runs = [path for path in study.runs.glob("*/sites/*/ledger.json") if path.parent.name == site]
+    seen = [(cost or {}).get("group"), *(read_json(path).get("group") for path in runs)]
+    return max((int(one["rows"]) for one in seen if one), default=None)
+
+
+def _group_of(entries: Sequence[Entry], delta: float, rows: int | None) -> Group | None:
+    """Return what ε per row of lines of a ledger is worth to a patient with so many rows.
+
+    None where ε is not per row or says nothing, or the number of rows is not known.
+    """
+    if rows is None or units_of(entries) != {"row"} or epsilon_of(entries, delta) is None:
+        return None
+    return {"rows": rows, "epsilon": group_epsilon(applied(entries), delta, rows), "delta": delta}

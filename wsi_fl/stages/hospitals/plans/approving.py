@@ -13,7 +13,7 @@ from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.plans.learned import of_store
+from wsi_fl.stages.hospitals.plans.contents import of_store
 from wsi_fl.stages.hospitals.plans.making import (
     PlanDocument,
     described,

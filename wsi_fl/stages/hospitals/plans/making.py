@@ -21,8 +21,7 @@ from wsi_fl import __version__
 from wsi_fl.federation.methods import names_of
 from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
-from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
-from wsi_fl.stages.hospitals.plans.leaving import Leaving, leaving, staying
+from wsi_fl.stages.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
 from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
