@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from wsi_fl.cli.options import Json, Pipeline, Set, find_study, show
+from wsi_fl.federation.methods import names_of
 from wsi_fl.types import UsageError, WsiFlError
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def join(
 
 @app.command()
 def plan(
-    method: Annotated[str, typer.Option(help="What the hospitals run: proxyfl, fedavg, oneshot, …")],
+    method: Annotated[
+        str, typer.Option(help=f"What the hospitals run: {names_of(lambda row: bool(row.shares))}.")
+    ],
     pipeline: Pipeline = None,
     overrides: Set = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
