@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Share:
         protected: "dp": by differential privacy or, where the settings have none, by the site's leave; "leave": by
             that alone, for the site's file must allow it by name.
         times: in all rounds, once (in the first round), or once before the first or after the last round.
+        made_by: the module of the stage that makes or carries what the loop does not: `agreed_buffer` of a buffer,
+            `bring_generated` and `hand_over_models` before and after the rounds, and `n_bytes`.
     """
 
     what: What
@@ -75,6 +78,7 @@ class Share:
     of: Literal["private", "proxy"] = "private"
     protected: Literal["dp", "leave"] = "dp"
     times: Literal["rounds", "once", "before", "after"] = "rounds"
+    made_by: str = ""
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
@@ -89,6 +93,10 @@ class Share:
     def is_bare(self, with_dp: bool) -> bool:
         """Return whether it leaves without differential privacy, given whether the settings have any."""
         return self.protected == "leave" or not with_dp
+
+    def stage(self) -> Any:
+        """Return the module that makes or carries it."""
+        return import_module(self.made_by)
 
     def graph(self, seed: int) -> Topology:
         """Return its graph; a seed orders the sites where the graph draws."""
@@ -123,6 +131,10 @@ class Method:
     def share(self, *kinds: What) -> Share | None:
         """Return the first thing of these kinds that leaves a site; None where none does."""
         return next((share for share in self.shares if share.what in kinds), None)
+
+    def shares_at(self, times: str) -> list[Share]:
+        """Return what leaves a site at some time, as `Share.times` says it."""
+        return [share for share in self.shares if share.times == times]
 
     @property
     def mixed(self) -> Share | None:
@@ -240,7 +252,7 @@ def _replay() -> Method:
     """
     models, buffers = (
         Share("model", "random", protected="leave"),
-        Share("buffer", "random", protected="leave"),
+        Share("buffer", "random", protected="leave", made_by="wsi_fl.stages.training.buffers"),
     )
     row = Method(
         "Replay",
@@ -275,7 +287,8 @@ def _oneshot() -> Method:
     return replace(row, variants={("train.releases", True): by_files})
 
 
-_GENERATOR = Share("generator", "star", protected="leave", times="before")
+_MPCPA = "wsi_fl.stages.training.mpcpa"
+_GENERATOR = Share("generator", "star", protected="leave", times="before", made_by=_MPCPA)
 METHODS: dict[str, Method] = {
     ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
     POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, "everybody"),
@@ -321,7 +334,7 @@ METHODS: dict[str, Method] = {
         PRIVATE,
         supervised,
         "own+received",
-        (_GENERATOR, Share("model", HUB, protected="leave", times="after")),
+        (_GENERATOR, Share("model", HUB, protected="leave", times="after", made_by=_MPCPA)),
     ),
     "replay": _replay(),
 }

@@ -5,22 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from wsi_fl.federation.buffers import Buffer, BufferShape, packed
-from wsi_fl.federation.methods import Method
-from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import Party
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
 def agreed_buffer(party: Party, index: int) -> Buffer | None:
-    """Return the buffer that the run remembers of a site, or one freshly drawn; None where the method carries none.
+    """Return the buffer that the run remembers of a site, or one freshly drawn; None where it has no patches.
 
     Raises:
         WsiFlError: when the site has no generator, or one whose check was not passed.
     """
     data = party.data(party.names[index])
-    if party.method.carries is None or not isinstance(data, Patches):
+    if not isinstance(data, Patches):
         return None
     seen, n_classes = data.shape, len(data.classes)
     shape = BufferShape(party.pipeline.replay.buffer, seen.size_px, seen.channels, n_classes)
@@ -60,21 +59,8 @@ def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffe
     return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found)
 
 
-def remember_buffer(site: Site) -> None:
-    """Notes in the run what `agreed_buffer` drew, before anything is trained: every round sends the same bytes."""
-    if site.buffer is not None and site.folder.buffer() is None:
-        site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
-
-
-_THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "generator": "its generator"}
-
-
-def leaving_words(site: Site, method: Method) -> str:
-    """What leaves a site without differential privacy; empty where nothing does by design."""
-    if not method.without_dp:
-        return ""
-    things = " and ".join(_THINGS[share.content] for share in method.without_dp)
-    said = f"{site.name} lets go {things}, without differential privacy"
-    if site.buffer is not None and site.buffer.provenance["check"] != "passed":
-        said += f"; the check of its generator: {'; '.join(site.buffer.provenance['reasons'])}"
-    return said
+def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
+    """Return the bytes of a buffer; None where models see no images."""
+    if not isinstance(shape, Images):
+        return None
+    return BufferShape(pipeline.replay.buffer, shape.size_px, shape.channels, n_classes).n_bytes

@@ -1,4 +1,4 @@
-"""What a site's models learn from: its training rows as units of privacy, what is held out, and canaries."""
+"""What a site's models learn from: its training rows as units of privacy, what is held out, canaries, and a buffer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
@@ -58,6 +59,26 @@ def remember_canaries(site: Site) -> None:
         return
     coins = "".join("1" if coin else "0" for coin in found.included)
     site.folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
+
+
+def remember_buffer(site: Site) -> None:
+    """Note in the run what buffer was drawn, before anything is trained: every round sends the same bytes."""
+    if site.buffer is not None and site.folder.buffer() is None:
+        site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
+
+
+_THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "generator": "its generator"}
+
+
+def leaving_words(site: Site, method: Method) -> str:
+    """What leaves a site without differential privacy; empty where nothing does by design."""
+    if not method.without_dp:
+        return ""
+    things = " and ".join(_THINGS[share.content] for share in method.without_dp)
+    said = f"{site.name} lets go {things}, without differential privacy"
+    if site.buffer is not None and site.buffer.provenance["check"] != "passed":
+        said += f"; the check of its generator: {'; '.join(site.buffer.provenance['reasons'])}"
+    return said
 
 
 def _training(party: Party, name: str) -> Examples:

@@ -35,9 +35,9 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
 from wsi_fl.system.files import atomic
-from wsi_fl.types import NoCommonPlan, WsiFlError
+from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
 
 _ROUND = 0
 _UP, _DOWN, _MODELS = 0, 1, 2
@@ -206,3 +206,12 @@ def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
 def _rounds(site: Site) -> int:
     """The last round that the site finished."""
     return max((line["round"] for line in site.folder.metrics()), default=0)
+
+
+def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
+    """Return the bytes of a denoiser; None where models see no images."""
+    if not isinstance(shape, Images):
+        return None
+    ddpm = pipeline.ddpm
+    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
+    return 4 * sum(p.numel() for p in build_denoiser(wanted).parameters())

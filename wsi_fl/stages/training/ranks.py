@@ -25,10 +25,9 @@ from wsi_fl.runs.site import hold_alone, note
 from wsi_fl.stages.site.account import group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.training.checks import check_budgets, sites_here
 from wsi_fl.stages.training.going_on import naming_resume
-from wsi_fl.stages.training.material import remember_canaries
+from wsi_fl.stages.training.material import leaving_words, remember_buffer, remember_canaries
 from wsi_fl.stages.training.summary import Row, row_of, summary_of
 from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
@@ -87,15 +86,13 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
             if said := leaving_words(site, method):
                 watcher.say(f"  {said}")
                 site.folder.log(said)
-        if method.share("generator") is not None:
-            from wsi_fl.stages.training import mpcpa  # diffusers takes seconds to import
-
-            mpcpa.bring_generated(party, sites, comm, watcher)
+        for share in method.shares_at("before"):
+            share.stage().bring_generated(party, sites, comm, watcher)
         report = _reporter(sites, party.pipeline, watcher)
         loop.run(sites, method, schedule_of(party), comm, report)
         _scoring(party, sites, comm, report).run()
-        if any(share.times == "after" for share in method.shares):
-            mpcpa.hand_over_models(party, sites, comm)
+        for share in method.shares_at("after"):
+            share.stage().hand_over_models(party, sites, comm)
     rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], Row, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})

@@ -36,7 +36,6 @@ from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.stages.site.once import check_own, once_ledger
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.sums import RUN as SUMS
-from wsi_fl.stages.training.buffers import agreed_buffer
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
 from wsi_fl.stages.training.released import bring_released
@@ -209,7 +208,7 @@ def assemble(party: Party, index: int) -> Site:
         n_classes=len(data.classes),
         validation=validation,
         canaries=canaries,
-        buffer=agreed_buffer(party, index),
+        buffer=buffer.stage().agreed_buffer(party, index) if (buffer := party.method.carries) else None,
         returning=site.name in party.run.returning(),
     )
     if tuned:

@@ -9,7 +9,6 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from wsi_fl.federation.buffers import BufferShape
 from wsi_fl.federation.methods import HUB, Share
 from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
@@ -225,25 +224,14 @@ def _documents(rounds: int) -> list[Leaving]:
 
 def _bytes(party: Party, share: Share, shape: Shape | None, n_classes: int | None, each: int) -> int | None:
     """Bytes of a share, of `each` a number; None where its shape is not known."""
-    if (
-        shape is None
-        or n_classes is None
-        or (share.what in ("buffer", "generator") and not isinstance(shape, Images))
-    ):
+    if shape is None or n_classes is None:
         return None
-    if share.what == "buffer" and isinstance(shape, Images):
-        return BufferShape(party.pipeline.replay.buffer, shape.size_px, shape.channels, n_classes).n_bytes
-    if share.what == "generator" and isinstance(shape, Images):
-        from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser  # diffusers takes seconds to import
+    if share.what in ("buffer", "generator"):
+        found: int | None = share.stage().n_bytes(party.pipeline, shape, n_classes)
+        return found
+    from wsi_fl.models import build  # and with it PyTorch
 
-        ddpm = party.pipeline.ddpm
-        model = build_denoiser(
-            DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
-        )
-    else:
-        from wsi_fl.models import build  # and with it PyTorch
-
-        model = build(_model_of(party, share), n_classes=n_classes, shape=shape, seed=0)
+    model = build(_model_of(party, share), n_classes=n_classes, shape=shape, seed=0)
     return each * sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
