@@ -39,7 +39,7 @@ MODULES = (
     "federation.preflight",
     "federation.roster",
     "federation.shared",
-    "federation.courier",
+    "federation.star_exchange",
     "federation.between",
     "federation.scoring",
     "federation.letters",

@@ -14,11 +14,11 @@ import torch
 from conftest import REAL, make_study, refused, write_store
 
 from wsi_fl.federation import loop
-from wsi_fl.federation.courier import Size
 from wsi_fl.federation.letters import Head, Hello
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Answer, Arrival, Standing
 from wsi_fl.federation.scoring import Counted, Present
+from wsi_fl.federation.star_exchange import Size
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.tasks import scored

@@ -17,7 +17,15 @@ from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import BYTES, HEADER_BYTES, SCORING, Outgoing
 from wsi_fl.federation.methods import Method
 from wsi_fl.federation.mixing import PushSum, Vector
-from wsi_fl.federation.scoring import Counted, Exam, Present, agree, as_released, counted, problem_of
+from wsi_fl.federation.scoring import (
+    Counted,
+    CrossSiteEvaluation,
+    Present,
+    agree_on_models,
+    as_released,
+    counted,
+    problem_of,
+)
 from wsi_fl.federation.site import Site, release_once
 from wsi_fl.learning.counts import Counts, Scores, nothing, packed, unpacked
 from wsi_fl.models import schema
@@ -39,7 +47,7 @@ class Scoring:
         rounds: number of rounds of the run.
         masked: whether a release by itself is a part of a sum under masks, and no model.
         apart: whether this process may not read the others' test parts.
-        tellers: the sites that let counts of their test part leave, as far as they live in this process.
+        reporting_sites: the sites that let counts of their test part leave, as far as they live in this process.
         alive: called with every batch, so that nobody thinks that this hangs.
     """
 
@@ -51,7 +59,7 @@ class Scoring:
     rounds: int
     masked: bool
     apart: bool
-    tellers: Sequence[int]
+    reporting_sites: Sequence[int]
     alive: Callable[[Site], None]
 
     def run(self) -> None:
@@ -69,7 +77,7 @@ class Scoring:
         last = {site.index: self._last_release(site) for site in self.sites}
         mine = [self._present(site, last[site.index]) for site in self.sites]
         told = dict(zip(self.comm.running, self.comm.gather(mine, Present, patient=True), strict=True))
-        exam = agree(told, self.classes, self.rounds)
+        exam = agree_on_models(told, self.classes, self.rounds)
         if exam is None:
             return
         if any(one["scored"] not in ("", exam.schema) for one in told.values()):
@@ -82,7 +90,7 @@ class Scoring:
             {
                 site.index: self._release(site, exam, models[site.index])
                 for site in self.sites
-                if site.index in exam.tellers
+                if site.index in exam.reporting_sites
             },
         )
 
@@ -92,7 +100,7 @@ class Scoring:
         part = self.apart and site.active
         return {
             "apart": self.apart,
-            "counts": site.index in self.tellers,
+            "counts": site.index in self.reporting_sites,
             "number": self._number(site),
             "held": digest(site.traveller(self.method).vector()) if part else "",
             "sent": digest(last.x) if last is not None and self._may_pass(site) else "",
@@ -101,7 +109,7 @@ class Scoring:
 
     def _may_pass(self, site: Site) -> bool:
         """Whether a site's last release may go to all: one without noise only where its counts may leave too."""
-        return (site.plan is not None and site.plan.sigma > 0) or site.index in self.tellers
+        return (site.plan is not None and site.plan.sigma > 0) or site.index in self.reporting_sites
 
     def _last_release(self, site: Site) -> PushSum | None:
         """Return what a site released in the last round, as its checkpoint keeps it; None for none to pass on."""
@@ -117,12 +125,14 @@ class Scoring:
         found = [one.number for one in site.ledger.rounds() if SCORES in one.releases]
         return found[-1] if found else max(site.ledger.last_round(), self.rounds) + 1
 
-    def _held(self, exam: Exam) -> dict[int, Models]:
+    def _held(self, exam: CrossSiteEvaluation) -> dict[int, Models]:
         """Return the model that all hold, by the sites of this process that hold it."""
         vectors = {site.index: site.traveller(self.method).vector() for site in self.sites}
         return {k: {None: own} if digest(own) == exam.models[None] else {} for k, own in vectors.items()}
 
-    def _pass_models(self, exam: Exam, last: Mapping[int, PushSum | None]) -> dict[int, Models]:
+    def _pass_models(
+        self, exam: CrossSiteEvaluation, last: Mapping[int, PushSum | None]
+    ) -> dict[int, Models]:
         """Bring every site the others' last releases; return all of them for each site of this process.
 
         A model that is not what was announced is left out, and the site's log says why.
@@ -151,7 +161,7 @@ class Scoring:
                 held[message.receiver][message.sender] = PushSum(vector, message.weight).z
         return {k: dict(models) for k, models in held.items()}
 
-    def _release(self, site: Site, exam: Exam, models: Models) -> Release:
+    def _release(self, site: Site, exam: CrossSiteEvaluation, models: Models) -> Release:
         """Return the counts of all models on a site's own test part, on record and about to leave.
 
         They are kept first: after a restart the same bytes leave.
@@ -172,14 +182,14 @@ class Scoring:
         model = as_released(site.traveller(self.method).model, models[index], alone=index is not None)
         return counted(model, examples, site.device, alive=lambda: self.alive(site))
 
-    def _pass_counts(self, exam: Exam, releases: Mapping[int, Release]) -> None:
+    def _pass_counts(self, exam: CrossSiteEvaluation, releases: Mapping[int, Release]) -> None:
         """Bring every site the counts of all, and keep them at the sites of this process."""
         mine = [Counted(told=releases[k.index].digest if k.index in releases else "") for k in self.sites]
         told = dict(zip(self.comm.running, self.comm.gather(mine, Counted, patient=True), strict=True))
         began, outgoing = time.perf_counter(), self._to_all(releases)
         arrived = self.comm.exchange(
             outgoing,
-            self._from(exam.tellers),
+            self._from(exam.reporting_sites),
             round_=exam.number,
             hop=SCORING,
             size=exam.n_bytes,
@@ -202,7 +212,7 @@ class Scoring:
             if parts := dict(sorted(found[site.index].items())):
                 site.folder.keep("scores", self._document(exam, parts))
 
-    def _document(self, exam: Exam, parts: Mapping[int, Sequence[Counts]]) -> Scores:
+    def _document(self, exam: CrossSiteEvaluation, parts: Mapping[int, Sequence[Counts]]) -> Scores:
         """Return what the hospitals told, by the names that this study has for them."""
         whole = "shared" if self.method.once else "central"
         models = [whole if k is None else self.names[k] for k in exam.models]

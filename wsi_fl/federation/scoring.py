@@ -222,7 +222,7 @@ class Counted(TypedDict):
 
 
 @dataclass(frozen=True)
-class Exam:
+class CrossSiteEvaluation:
     """What all sites agree on before they score.
 
     Attributes:
@@ -230,14 +230,14 @@ class Exam:
         rounds: the last round of training.
         number: the round of the ledgers in which counts leave.
         models: SHA-256 of each model by the index of its site, in order; of one that all hold, by None.
-        tellers: the sites that let counts leave.
+        reporting_sites: the sites that let counts leave.
     """
 
     classes: tuple[str, ...]
     rounds: int
     number: int
     models: Mapping[int | None, str]
-    tellers: tuple[int, ...]
+    reporting_sites: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -257,7 +257,9 @@ class Exam:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def agree(told: Mapping[int, Present], classes: tuple[str, ...], rounds: int) -> Exam | None:
+def agree_on_models(
+    told: Mapping[int, Present], classes: tuple[str, ...], rounds: int
+) -> CrossSiteEvaluation | None:
     """Return what is scored; None where nothing is.
 
     Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
@@ -270,18 +272,18 @@ def agree(told: Mapping[int, Present], classes: tuple[str, ...], rounds: int) ->
     """
     if not all(one["apart"] for one in told.values()):
         return None
-    tellers = [index for index, one in told.items() if one["counts"]]
+    reporting_sites = [index for index, one in told.items() if one["counts"]]
     models: dict[int | None, str] = {k: one["sent"] for k, one in told.items() if one["sent"]}
     holders = [index for index, one in told.items() if one["held"]]
     if len(held := {told[index]["held"] for index in holders}) == 1 and len(holders) > 1:
         models = {None: held.pop()}
-        tellers = [index for index in tellers if index in holders]
-    if not tellers or not models:
+        reporting_sites = [index for index in reporting_sites if index in holders]
+    if not reporting_sites or not models:
         return None
     number = max(one["number"] for one in told.values())
     if number > rounds + _MOST_BEYOND:  # it would be final in every honest ledger
         return None
-    return Exam(classes, rounds, number, models, tuple(tellers))
+    return CrossSiteEvaluation(classes, rounds, number, models, tuple(reporting_sites))
 
 
 def problem_of(message: Message, agreed: str, known: str) -> str:

@@ -16,9 +16,9 @@ from torch import from_numpy
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.comm import Comm
-from wsi_fl.federation.courier import Courier
 from wsi_fl.federation.documents import Digest, Round
 from wsi_fl.federation.site import Site, release_once
+from wsi_fl.federation.star_exchange import StarExchange
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
@@ -116,7 +116,7 @@ def _exchange(
             f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
             "the same [ddpm], classes and channels"
         )
-    courier = Courier(sites, comm, names)
+    star = StarExchange(sites, comm, names)
     releases = {
         site.index: release_once(
             site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
@@ -124,9 +124,9 @@ def _exchange(
         for site in sites
     }
     expected = dict.fromkeys(comm.running, agreed[0])
-    held = courier.gather("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
+    held = star.gather("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
     size = next(iter(releases.values())).vector.size
-    packages = courier.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    packages = star.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
     for site in sites:
         vectors = packages[site.index]
         if party.method.learns_from == "generated":
@@ -192,9 +192,9 @@ def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
         for site in sites
     }
     names = party.names
-    courier = Courier(sites, comm, names)
+    star = StarExchange(sites, comm, names)
     began = time.perf_counter()
-    held = courier.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    held = star.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
     for index, vector in held.items():
         path = party.run.path / "aggregate" / f"{names[index]}.safetensors"
         with atomic(path) as temporary:

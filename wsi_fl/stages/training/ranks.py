@@ -115,7 +115,7 @@ def _scoring(party: Party, sites: Sequence[Site], comm: Comm, report: loop.Repor
         rounds=rounds,
         masked=schedule_of(party).colluding is not None,
         apart=not party.may_merge,
-        tellers=[site.index for site in sites if party.tells_scores(site.name)],
+        reporting_sites=[site.index for site in sites if party.tells_scores(site.name)],
         alive=alive,
     )
 

@@ -35,7 +35,7 @@ class Size(TypedDict):
 
 
 @dataclass(frozen=True)
-class Courier:
+class StarExchange:
     """Carries releases between the sites and the server.
 
     Attributes:
