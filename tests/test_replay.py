@@ -431,7 +431,7 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
     for site in sites:
         release_buffer(site, 1)
         site.received = {9: site.buffer.values}
-    (matrix,) = METHODS["replay"].carries.graph(0)(3, 0, 0.0)
+    (matrix,) = METHODS["replay"].share("buffer").graph(0)(3, 0, 0.0)
     releases = {site.index: reissue_buffer(site, 1) for site in sites}
     bad = np.array(sites[0].buffer.values)
     if what == "label":

@@ -98,7 +98,7 @@ def _carriers(
     method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]
 ) -> list[Matrix]:
     """Return the hops of buffers in a round, among the sites present; there is room for one."""
-    share = method.carries
+    share = method.share("buffer")
     if share is None or (share.times == "once" and round_ > 1):
         return []
     return over(share.graph(schedule.seed), comm.n_sites, present, round_ - 1, room=1)

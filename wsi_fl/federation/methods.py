@@ -114,9 +114,9 @@ class Method:
         does: what it does, in a few words.
         learners: the models of a site by role: "private", and "proxy" where there is one.
         step: one local step on a batch; returns the loss of each role.
+        shares: what a site lets go.
         learns_from: what a round is learned from, a key of `learning.lessons.LESSONS`; "everybody" is what nobody may
             do, and what all are measured against.
-        shares: what a site lets go.
         variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
     """
 
@@ -124,8 +124,8 @@ class Method:
     does: str
     learners: Mapping[str, Role]
     step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
-    learns_from: LearnsFrom = "own"
     shares: tuple[Share, ...] = ()
+    learns_from: LearnsFrom = "own"
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
 
     def share(self, *kinds: What) -> Share | None:
@@ -147,11 +147,6 @@ class Method:
     def travels(self) -> str | None:
         """The role whose parameters are mixed."""
         return self.mixed.of if self.mixed is not None else None
-
-    @property
-    def carries(self) -> Share | None:
-        """The buffers that go round as they are; None where none do."""
-        return self.share("buffer")
 
     @property
     def without_dp(self) -> tuple[Share, ...]:
@@ -184,7 +179,7 @@ class Method:
         found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
         if not any(share.in_rounds for share in self.without_dp):
             found += ("replay.",)
-        elif self.carries is None:
+        elif self.share("buffer") is None:
             found += ("replay.buffer", "replay.unchecked")
         if self.travels is None:
             found += ("topology.", "train.optimizer_after_exchange")
@@ -250,28 +245,15 @@ def _replay() -> Method:
     Models alone travel (Table III), or buffers alone (Fig. 5a); owners too learn from synthetic samples (Fig. 5b); or
     every site computes one model of all sites' synthetic samples for itself (Table I).
     """
-    models, buffers = (
-        Share("model", "random", protected="leave"),
-        Share("buffer", "random", protected="leave", made_by="wsi_fl.stages.training.buffers"),
-    )
-    row = Method(
-        "Replay",
-        "models and synthetic patches go round",
-        COMMON,
-        supervised,
-        "own+received",
-        (models, buffers),
-    )
+    models = Share("model", "random", protected="leave")
+    buffers = Share("buffer", "random", protected="leave", made_by="wsi_fl.stages.training.buffers")
+    once, does = replace(buffers, by="complete", times="once"), "models and synthetic patches go round"
+    row = Method("Replay", does, COMMON, supervised, (models, buffers), "own+received")
     variants = {
-        "no_buffer": replace(row, learns_from="own", shares=(models,)),
+        "no_buffer": replace(row, shares=(models,), learns_from="own"),
         "buffer_only": replace(row, learners=PRIVATE, shares=(buffers,)),
         "synthetic_only": replace(row, learns_from="synthetic+received"),
-        "central": replace(
-            row,
-            learners=PRIVATE,
-            learns_from="all synthetic",
-            shares=(replace(buffers, by="complete", times="once"),),
-        ),
+        "central": replace(row, learners=PRIVATE, shares=(once,), learns_from="all synthetic"),
     }
     return replace(row, variants={("replay.variant", name): one for name, one in variants.items()})
 
@@ -282,59 +264,45 @@ def _oneshot() -> Method:
     Where the sums lie in files by now, none are taken, and nothing travels.
     """
     sums = Share("sums", "star", "proxy", times="once")
-    row = Method("One-shot", "sums of features, released once", _PAIR, _take_sums, shares=(sums,))
-    by_files = replace(row, learns_from="nothing", shares=(replace(sums, by=FILES),))
+    row = Method("One-shot", "sums of features, released once", _PAIR, _take_sums, (sums,))
+    by_files = replace(row, shares=(replace(sums, by=FILES),), learns_from="nothing")
     return replace(row, variants={("train.releases", True): by_files})
 
 
 _MPCPA = "wsi_fl.stages.training.mpcpa"
 _GENERATOR = Share("generator", "star", protected="leave", times="before", made_by=_MPCPA)
+_HANDED_OVER = Share("model", HUB, protected="leave", times="after", made_by=_MPCPA)
 METHODS: dict[str, Method] = {
     ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
-    POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, "everybody"),
+    POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, learns_from="everybody"),
     "fedavg": Method(
-        "FedAvg",
-        "one averaged model, central",
-        COMMON_WITH_DP,
-        supervised,
-        shares=(Share("model", "star"),),
+        "FedAvg", "one averaged model, central", COMMON_WITH_DP, supervised, (Share("model", "star"),)
     ),
     "avgpush": Method(
         "AvgPush",
         "one averaged model, no centre",
         COMMON_WITH_DP,
         supervised,
-        shares=(Share("model", "exponential"),),
+        (Share("model", "exponential"),),
     ),
-    "cwt": Method(
-        "CWT", "one model, passed round", COMMON_WITH_DP, supervised, shares=(Share("model", "ring"),)
-    ),
+    "cwt": Method("CWT", "one model, passed round", COMMON_WITH_DP, supervised, (Share("model", "ring"),)),
     "fml": Method(
-        "FML", "proxies averaged, central", TAUGHT_PAIR, mutual, shares=(Share("model", "star", "proxy"),)
+        "FML", "proxies averaged, central", TAUGHT_PAIR, mutual, (Share("model", "star", "proxy"),)
     ),
     DEFAULT: Method(
-        "ProxyFL",
-        "proxies travel, no centre",
-        TAUGHT_PAIR,
-        mutual,
-        shares=(Share("model", "exponential", "proxy"),),
+        "ProxyFL", "proxies travel, no centre", TAUGHT_PAIR, mutual, (Share("model", "exponential", "proxy"),)
     ),
     "oneshot": _oneshot(),
     "generated": Method(
-        "Generated",
-        "all sites' generated data alone",
-        PRIVATE,
-        supervised,
-        "generated",
-        (_GENERATOR,),
+        "Generated", "all sites' generated data alone", PRIVATE, supervised, (_GENERATOR,), "generated"
     ),
     "mpcpa": Method(
         "MPCPA",
         "own and others' generated data",
         PRIVATE,
         supervised,
+        (_GENERATOR, _HANDED_OVER),
         "own+received",
-        (_GENERATOR, Share("model", HUB, protected="leave", times="after", made_by=_MPCPA)),
     ),
     "replay": _replay(),
 }
@@ -348,42 +316,3 @@ def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
         'oneshot'
     """
     return ", ".join(name for name, row in METHODS.items() if asks(row))
-
-
-def table() -> str:
-    """Return what a site lets go by each method as a table in Markdown, as docs/PRIVACY.md has it."""
-    head = ["| method | what leaves a site | along | when | protected by |", "|---|---|---|---|---|"]
-    return "\n".join(head + [line for name, row in METHODS.items() for line in _lines(name, row)])
-
-
-def _lines(name: str, row: Method) -> list[str]:
-    if row.learns_from == "everybody":
-        return [f'| `{name}` | all training data | | once | `allow = ["patches"]` alone |']
-    if not row.shares:
-        return [f"| `{name}` | nothing | | | |"]
-    lines = []
-    for share in row.shares:
-        thing = "proxy" if share.what == "model" and share.of == "proxy" else share.what
-        graph = share.by if isinstance(share.by, str) else "a graph of its own"
-        protected = _GUARD[share.protected].format(content=share.content)
-        lines.append(f"| `{name}` | {_IN_WORDS[thing]} | {graph} | {_WHEN[share.times]} | {protected} |")
-    return lines
-
-
-_IN_WORDS = {
-    "model": "its model",
-    "proxy": "its proxy",
-    "sums": "sums of features",
-    "buffer": "synthetic samples",
-    "generator": "its generator",
-}
-_WHEN = {
-    "rounds": "every round",
-    "once": "once",
-    "before": "once, before the first round",
-    "after": "once, after the last round",
-}
-_GUARD = {
-    "dp": 'ε, or `allow = ["{content}"]` without noise',
-    "leave": '`allow = ["{content}"]` alone',
-}

@@ -260,7 +260,7 @@ def _check_synthetic(party: Party) -> None:
         topology.graph is not None or topology.self_weight
     ):
         raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")
-    if row.carries is not None and len(party.sites) < 2:
+    if row.share("buffer") is not None and len(party.sites) < 2:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
 
 

@@ -208,7 +208,9 @@ def assemble(party: Party, index: int) -> Site:
         n_classes=len(data.classes),
         validation=validation,
         canaries=canaries,
-        buffer=buffer.stage().agreed_buffer(party, index) if (buffer := party.method.carries) else None,
+        buffer=buffer.stage().agreed_buffer(party, index)
+        if (buffer := party.method.share("buffer"))
+        else None,
         returning=site.name in party.run.returning(),
     )
     if tuned:

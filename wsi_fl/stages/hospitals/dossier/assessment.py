@@ -189,67 +189,31 @@ class Connection(TypedDict):
 def connections(kit: Kit | None) -> list[Connection]:
     """Return every kind of connection of a federation; of a server's where no kit says how hospitals are joined."""
     if kit is not None and kit.folder is not None:
-        return _of_folder(kit.folder)
-    return _of_server(_address(kit))
-
-
-def _of_folder(folder: str) -> list[Connection]:
+        folder = f"the folder that all can reach ({kit.folder})"
+        protocol = "that of the share: a mounted file system, or as its address begins (for example https)"
+        rows = [("hospital", folder, "outgoing", "that of the share", protocol, f"{_LETTERS}, one file each")]
+    else:
+        rows = _of_server(*_address(kit))
     return [
-        {
-            "opens": "hospital",
-            "to": f"the folder that all can reach ({folder})",
-            "direction": "outgoing",
-            "port": "that of the share",
-            "protocol": "that of the share: a mounted file system, or as its address begins (for example https)",
-            "carries": f"{_LETTERS}, one file each",
-        }
+        Connection(opens=opens, to=to, direction=direction, port=port, protocol=protocol, carries=carries)
+        for opens, to, direction, port, protocol, carries in rows
     ]
 
 
-def _of_server(address: tuple[str, str]) -> list[Connection]:
-    host, port = address
+def _of_server(host: str, port: str) -> list[tuple[str, str, str, str, str, str]]:
     secure = "WebSocket over TLS 1.3, both sides show a certificate"
+    state = f"{_LETTERS}; the state of the job; one connection, and one more for each running job"
+    passed = "letters that the server passes on and cannot read"
+    told = "begin, state and end of a job, its summary and its scores; no code"
+    server, client = "server, at the coordinator", "hospital's client process"
+    inside = ("inside the machine", "a free one of 127.0.0.1", "TCP on the loopback interface")
+    closed = "none; nothing listens at a hospital beyond 127.0.0.1"
     return [
-        {
-            "opens": "hospital",
-            "to": host,
-            "direction": "outgoing",
-            "port": port,
-            "protocol": secure,
-            "carries": f"{_LETTERS}; the state of the job; one connection, and one more for each running job",
-        },
-        {
-            "opens": "hospitals and administration",
-            "to": "server, at the coordinator",
-            "direction": "incoming at the server alone",
-            "port": port,
-            "protocol": secure,
-            "carries": "letters that the server passes on and cannot read",
-        },
-        {
-            "opens": "coordinator's administration",
-            "to": host,
-            "direction": "none at the hospital",
-            "port": port,
-            "protocol": secure,
-            "carries": "begin, state and end of a job, its summary and its scores; no code",
-        },
-        {
-            "opens": "hospital's job process",
-            "to": "hospital's client process",
-            "direction": "inside the machine",
-            "port": "a free one of 127.0.0.1",
-            "protocol": "TCP on the loopback interface",
-            "carries": "the same letters, on their way",
-        },
-        {
-            "opens": "anybody else",
-            "to": "hospital",
-            "direction": "incoming: none",
-            "port": "none",
-            "protocol": "none; nothing listens at a hospital beyond 127.0.0.1",
-            "carries": "nothing",
-        },
+        ("hospital", host, "outgoing", port, secure, state),
+        ("hospitals and administration", server, "incoming at the server alone", port, secure, passed),
+        ("coordinator's administration", host, "none at the hospital", port, secure, told),
+        ("hospital's job process", client, *inside, "the same letters, on their way"),
+        ("anybody else", "hospital", "incoming: none", "none", closed, "nothing"),
     ]
 
 

@@ -197,29 +197,29 @@ _SCORES: Leaving = {
 
 def _documents(rounds: int) -> list[Leaving]:
     """What all sites tell each other about the run itself."""
-    common: Leaving = {
-        "what": "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for",
-        "to": "all sites",
-        "often": "a few, before the first round",
-        "times": None,
-        "bytes": None,
-        "large": False,
-        "of_records": False,
-        "protected_by": "settings and shapes, the ledger's totals, and the number of records, which is public",
-    }
-    tallies: Leaving = common | {
-        "what": "tallies: which round a site has done, and whether it goes on",
-        "often": f"in each of {rounds} rounds",
-        "times": rounds,
-    }
-    final: Leaving = common | {
-        "what": "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes",
-        "of_records": True,
-        "to": "all sites and the coordinator",
-        "often": "once, at the end",
-        "times": 1,
-    }
-    return [common, tallies, final]
+    documents = (
+        "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for"
+    )
+    tallies = "tallies: which round a site has done, and whether it goes on"
+    final = "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes"
+    told = [
+        (documents, "all sites", "a few, before the first round", None, False),
+        (tallies, "all sites", f"in each of {rounds} rounds", rounds, False),
+        (final, "all sites and the coordinator", "once, at the end", 1, True),
+    ]
+    return [
+        {
+            "what": what,
+            "to": to,
+            "often": often,
+            "times": times,
+            "bytes": None,
+            "large": False,
+            "of_records": of_records,
+            "protected_by": "settings and shapes, the ledger's totals, and the number of records, which is public",
+        }
+        for what, to, often, times, of_records in told
+    ]
 
 
 def _bytes(party: Party, share: Share, shape: Shape | None, n_classes: int | None, each: int) -> int | None:
