@@ -221,10 +221,10 @@ def is_federated(method: str) -> bool:
     return not (is_pooled(method) or is_alone(method))
 
 
-def sites_word(n_sites: int) -> str:
+def _sites_word(n_sites: int) -> str:
     """How many sites, as a sentence begins.
 
-    >>> sites_word(1), sites_word(4), sites_word(60)
+    >>> _sites_word(1), _sites_word(4), _sites_word(60)
     ('One site', 'Four sites', '60 sites')
     """
     word = dict(enumerate(_NUMBER_WORDS.split(","))).get(n_sites, str(n_sites))
@@ -244,16 +244,16 @@ def setting(method: str, n_sites: int, spoken: str = "") -> str:
     spoken = spoken or method_name(method)
     if is_pooled(method):
         return (
-            f"The training data of {sites_word(n_sites).lower()} were pooled: a reference, not a federation."
+            f"The training data of {_sites_word(n_sites).lower()} were pooled: a reference, not a federation."
         )
     if is_alone(method):
         return (
-            f"{sites_word(n_sites)} trained {'alone' if n_sites == 1 else 'each on its own'}; "
+            f"{_sites_word(n_sites)} trained {'alone' if n_sites == 1 else 'each on its own'}; "
             "nothing was exchanged."
         )
     if n_sites == 1:
         return f"One site trained with {spoken}; without a second site there is nobody to learn with."
-    return f"{sites_word(n_sites)} trained together with {spoken}; no slide left its site."
+    return f"{_sites_word(n_sites)} trained together with {spoken}; no slide left its site."
 
 
 def references(

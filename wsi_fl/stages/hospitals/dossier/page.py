@@ -55,7 +55,7 @@ class Released(TypedDict):
     final: bool
 
 
-class Account(TypedDict):
+class _Account(TypedDict):
     """What a site released in one run, and what that cost.
 
     Attributes:
@@ -75,7 +75,7 @@ class Account(TypedDict):
     releases: list[Released]
 
 
-class Audited(TypedDict):
+class _Audited(TypedDict):
     """What attacks found out about one model of the site; `interval` is that of 95 %."""
 
     run: str
@@ -93,7 +93,7 @@ class Dossier(TypedDict):
         signed: the sites that have signed the plan.
         missing: the others, and why; None where the federation's root is not here to tell.
         spent: ε of everything released so far, per unit of the plan.
-        group: what that is worth to the patient with the most rows, as in `Account`.
+        group: what that is worth to the patient with the most rows, as in `_Account`.
         cost: what the plan costs, as the hospital saw it when it signed; None where its store was not there.
         warning: why the ledger is not to be believed, as `approve` says it; "" where it is.
     """
@@ -111,8 +111,8 @@ class Dossier(TypedDict):
     cost: dict[str, Any] | None
     warning: str
     network: list[Connection]
-    accounts: list[Account]
-    audits: list[Audited]
+    accounts: list[_Account]
+    audits: list[_Audited]
     not_protected: list[str]
     assessment: list[Part]
 
@@ -200,7 +200,7 @@ def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, 
 
 def _accounts(
     study: Study, site: str, entries: Sequence[Entry], delta: float, rows: int | None
-) -> list[Account]:
+) -> list[_Account]:
     """What the site released in each run, the first run first."""
     return [
         _account([entry for entry in entries if entry.run_id == run], delta, _sent(study, site, run), rows)
@@ -208,7 +208,7 @@ def _accounts(
     ]
 
 
-def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: int | None) -> Account:
+def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: int | None) -> _Account:
     spent = epsilon_of(lines, delta)
     return {
         "run": lines[0].run,
@@ -244,9 +244,9 @@ def _sent(study: Study, site: str, run: str) -> dict[int, int]:
     return {}
 
 
-def _audits(study: Study, site: str) -> list[Audited]:
+def _audits(study: Study, site: str) -> list[_Audited]:
     """What `audit` found about the models of the site, in every run that was audited here."""
-    found: list[Audited] = []
+    found: list[_Audited] = []
     for file in sorted(study.runs.glob("*/audit/audit.json")):
         document: dict[str, Any] = read_json(file)
         for one in document.get("sites", ()):
@@ -255,7 +255,7 @@ def _audits(study: Study, site: str) -> list[Audited]:
     return found
 
 
-def _audited(document: dict[str, Any], model: dict[str, Any]) -> Audited:
+def _audited(document: dict[str, Any], model: dict[str, Any]) -> _Audited:
     own, planted = model["membership"]["own"], model["canaries"] or {}
     return {
         "run": str(document["run"]),

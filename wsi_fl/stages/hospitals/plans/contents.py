@@ -17,7 +17,7 @@ from wsi_fl.stages.site.targets import outputs_of, question
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
-FLOAT_BYTES = 4
+_FLOAT_BYTES = 4
 _SUM_BYTES = 8
 """Of a number in a sum that is masked."""
 _Kind = Literal["central model", "proxy model", "classifier", "sums", "masked sums", "buffer", "generator"]
@@ -96,7 +96,7 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
     if any(party.tells_scores(name) for name in party.names):
         passed = party.method.mixed
         if passed is not None:
-            size = _bytes(party, passed, shape, n_classes, FLOAT_BYTES)
+            size = _bytes(party, passed, shape, n_classes, _FLOAT_BYTES)
             rows.append(_passed(party, _row(party, passed, shape, n_classes) | {"bytes": size}))
         rows.append(_SCORES)
     return [*rows, *_documents(party.pipeline.train.rounds)]
@@ -127,7 +127,7 @@ def _row(party: Party, share: Share, shape: Shape | None, n_classes: int | None)
         "to": "all sites" if masked else _TO[HUB] if generator else _receivers(party, share),
         "often": _OFTEN["tried" if masked else often].format(rounds=rounds),
         "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,
-        "bytes": _bytes(party, share, shape, n_classes, _SUM_BYTES if masked else FLOAT_BYTES),
+        "bytes": _bytes(party, share, shape, n_classes, _SUM_BYTES if masked else _FLOAT_BYTES),
         "large": True,
         "of_records": True,
         "protected_by": _PROTECTED[bare if share.is_bare(spends(pipeline)) else "dp"].format(

@@ -40,7 +40,7 @@ _UNKNOWN = 500_000_000
 """What the largest thing counts as where its size is not known yet."""
 
 
-class PlannedSite(TypedDict):
+class _PlannedSite(TypedDict):
     """A site as its own file has it in the study where the plan was made.
 
     Attributes:
@@ -101,7 +101,7 @@ class PlanDocument(TypedDict):
     method: str
     pipeline: str
     does: str
-    sites: list[PlannedSite]
+    sites: list[_PlannedSite]
     learns: Learned
     rounds: int
     epochs_per_round: int
@@ -292,7 +292,7 @@ def _in_words(party: Party, *, own: bool) -> str:
     )
 
 
-def _planned(site: SiteFile, key: str | None) -> PlannedSite:
+def _planned(site: SiteFile, key: str | None) -> _PlannedSite:
     return {
         "name": site.name,
         "real": site.real,

@@ -27,7 +27,7 @@ from wsi_fl.system.files import ordinary, read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 FORMAT, VERSION = "wsi-fl plan", 1
-REQUEST_FORMAT = "wsi-fl federation request"
+_REQUEST_FORMAT = "wsi-fl federation request"
 PROMISES = ("real", "allow", "max_epsilon", "delta")
 """What of a site's file stands in a plan."""
 _PURPOSE = b"wsi-fl approval of a plan, version 1\n"
@@ -108,7 +108,7 @@ def is_request(path: Path) -> bool:
         document = json.loads(ordinary(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(document, dict) and document.get("format") == REQUEST_FORMAT
+    return isinstance(document, dict) and document.get("format") == _REQUEST_FORMAT
 
 
 def plan_path(study: Study) -> Path:
@@ -174,7 +174,7 @@ def approved_plan(study: Study, identity: Identity) -> Plan:
             f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
         )
     plan = Plan.load(path)
-    check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
+    _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
     return plan
 
 
@@ -184,7 +184,7 @@ def approved_at(study: Study, site: str) -> str:
     return str(dict(read_json(path))["time"]) if path.exists() else ""
 
 
-def check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
+def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
     """Refuse an approval that is not a site's signature of this very plan.
 
     Args:
@@ -240,7 +240,7 @@ def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
     if not path.is_file():
         return "has not signed it, or its approval has not arrived"
     try:
-        check_approval(dict(read_json(path)), plan, root, site=site)
+        _check_approval(dict(read_json(path)), plan, root, site=site)
     except (WsiFlError, TypeError, ValueError) as error:
         return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
     return ""
