@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
+from types import UnionType
 from typing import Any, Generic, TypeVar
 
 from wsi_fl.types import WsiFlError, one_line
@@ -40,7 +41,7 @@ class Table(Mapping[str, T], Generic[T]):
         (['own'], 1, False)
     """
 
-    def __init__(self, group: str, own: Mapping[str, T], kind: type[T]) -> None:
+    def __init__(self, group: str, own: Mapping[str, T], kind: type[T] | UnionType) -> None:
         self._group, self._own, self._kind = group, own, kind
 
     def _added(self) -> Mapping[str, EntryPoint]:
@@ -57,9 +58,10 @@ class Table(Mapping[str, T], Generic[T]):
         point = self._added()[name]
         row = _loaded(point)
         if not isinstance(row, self._kind):
+            wanted = getattr(self._kind, "__name__", self._kind)
             raise WsiFlError(
-                f"{_named(point)} adds {name!r} to {self._group}, but {point.value} is no {self._kind.__name__}; "
-                "update or uninstall it"
+                f"{_named(point)} adds {name!r} to {self._group}, but {point.value} is no {wanted}; update or "
+                "uninstall it"
             )
         return row
 

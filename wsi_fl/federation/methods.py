@@ -17,6 +17,7 @@ from wsi_fl.learning.lessons import (
     synthetic_and_received,
     synthetic_of_all,
 )
+from wsi_fl.plugins import Table
 
 if TYPE_CHECKING:
     from wsi_fl.learning.local import Batch, Learner, Learners
@@ -237,7 +238,7 @@ def oneshot(*, released: bool = False) -> Method:
     return replace(standard, exchange=topology.none, travels=None, learns=nothing)
 
 
-METHODS: dict[str, Method] = {
+_OWN = {
     "regular": Method("Regular", "each site alone", _private_with_dp, _supervised, federated=False),
     "joint": Method("Joint", "all data pooled", _private_with_dp, _supervised, federated=False, pooled=True),
     "fedavg": Method(
@@ -263,3 +264,6 @@ METHODS: dict[str, Method] = {
     "mpcpa": Method("MPCPA", "own and others' generated data", _private, _supervised, generated="others"),
     "replay": replay(),
 }
+
+METHODS = Table("wsi_fl.methods", _OWN, Method)
+"""By the name that `--method` takes; another package adds its own as entry points of `wsi_fl.methods`."""
