@@ -269,10 +269,10 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
 # training
 
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not (row.generated or row.bare)])
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.without_dp])
 def test_every_method_trains_on_slides(bags, method):
     summary = run(bags, method)
-    n = 3 * 8 if METHODS[method].pooled else 8
+    n = 3 * 8 if METHODS[method].learns_from == "everybody" else 8
     spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].once else plan(n, 4, 2, 1.4, 0.7)
     for row in summary["sites"]:
         assert row["n_train"] == n

@@ -153,7 +153,7 @@ def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not (row.generated or row.bare)])
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.without_dp])
 def test_every_method_trains_on_features(study, method):
     overrides = [*HEADS, "train.val_fraction=0.3"]
     summary = train(study, method=method, overrides=overrides, backend="local")

@@ -16,7 +16,7 @@ from wsi_fl.stages.training.train import resume, train
 from wsi_fl.types import UsageError
 
 SEEDED = "privacy.insecure_seed=1"
-ACCOUNTED = [name for name, method in METHODS.items() if not (method.bare or method.generated or method.once)]
+ACCOUNTED = [name for name, method in METHODS.items() if not (method.without_dp or method.once)]
 
 
 def run(study, method, *overrides):
@@ -34,14 +34,14 @@ def flat(tensors):
 @pytest.mark.parametrize("method", ACCOUNTED)
 def test_every_method_trains_accounts_and_is_evaluated(study, method):
     summary = run(study, method)
-    n = 4 * 36 if METHODS[method].pooled else 36
+    n = 4 * 36 if METHODS[method].learns_from == "everybody" else 36
     expected = epsilon([plan(n, 8, 2, 1.4, 0.7)], 1e-5)
     for row in summary["sites"]:
         assert row["epsilon"] == pytest.approx(expected, abs=1e-6)
         assert row["guarantee"] == "guaranteed"  # strict mode
     accuracy = evaluate(study, summary["run"])["merged"]["accuracy"]
     assert 0 <= accuracy["mean"] <= 1
-    hops = METHODS[method].exchange(4, 0, 0.0)
+    hops = METHODS[method].graph(0)(4, 0, 0.0)
     messages = sum(len(receivers(matrix, site)) for matrix in hops for site in range(4))
     assert summary["communication"]["messages"] == 2 * messages
 

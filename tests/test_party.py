@@ -78,7 +78,7 @@ def test_patches_are_read_after_their_shards_were_closed(study):
 def test_every_method_and_kind_is_known_by_name(study):
     refused(lambda: Party.of(study, study.pipeline("small"), "fedsgd").method, "fedsgd", "proxyfl")
     assert all(method.name and method.does for method in METHODS.values())
-    assert [name for name, method in METHODS.items() if not method.federated] == ["regular", "joint"]
+    assert [name for name, method in METHODS.items() if not method.shares] == ["regular", "joint"]
     assert {name: kind.word for name, kind in KINDS.items()} == {
         "patches": "patches",
         "features": "patches",

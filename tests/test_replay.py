@@ -17,7 +17,7 @@ from wsi_fl.federation.buffers import BufferShape, packed, problem_of, unpacked
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.exchange import pass_buffers
 from wsi_fl.federation.message import BYTES, Outgoing, body_length, pack, received
-from wsi_fl.federation.methods import replay
+from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import reissue_buffer, release_buffer
 from wsi_fl.federation.topology import receivers, senders
 from wsi_fl.learning.examples import Examples, normalised
@@ -100,7 +100,7 @@ def run(study, variant="replay", *overrides):
 
 
 def predecessor(site, round_, n=3, seed=0):
-    (matrix,) = replay("replay", seed).exchange(n, round_ - 1, 0.0)
+    (matrix,) = METHODS["replay"].graph(seed)(n, round_ - 1, 0.0)
     return senders(matrix, site)[0]
 
 
@@ -111,10 +111,10 @@ def predecessor(site, round_, n=3, seed=0):
 def test_every_round_is_one_cycle_through_all_sites_and_buffers_go_with_models(n):
     orders = set()
     for round_ in range(12):
-        method = replay("replay", 3)
-        (models,), (buffers,) = method.exchange(n, round_, 0.0), method.carries(n, round_, 0.0)
+        method = METHODS["replay"]
+        (models,), (buffers,) = (share.graph(3)(n, round_, 0.0) for share in method.shares)
         assert np.array_equal(models, buffers)
-        assert np.array_equal(models, replay("replay", 3).exchange(n, round_, 0.0)[0])  # on another rank
+        assert np.array_equal(models, METHODS["replay"].graph(3)(n, round_, 0.0)[0])  # on another rank
         walked, site = [], 0
         for _ in range(n):
             walked.append(site)
@@ -323,7 +323,7 @@ def test_a_hospital_lets_go_only_what_its_file_names(study, variant, allow, miss
     if missing is None:
         run(study, variant)
         return
-    refused(lambda: run(study, variant), "sites/S1.toml", f"a {missing} without", f"{variant!r} needs allow")
+    refused(lambda: run(study, variant), "sites/S1.toml", f"a {missing} without", "add allow = [")
     assert not study.ledger("S1").exists()
 
 
@@ -431,7 +431,7 @@ def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, wha
     for site in sites:
         release_buffer(site, 1)
         site.received = {9: site.buffer.values}
-    (matrix,) = replay().carries(3, 0, 0.0)
+    (matrix,) = METHODS["replay"].carries.graph(0)(3, 0, 0.0)
     releases = {site.index: reissue_buffer(site, 1) for site in sites}
     bad = np.array(sites[0].buffer.values)
     if what == "label":

@@ -56,10 +56,10 @@ def push_of(path, site, round_):
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, row in METHODS.items() if not (row.generated or row.bare or row.once)]
+    "method", [name for name, row in METHODS.items() if not (row.without_dp or row.once)]
 )
 def test_a_site_whose_budget_ends_stops_and_the_others_finish(study, method):
-    if METHODS[method].pooled:
+    if METHODS[method].learns_from == "everybody":
         pytest.skip("pooled data has one account")
     limit(study, "S1", 2)
     summary = local(study, method, "train.rounds=4")

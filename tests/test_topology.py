@@ -81,7 +81,7 @@ def test_a_topology_is_a_function_of_its_arguments_alone(topology, n, round_, se
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    refused(lambda: named("circle"), "'circle'", "none, star, ring, exponential, random")
+    refused(lambda: named("circle"), "'circle'", "none, star, ring, exponential, complete, random")
 
 
 # permutations

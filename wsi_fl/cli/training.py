@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from wsi_fl.cli.options import Json, Pipeline, Set, find_study, one_or_all, show
+from wsi_fl.federation.methods import DEFAULT, METHODS
 from wsi_fl.types import UsageError
 
 
@@ -34,10 +35,9 @@ def train(
     method: Annotated[
         str,
         typer.Option(
-            help="proxyfl, fml, fedavg, avgpush, cwt, oneshot, replay, mpcpa; joint: all data pooled; regular: alone; "
-            "generated: all sites' generated images."
+            help="; ".join(f"{name}: {row.does}" for name, row in METHODS.items()),
         ),
-    ] = "proxyfl",
+    ] = DEFAULT,
     pipeline: Pipeline = None,
     overrides: Set = None,
     backend: Annotated[

@@ -36,6 +36,7 @@ from wsi_fl.federation.site import (
 )
 from wsi_fl.federation.topology import Matrix, over, receivers
 from wsi_fl.learning.examples import batches
+from wsi_fl.learning.lessons import LESSONS
 from wsi_fl.learning.local import Batch, mean_losses
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
@@ -64,7 +65,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
         roster = call_roll(acting, method, comm, round_, firsts)
         roster, hosts = regroup(acting, method, comm, roster, round_, firsts)
         releases: dict[int, Release | None] = {}
-        carrying = bool(_carriers(method, comm, round_, range(comm.n_sites)))
+        carrying = bool(_carriers(method, schedule, comm, round_, range(comm.n_sites)))
         for site in acting:
             if round_ not in site.folder.checkpoints():
                 releases[site.index] = _train_and_record(
@@ -78,7 +79,7 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
                 releases[site.index] = again(site, method, round_)
         if method.travels is not None:
             _communicate(acting, method, schedule, comm, roster, releases, round_=round_)
-        for matrix in _carriers(method, comm, round_, roster.present):
+        for matrix in _carriers(method, schedule, comm, round_, roster.present):
             buffers = {k.index: reissue_buffer(k, round_) for k in acting if receivers(matrix, k.index)}
             pass_buffers(acting, comm, matrix, buffers, round_=round_, hop=BUFFERS)
         for site in acting:
@@ -93,11 +94,14 @@ def run(sites: list[Site], method: Method, schedule: Schedule, comm: Comm, repor
             site.folder.keep("choice", choice)
 
 
-def _carriers(method: Method, comm: Comm, round_: int, present: Sequence[int]) -> list[Matrix]:
+def _carriers(
+    method: Method, schedule: Schedule, comm: Comm, round_: int, present: Sequence[int]
+) -> list[Matrix]:
     """Return the hops of buffers in a round, among the sites present; there is room for one."""
-    return (
-        over(method.carries, comm.n_sites, present, round_ - 1, room=1) if method.carries is not None else []
-    )
+    share = method.carries
+    if share is None or (share.times == "once" and round_ > 1):
+        return []
+    return over(share.graph(schedule.seed), comm.n_sites, present, round_ - 1, room=1)
 
 
 def _communicate(
@@ -115,7 +119,7 @@ def _communicate(
         share_sums(sites, method, comm, schedule, roster.present, round_=round_)
         return
     held = {site.index: site.push for site in sites}
-    graph = schedule.graph or method.exchange
+    graph = schedule.graph or method.graph(schedule.seed)
     for hop, matrix in enumerate(over(graph, comm.n_sites, roster.present, round_ - 1, schedule.self_weight)):
         if hop > 0:
             passing = [site for site in sites if receivers(matrix, site.index)]
@@ -191,7 +195,7 @@ def _train_round(
     augmentation is secret too: a sequence that others know would tie every record to the number of records before it
     in the batch, and ε holds only where one record changes one gradient.
     """
-    lesson = method.learns(site.material())
+    lesson = LESSONS[method.learns_from](site.material())
     if lesson is None or all(learner.frozen for learner in site.learners.values()):
         return {}
     seed = schedule.seed if site.plan is None else schedule.insecure_seed

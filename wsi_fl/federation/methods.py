@@ -1,31 +1,30 @@
-"""Every federated method as a row of one table; `loop.py` runs them all."""
+"""Every federated method as a row of one table; `loop.py` runs them all.
+
+What leaves a site is said once, by the shares of its method. The ledger's content, what `allow` must name, the graphs
+of a round, plans, dossiers, tables and words follow from them. This file imports next to nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from wsi_fl.federation import topology
-from wsi_fl.federation.topology import Topology
-from wsi_fl.learning.lessons import (
-    Lesson,
-    Material,
-    nothing,
-    real_alone,
-    real_and_received,
-    synthetic_and_received,
-    synthetic_of_all,
-)
 from wsi_fl.plugins import Table
 
 if TYPE_CHECKING:
+    from wsi_fl.federation.topology import Topology
+    from wsi_fl.learning.lessons import LearnsFrom
     from wsi_fl.learning.local import Batch, Learner, Learners
     from wsi_fl.privacy.cipher import CipherStream
 
-
+What = Literal["model", "sums", "buffer", "generator"]
 SHARED = "shared_head"
-"""The model that `oneshot` makes of all sites' sums, as `models.build` knows it; none that is trained."""
+"""The model that is made of all sites' sums, as `models.build` knows it; none that is trained."""
+FILES, HUB = "files", "hub"
+"""Ways that are no graph of rounds: people carry files; everything goes to the first site alone."""
+DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
+"""What `train` runs where nothing is said, and the two that others are measured against."""
 
 
 class MakeLearner(Protocol):
@@ -46,48 +45,113 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class Role:
+    """How a model of a site is learned.
+
+    Attributes:
+        dp: under differential privacy, where the settings have it.
+        common: with the architecture and start that all sites share, as every proxy is.
+        taught: with the site's other model as its teacher. Where that has no ε, this one's is nominal, unless β = 0.
+    """
+
+    dp: bool
+    common: bool = False
+    taught: bool = False
+
+
+@dataclass(frozen=True)
+class Share:
+    """One kind of thing that a site lets go.
+
+    Attributes:
+        what: parameters of a model, sums of features, a buffer of synthetic samples, or a model that generates some.
+        by: the graph along which it goes: a name of `topology.TOPOLOGIES`, a topology, or one of FILES and HUB.
+        of: whose parameters or features: the private model's or the proxy's.
+        protected: "dp": by differential privacy or, where the settings have none, by the site's leave; "leave": by
+            that alone, for the site's file must allow it by name.
+        times: in all rounds, once (in the first round), or once before the first or after the last round.
+    """
+
+    what: What
+    by: str | Topology
+    of: Literal["private", "proxy"] = "private"
+    protected: Literal["dp", "leave"] = "dp"
+    times: Literal["rounds", "once", "before", "after"] = "rounds"
+
+    @property
+    def content(self) -> Literal["model", "buffer", "generator"]:
+        """Its kind, as ledgers and the `allow` of site files name it: sums are parameters of a model, too."""
+        return "model" if self.what == "sums" else self.what
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether the loop sends it along a graph."""
+        return self.times in ("rounds", "once") and self.by != FILES
+
+    def is_bare(self, with_dp: bool) -> bool:
+        """Return whether it leaves without differential privacy, given whether the settings have any."""
+        return self.protected == "leave" or not with_dp
+
+    def graph(self, seed: int) -> Topology:
+        """Return its graph; a seed orders the sites where the graph draws."""
+        from wsi_fl.federation.topology import named
+
+        return named(self.by, seed) if isinstance(self.by, str) else self.by
+
+
+@dataclass(frozen=True)
 class Method:
     """What distinguishes one method from another.
 
     Attributes:
         name: as its paper writes it.
         does: what it does, in a few words.
-        prepare: builds the site's learners, once.
+        learners: the models of a site by role: "private", and "proxy" where there is one.
         step: one local step on a batch; returns the loss of each role.
-        exchange: the graph of a round.
-        travels: role whose parameters are exchanged, or None.
-        federated: whether sites learn with one another: neither alone nor from one pool.
-        pooled: whether every model trains on all sites' data: what nobody may do, and what all are measured against.
-        generated: whose generated images a site learns from too: the others', all sites' and nothing else, or nobody's.
-        learns: what a round is learned from; None for nothing.
-        carries: the graph along which each site's buffer of synthetic samples travels, or None.
-        bare: whether what leaves a site is without differential privacy by design.
-        once: whether each site releases a single time, sums of all its rows instead of a trained model.
+        learns_from: what a round is learned from, a key of `learning.lessons.LESSONS`; "everybody" is what nobody may
+            do, and what all are measured against.
+        shares: what a site lets go.
+        variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
     """
 
     name: str
     does: str
-    prepare: Callable[[MakeLearner], Learners]
+    learners: Mapping[str, Role]
     step: Callable[[Learners, Batch, Weights, CipherStream], dict[str, float]]
-    exchange: Topology = topology.none
-    travels: str | None = None
-    federated: bool = True
-    pooled: bool = False
-    generated: Literal["", "others", "all"] = ""
-    learns: Callable[[Material], Lesson | None] = real_alone
-    carries: Topology | None = None
-    bare: bool = False
-    once: bool = False
+    learns_from: LearnsFrom = "own"
+    shares: tuple[Share, ...] = ()
+    variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
+
+    def share(self, *kinds: What) -> Share | None:
+        """Return the first thing of these kinds that leaves a site; None where none does."""
+        return next((share for share in self.shares if share.what in kinds), None)
 
     @property
-    def learns_from_private(self) -> bool:
-        """Whether the model under privacy has a teacher trained without it, so that its ε is nominal unless β = 0."""
-        return self.step is _mutual
+    def mixed(self) -> Share | None:
+        """What sites send each other in a round and mix; None where nothing is."""
+        return next(
+            (share for share in self.shares if share.in_rounds and share.what in ("model", "sums")), None
+        )
 
     @property
-    def has_proxy(self) -> bool:
-        """Whether a site has a proxy beside its private model."""
-        return self.prepare is _private_and_dp_proxy
+    def travels(self) -> str | None:
+        """The role whose parameters are mixed."""
+        return self.mixed.of if self.mixed is not None else None
+
+    @property
+    def carries(self) -> Share | None:
+        """The buffers that go round as they are; None where none do."""
+        return self.share("buffer")
+
+    @property
+    def without_dp(self) -> tuple[Share, ...]:
+        """What leaves without differential privacy by design."""
+        return tuple(share for share in self.shares if share.protected == "leave")
+
+    @property
+    def once(self) -> bool:
+        """Whether each site releases a single time, sums of all its rows instead of a trained model."""
+        return self.share("sums") is not None
 
     @property
     def starts(self) -> bool:
@@ -95,33 +159,33 @@ class Method:
         return self.travels is not None and not self.once
 
     @property
-    def leaves(self) -> tuple[str, ...]:
-        """The kinds of content that leave a site, as its file's `allow` names them where they have no privacy."""
-        model = ("model",) if self.travels is not None else ()
-        return (*model, "buffer") if self.carries is not None else model
+    def talks(self) -> bool:
+        """Whether sites send each other anything in rounds."""
+        return any(share.in_rounds for share in self.shares)
+
+    @property
+    def taught(self) -> bool:
+        """Whether a model under privacy has a teacher trained without it, so that its ε is nominal unless β = 0."""
+        return any(role.dp and role.taught for role in self.learners.values())
 
     @property
     def ignores(self) -> tuple[str, ...]:
         """The keys and sections of a pipeline that change nothing about what its models learn."""
-        found: tuple[str, ...] = () if self.generated else ("ddpm.", "mpcpa.")
-        if not self.bare:
+        found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
+        if not any(share.in_rounds for share in self.without_dp):
             found += ("replay.",)
         elif self.carries is None:
             found += ("replay.buffer", "replay.unchecked")
         if self.travels is None:
             found += ("topology.", "train.optimizer_after_exchange")
-        if self.once:
-            found += _OF_ROUNDS
-        else:
-            found += ("train.releases",)
+        found += _OF_ROUNDS if self.once else ("train.releases",)
         if not self.starts:
             found += ("train.start",)
-        return found if self.learns_from_private else found + _OF_PROXIES
+        return found if self.taught else found + _OF_PROXIES
 
-    @property
-    def talks(self) -> bool:
-        """Whether sites send each other anything."""
-        return self.travels is not None or self.carries is not None
+    def graph(self, seed: int) -> Topology:
+        """Return the graph of what is mixed: nobody sends anything where nothing is."""
+        return (self.mixed or Share("model", "none")).graph(seed)
 
 
 _OF_PROXIES = ("train.alpha", "train.beta", "train.val_fraction", "model.proxy", "predict.with")
@@ -129,36 +193,22 @@ _OF_ROUNDS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
     *("train.tune", "train.balance", "model.", "privacy.clip", "topology."),
 )
+PRIVATE, COMMON = {"private": Role(dp=False)}, {"private": Role(dp=False, common=True)}
+PRIVATE_WITH_DP, COMMON_WITH_DP = {"private": Role(dp=True)}, {"private": Role(dp=True, common=True)}
+TAUGHT_PAIR = {"private": Role(dp=False, taught=True), "proxy": Role(dp=True, common=True, taught=True)}
+"""A private model and a proxy under differential privacy that learn from each other."""
+_PAIR = {"private": Role(dp=False), "proxy": Role(dp=True, common=True)}
 
 
-def _private_with_dp(make: MakeLearner) -> Learners:
-    return {"private": make("private", dp=True)}
-
-
-def _common_with_dp(make: MakeLearner) -> Learners:
-    return {"private": make("private", dp=True, common=True)}
-
-
-def _private(make: MakeLearner) -> Learners:
-    return {"private": make("private", dp=False)}
-
-
-def _common(make: MakeLearner) -> Learners:
-    return {"private": make("private", dp=False, common=True)}
-
-
-def _private_and_dp_proxy(make: MakeLearner) -> Learners:
-    return {"private": make("private", dp=False), "proxy": make("proxy", dp=True)}
-
-
-def _supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def supervised(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+    """Let the private model learn from a batch; return its loss."""
     from wsi_fl.learning.local import supervised_step
 
     del weights
     return {"private": supervised_step(learners["private"], batch, noise)}
 
 
-def _mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
+def mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
     """Algorithm 1, lines 3–4: the proxy steps first, then the private model learns from the moved proxy.
 
     One forward pass of the private model teaches the proxy and serves its own step (Zhang et al., 2018).
@@ -184,86 +234,109 @@ def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
     return {}
 
 
-def replay(variant: str = "replay", seed: int = 0) -> Method:
-    """Experience replay with synthetic samples (Pennisi et al., section III-C), or one of its variants.
+def _replay() -> Method:
+    """Experience replay with synthetic samples (Pennisi et al., section III-C), and its variants.
 
-    Args:
-        variant: "replay"; "no_buffer": models alone travel (Table III); "buffer_only": buffers alone do (Fig. 5a);
-            "synthetic_only": owners too learn from synthetic samples (Fig. 5b); "central": one model of all sites'
-            synthetic samples (Table I), which every site computes for itself.
-        seed: of the order of the sites, drawn anew in every round.
-
-    Raises:
-        KeyError: for an unknown variant.
+    Models alone travel (Table III), or buffers alone (Fig. 5a); owners too learn from synthetic samples (Fig. 5b); or
+    every site computes one model of all sites' synthetic samples for itself (Table I).
     """
-    order = topology.random_permutation(seed)
-    standard = Method(
+    models, buffers = (
+        Share("model", "random", protected="leave"),
+        Share("buffer", "random", protected="leave"),
+    )
+    row = Method(
         "Replay",
         "models and synthetic patches go round",
-        _common,
-        _supervised,
-        order,
-        "private",
-        learns=real_and_received,
-        carries=order,
-        bare=True,
+        COMMON,
+        supervised,
+        "own+received",
+        (models, buffers),
     )
-    models_stay = replace(standard, prepare=_private, exchange=topology.none, travels=None)
-    return {
-        "replay": standard,
-        "no_buffer": replace(standard, learns=real_alone, carries=None),
-        "buffer_only": models_stay,
-        "synthetic_only": replace(standard, learns=synthetic_and_received),
-        "central": replace(models_stay, learns=synthetic_of_all, carries=topology.complete_once),
-    }[variant]
+    variants = {
+        "no_buffer": replace(row, learns_from="own", shares=(models,)),
+        "buffer_only": replace(row, learners=PRIVATE, shares=(buffers,)),
+        "synthetic_only": replace(row, learns_from="synthetic+received"),
+        "central": replace(
+            row,
+            learners=PRIVATE,
+            learns_from="all synthetic",
+            shares=(replace(buffers, by="complete", times="once"),),
+        ),
+    }
+    return replace(row, variants={("replay.variant", name): one for name, one in variants.items()})
 
 
-def oneshot(*, released: bool = False) -> Method:
-    """Return the method of heads that are made of sums of features, which each site releases once.
+def _oneshot() -> Method:
+    """Heads that are made of sums of features, which each site releases once.
 
-    Args:
-        released: whether the sums lie in files by now. Then none are taken, and nothing travels.
+    Where the sums lie in files by now, none are taken, and nothing travels.
     """
-    standard = Method(
-        "One-shot",
-        "sums of features, released once",
-        _private_and_dp_proxy,
-        _take_sums,
-        topology.star,
-        "proxy",
-        once=True,
-    )
-    if not released:
-        return standard
-    return replace(standard, exchange=topology.none, travels=None, learns=nothing)
+    sums = Share("sums", "star", "proxy", times="once")
+    row = Method("One-shot", "sums of features, released once", _PAIR, _take_sums, shares=(sums,))
+    by_files = replace(row, learns_from="nothing", shares=(replace(sums, by=FILES),))
+    return replace(row, variants={("train.releases", True): by_files})
 
 
+_GENERATOR = Share("generator", "star", protected="leave", times="before")
 _OWN = {
-    "regular": Method("Regular", "each site alone", _private_with_dp, _supervised, federated=False),
-    "joint": Method("Joint", "all data pooled", _private_with_dp, _supervised, federated=False, pooled=True),
+    ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
+    POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, "everybody"),
     "fedavg": Method(
-        "FedAvg", "one averaged model, central", _common_with_dp, _supervised, topology.star, "private"
+        "FedAvg",
+        "one averaged model, central",
+        COMMON_WITH_DP,
+        supervised,
+        shares=(Share("model", "star"),),
     ),
     "avgpush": Method(
         "AvgPush",
         "one averaged model, no centre",
-        _common_with_dp,
-        _supervised,
-        topology.exponential,
-        "private",
+        COMMON_WITH_DP,
+        supervised,
+        shares=(Share("model", "exponential"),),
     ),
-    "cwt": Method("CWT", "one model, passed round", _common_with_dp, _supervised, topology.ring, "private"),
-    "fml": Method("FML", "proxies averaged, central", _private_and_dp_proxy, _mutual, topology.star, "proxy"),
-    "proxyfl": Method(
-        "ProxyFL", "proxies travel, no centre", _private_and_dp_proxy, _mutual, topology.exponential, "proxy"
+    "cwt": Method(
+        "CWT", "one model, passed round", COMMON_WITH_DP, supervised, shares=(Share("model", "ring"),)
     ),
-    "oneshot": oneshot(),
+    "fml": Method(
+        "FML", "proxies averaged, central", TAUGHT_PAIR, mutual, shares=(Share("model", "star", "proxy"),)
+    ),
+    DEFAULT: Method(
+        "ProxyFL",
+        "proxies travel, no centre",
+        TAUGHT_PAIR,
+        mutual,
+        shares=(Share("model", "exponential", "proxy"),),
+    ),
+    "oneshot": _oneshot(),
     "generated": Method(
-        "Generated", "all sites' generated data alone", _private, _supervised, generated="all"
+        "Generated",
+        "all sites' generated data alone",
+        PRIVATE,
+        supervised,
+        "generated",
+        (_GENERATOR,),
     ),
-    "mpcpa": Method("MPCPA", "own and others' generated data", _private, _supervised, generated="others"),
-    "replay": replay(),
+    "mpcpa": Method(
+        "MPCPA",
+        "own and others' generated data",
+        PRIVATE,
+        supervised,
+        "own+received",
+        (_GENERATOR, Share("model", HUB, protected="leave", times="after")),
+    ),
+    "replay": _replay(),
 }
 
 METHODS = Table("wsi_fl.methods", _OWN, Method)
 """By the name that `--method` takes; another package adds its own as entry points of `wsi_fl.methods`."""
+
+
+def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
+    """Return the names of all methods for which something holds, for people.
+
+    Example:
+        >>> names_of(lambda row: row.once)
+        'oneshot'
+    """
+    return ", ".join(name for name, row in METHODS.items() if asks(row))

@@ -27,8 +27,8 @@ from wsi_fl.privacy.release import Release, Values, digest
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 
-_CONTENT, _BUFFER = "model", "buffer"
-"""What leaves, as a site file's `allow` names it where it leaves without differential privacy."""
+_BUFFER = "buffer"
+"""What a buffer is called in ledgers and checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
     """Return what leaves the site, recorded in its ledger first (Algorithm 1, line 7); None where nothing does."""
     if not site.active:
         return None
-    if method.travels is None:
+    if method.mixed is None:
         if site.plan is not None:
             site.own = _kept(site)
             site.ledger.record(round_, site.plan, f"kept {site.own}")
@@ -168,7 +168,7 @@ def release(site: Site, method: Method, round_: int) -> Release | None:
         schema=schema(learner.model),
         weight=site.push.w,
         mechanism=site.plan,
-        content=_CONTENT,
+        content=method.mixed.content,
     )
     site.own = made.digest
     return made

@@ -101,10 +101,10 @@ def random_permutation(seed: int) -> Topology:
     return ring_of_round
 
 
-def complete_once(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """In the first round everybody sends to everybody, in equal shares; after that nobody sends anything."""
-    del self_weight
-    return [np.full((n_sites, n_sites), 1 / n_sites)] if round_ == 0 and n_sites > 1 else []
+def complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
+    """Everybody sends to everybody, in equal shares."""
+    del round_, self_weight
+    return [np.full((n_sites, n_sites), 1 / n_sites)] if n_sites > 1 else []
 
 
 TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
@@ -112,6 +112,7 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "star": lambda _: star,
     "ring": lambda _: ring,
     "exponential": lambda _: exponential,
+    "complete": lambda _: complete,
     "random": random_permutation,
 }
 """Name → (seed → topology); only `random` looks at the seed."""

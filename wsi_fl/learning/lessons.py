@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,28 +91,29 @@ def replayed_rows(sizes: Sequence[int], n: int, sampler: CipherStream) -> list[N
     return np.split(drawn, np.cumsum(sizes)[:-1])
 
 
-def nothing(material: Material) -> None:
-    """Return no lesson: the round is over before a batch is drawn."""
-    del material
+LearnsFrom = Literal[
+    "own", "everybody", "own+received", "synthetic+received", "all synthetic", "generated", "nothing"
+]
+"""What a round is learned from. Who makes a site's rows pools those of everybody, or puts generated ones there."""
 
 
-def real_alone(material: Material) -> Lesson | None:
-    """The site's own rows."""
+def _real(material: Material) -> Lesson | None:
+    """The site's rows."""
     return Lesson(material.real, material.units)
 
 
-def real_and_received(material: Material) -> Lesson | None:
+def _real_and_received(material: Material) -> Lesson | None:
     """Its own rows, and beside them what it received (Pennisi et al., eq. 4)."""
     return Lesson(material.real, material.units, _pooled(material.received))
 
 
-def synthetic_and_received(material: Material) -> Lesson | None:
+def _synthetic_and_received(material: Material) -> Lesson | None:
     """Its own synthetic samples in place of its rows (Fig. 5b)."""
     assert material.own is not None
     return Lesson(material.own, rows_alone(len(material.own)), _pooled(material.received))
 
 
-def synthetic_of_all(material: Material) -> Lesson | None:
+def _synthetic_of_all(material: Material) -> Lesson | None:
     """All sites' synthetic samples alike, as a centre would that has no patches; nothing before they are there."""
     if not material.received:
         return None
@@ -123,3 +124,15 @@ def synthetic_of_all(material: Material) -> Lesson | None:
 
 def _pooled(parts: Sequence[Examples]) -> Examples | None:
     return joined(list(parts)) if parts else None
+
+
+LESSONS: dict[LearnsFrom, Callable[[Material], Lesson | None]] = {
+    "own": _real,
+    "everybody": _real,
+    "own+received": _real_and_received,
+    "synthetic+received": _synthetic_and_received,
+    "all synthetic": _synthetic_of_all,
+    "generated": _real,
+    "nothing": lambda _: None,
+}
+"""What of its material a site learns from in a round; None where the round is over before a batch is drawn."""

@@ -106,10 +106,10 @@ def _evidence(test: Json) -> str:
 
 def _spoken(row: Json) -> str:
     """A row as the subject of a sentence."""
-    names = {"regular": "A hospital alone", "joint": "A model of all data pooled"}
-    if row["method"] not in names:
+    if words.is_federated(row["method"]):
         return str(row["label"])
-    with_dp = f"{names[row['method']]} {'with' if row['dp'] else 'without'} DP"
+    name = "A model of all data pooled" if words.is_pooled(row["method"]) else "A hospital alone"
+    with_dp = f"{name} {'with' if row['dp'] else 'without'} DP"
     return ", ".join(filter(None, (with_dp, settings_words(row["settings"]))))
 
 
@@ -118,7 +118,7 @@ def _price(row: Json) -> str:
 
 
 def _meaning(row: Json) -> str:
-    if row["method"] == "joint":
+    if words.is_pooled(row["method"]):
         return "; nobody may pool the data like that"
     return "; this is what its noise costs" if row["dp"] else ""
 

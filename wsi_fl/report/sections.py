@@ -33,7 +33,7 @@ def headline(page: Page, n_sites: int) -> dict[str, Any]:
     reached = words.known((merged.get(score) or {}).get("mean"))
     references = words.references(_others(page), score)
     compared = reached and n_sites > 1 and words.is_federated(page.method)
-    alone = {k: v for k, v in references.items() if v["method"] == "regular"} if compared else {}
+    alone = {k: v for k, v in references.items() if words.is_alone(v["method"])} if compared else {}
     gain_over = next(iter(alone), None)
     return {
         "setting": words.setting(page.method, n_sites),

@@ -206,9 +206,19 @@ def method_does(method: str) -> str:
     return METHODS[method].does if method in METHODS else ""
 
 
+def is_pooled(method: str) -> bool:
+    """Return whether a method learns from all sites' data in one place."""
+    return method in METHODS and METHODS[method].learns_from == "everybody"
+
+
+def is_alone(method: str) -> bool:
+    """Return whether each site learns from its own data alone."""
+    return method in METHODS and not METHODS[method].shares and not is_pooled(method)
+
+
 def is_federated(method: str) -> bool:
     """Return whether sites learn with one another by a method."""
-    return method not in METHODS or METHODS[method].federated
+    return not (is_pooled(method) or is_alone(method))
 
 
 def sites_word(n_sites: int) -> str:
@@ -232,11 +242,11 @@ class Finding:
 def setting(method: str, n_sites: int, spoken: str = "") -> str:
     """What was done, in one sentence."""
     spoken = spoken or method_name(method)
-    if method == "joint":
+    if is_pooled(method):
         return (
             f"The training data of {sites_word(n_sites).lower()} were pooled: a reference, not a federation."
         )
-    if method == "regular":
+    if is_alone(method):
         return (
             f"{sites_word(n_sites)} trained {'alone' if n_sites == 1 else 'each on its own'}; "
             "nothing was exchanged."
@@ -254,17 +264,17 @@ def references(
     The best one, so that the comparison is never easier than the study allows.
     """
     kinds = {
-        "a site alone without DP": ("regular", False),
-        "a site alone with DP": ("regular", True),
-        "all data pooled without DP": ("joint", False),
-        "all data pooled with DP": ("joint", True),
+        "a site alone without DP": (is_alone, False),
+        "a site alone with DP": (is_alone, True),
+        "all data pooled without DP": (is_pooled, False),
+        "all data pooled with DP": (is_pooled, True),
     }
     found = {}
-    for words, (method, dp) in kinds.items():
+    for words, (is_kind, dp) in kinds.items():
         runs = [
             b
             for b in baselines
-            if b["method"] == method and bool(b["dp"]) == dp and known((b.get(score) or {}).get("mean"))
+            if is_kind(b["method"]) and bool(b["dp"]) == dp and known((b.get(score) or {}).get("mean"))
         ]
         if runs:
             found[words] = max(runs, key=lambda b: b[score]["mean"])

@@ -111,14 +111,14 @@ def _n_tests(party: Party) -> int:
 
 def _models_of(method: Method) -> list[tuple[str, str]]:
     """(name, role) of what each site is left with and of what it sent."""
-    kept = "central" if method.pooled or method.travels == "private" else "private"
+    kept = "central" if method.learns_from == "everybody" or method.travels == "private" else "private"
     if method.travels is None:
         return [(kept, "private")]
     return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
 
 
 def _with_dp(party: Party, role: str) -> bool:
-    return party.pipeline.privacy.enabled and (role == "proxy" or not party.method.has_proxy)
+    return party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
 
 
 @dataclass(frozen=True)

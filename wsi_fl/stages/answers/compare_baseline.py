@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from wsi_fl.federation.methods import SHARED
+from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.stages.answers.compare_runs import Run, finished, flat, is_of, opened, settings
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.series import Member
@@ -19,7 +19,7 @@ from wsi_fl.study.pipeline import Audit, Pipeline
 from wsi_fl.study.toml import toml_value
 from wsi_fl.types import UsageError
 
-BASELINE = "regular"
+BASELINE = ALONE
 
 
 def with_baseline(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report import words
 from wsi_fl.stages.answers.compare_rows import Row, is_alone
@@ -52,7 +51,7 @@ def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
     alone = [row for row in rows if row.runs and is_alone(row, first)]
     federated = [row for row in rows if row.runs and words.is_federated(row.method)]
     joined = sorted(federated, key=lambda row: first not in row.runs)
-    pooled = sorted((row for row in rows if row.runs and METHODS[row.method].pooled), key=lambda row: row.dp)
+    pooled = sorted((row for row in rows if row.runs and words.is_pooled(row.method)), key=lambda row: row.dp)
     if not alone or not joined:
         return None
     return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})

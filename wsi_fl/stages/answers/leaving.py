@@ -55,9 +55,11 @@ def offered(method: Method) -> dict[str, str]:
     """
     if method.once:
         return {"private": "private", "shared": "proxy"}
-    if method.has_proxy:
+    if "proxy" in method.learners:
         return {"private": "private", "proxy": "proxy"}
-    return {"shared" if method.pooled or method.travels == "private" else "private": "private"}
+    return {
+        "shared" if method.learns_from == "everybody" or method.travels == "private" else "private": "private"
+    }
 
 
 def asked_for(party: Party, called: str, site_name: str | None) -> Leaving:
@@ -83,7 +85,7 @@ def asked_for(party: Party, called: str, site_name: str | None) -> Leaving:
         )
     folder = run.site(wanted[0])
     site = party.site(wanted[0])
-    with_dp = party.pipeline.privacy.enabled and (role == "proxy" or not party.method.has_proxy)
+    with_dp = party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
     return Leaving(
         party,
         site,

@@ -40,7 +40,7 @@ def guarantee_of(method: Method, pipeline: Pipeline) -> Guarantee:
         return "none"
     if method.once and pipeline.privacy.noise == "shared":
         return "shared"
-    return "nominal" if method.learns_from_private and weights_of(pipeline).beta > 0 else "guaranteed"
+    return "nominal" if method.taught and weights_of(pipeline).beta > 0 else "guaranteed"
 
 
 def terms_of(site: SiteFile, pipeline: Pipeline, guarantee: Guarantee) -> Terms:

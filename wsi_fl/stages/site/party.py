@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
-from wsi_fl.federation.methods import METHODS, SHARED, Method, oneshot, replay
+from wsi_fl.federation.methods import METHODS, SHARED, Method
 from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
@@ -25,22 +26,19 @@ LINEAR = {"features": "linear_head", "mosaics": "mean_head"}
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
-    """Return a row of METHODS as a pipeline has it: `replay` comes in variants and orders sites by the seed, and
-    `oneshot` takes sums or has them in files.
+    """Return a row of METHODS, or the variant of it that a pipeline names.
 
     Raises:
         UsageError: for an unknown method.
     """
-    if name == "replay":
-        return replay(pipeline.replay.variant, pipeline.train.seed)
-    if name == RUN:
-        return oneshot(released=pipeline.train.releases)
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
-    return METHODS[name]
+    row = METHODS[name]
+    values = {key: operator.attrgetter(key)(pipeline) for key, _ in row.variants}
+    return next((one for (key, value), one in row.variants.items() if values[key] == value), row)
 
 
-def _of_one_release(pipeline: Pipeline) -> Pipeline:
+def _of_one_release(name: str, pipeline: Pipeline) -> Pipeline:
     """Return the settings of a method that releases once: one round, and heads that are solved and not trained.
 
     Raises:
@@ -48,7 +46,7 @@ def _of_one_release(pipeline: Pipeline) -> Pipeline:
     """
     if pipeline.train.data not in LINEAR:
         raise UsageError(
-            "oneshot shares sums of features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
+            f"{name} shares sums of features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
@@ -88,7 +86,7 @@ class Party:
         """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
         if method_for(method, pipeline).once:
-            pipeline = _of_one_release(pipeline)
+            pipeline = _of_one_release(method, pipeline)
         sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
         if pipeline.train.left_out is not None:
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})

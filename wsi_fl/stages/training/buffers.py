@@ -66,12 +66,14 @@ def remember_buffer(site: Site) -> None:
         site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
 
 
+_THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "generator": "its generator"}
+
+
 def leaving_words(site: Site, method: Method) -> str:
-    """What of a site leaves it bare; empty where nothing does by design."""
-    if not method.bare:
+    """What leaves a site without differential privacy; empty where nothing does by design."""
+    if not method.without_dp:
         return ""
-    words = {"model": "its model", "buffer": "a buffer of synthetic samples"}
-    things = " and ".join(words[one] for one in method.leaves)
+    things = " and ".join(_THINGS[share.content] for share in method.without_dp)
     said = f"{site.name} lets go {things}, without differential privacy"
     if site.buffer is not None and site.buffer.provenance["check"] != "passed":
         said += f"; the check of its generator: {'; '.join(site.buffer.provenance['reasons'])}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.federation.graph import from_file
-from wsi_fl.federation.methods import SHARED
+from wsi_fl.federation.methods import FILES, SHARED, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
@@ -16,7 +16,7 @@ from wsi_fl.stages.site.party import LINEAR, Party
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.training.tracking import require_trackers
 from wsi_fl.stages.work.console import say
-from wsi_fl.study.site import Allowed, SiteFile
+from wsi_fl.study.site import SiteFile
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 
@@ -58,29 +58,25 @@ def check(party: Party, backend: str, *, stores: bool = True, told: bool = False
         told: whether what is doubtful, and not wrong, will be said by another check.
     """
     row, pipeline, sites, method = party.method, party.pipeline, party.sites, party.name
-    graph = graph_of(party) or row.exchange
+    graph = graph_of(party) or row.graph(pipeline.train.seed)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
-    if row.bare:
-        _check_bare(party)
+    _check_leave(party)
+    _check_synthetic(party)
     _check_division(party)
     _check_heads(party)
     _check_target(party)
     require_trackers(pipeline.report.trackers)
     _check_shared_noise(party)
-    if pipeline.audit.canaries and (row.bare or row.generated):
+    if pipeline.audit.canaries and row.without_dp:
         raise UsageError(
             f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
         )
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in sites:
             require_budget(site)
-    if row.travels is not None and not spends(pipeline):
-        _check_models_may_leave(sites)
-    if row.generated:
-        _check_generated(party)
     _check_stores_stay_apart(party, backend)
     _check_releases(party)
     for site in sites if stores else ():
@@ -132,7 +128,7 @@ def _check_division(party: Party) -> None:
     made = {
         "train.releases": party.by_files,
         "train.start = 'oneshot'": row.starts and train.start == RUN,
-        f"--method {party.name}": row.generated or row.carries is not None,
+        f"--method {party.name}": row.share("generator", "buffer") is not None,
     }
     if train.folds and (used := [what for what, uses in made.items() if uses]):
         raise UsageError(
@@ -195,10 +191,10 @@ def _check_heads(party: Party) -> None:
     """One method makes its own heads, and no other can make them."""
     model, name = party.pipeline.model, party.name
     if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
-        raise UsageError(f"model {SHARED!r} is made by `train --method oneshot` alone")
+        raise UsageError(f"model {SHARED!r} is made by --method {names_of(lambda row: row.once)} alone")
     if party.method.once and (own := [site.name for site in party.sites if site.private_model]):
         raise UsageError(
-            f"sites/{own[0]}.toml: {name} solves linear heads; leave private_model out, or train proxyfl"
+            f"sites/{own[0]}.toml: {name} solves linear heads; leave private_model out, or use another method"
         )
 
 
@@ -208,7 +204,8 @@ def _check_shared_noise(party: Party) -> None:
     if privacy.noise == "own":
         return
     if not party.method.once:
-        raise UsageError("privacy.noise = 'shared' is for sums that are released once; use --method oneshot")
+        fit = names_of(lambda row: row.once)
+        raise UsageError(f"privacy.noise = 'shared' is for sums that are released once; use --method {fit}")
     if len(party.sites) < privacy.colluding + 2:
         raise UsageError(
             f"privacy.noise = 'shared' with privacy.colluding = {privacy.colluding} needs {privacy.colluding + 2} "
@@ -225,7 +222,7 @@ def _check_shared_noise(party: Party) -> None:
 def _check_stores_stay_apart(party: Party, backend: str) -> None:
     """The store of a real hospital is opened by its own process alone, unless its file allows more."""
     shut = [site.name for site in party.sites if not site.allows("patches")]
-    if shut and party.method.pooled:
+    if shut and party.method.learns_from == "everybody":
         raise UsageError(
             f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; allow = ["patches"] would let them'
         )
@@ -235,55 +232,36 @@ def _check_stores_stay_apart(party: Party, backend: str) -> None:
         )
 
 
-def _check_models_may_leave(sites: Sequence[SiteFile]) -> None:
-    """Models that leave without differential privacy are allowed by name."""
-    for site in sites:
-        if not site.allows("model"):
-            raise UsageError(
-                f"sites/{site.name}.toml: a model without differential privacy may not leave this site; "
-                'add allow = ["model"] there, or switch privacy on'
-            )
-
-
-def _check_generated(party: Party) -> None:
-    """Generators and the models that learned from their images leave without differential privacy, if at all."""
-    method = party.name
-    if not party.kind.of_images:
-        raise UsageError(f"{method} generates images; set train.data = 'patches'")
-    if party.pipeline.privacy.enabled:
-        raise UsageError(f"{method} has no differential privacy and claims none; set privacy.enabled=false")
-    needed: tuple[Allowed, ...] = ("generator", "model")
-    for what in needed:
-        if shut := [site.name for site in party.sites if not site.allows(what)]:
-            raise UsageError(
-                f"sites/{shut[0]}.toml: {method} lets a {what} leave this site without differential privacy; "
-                'allow = ["generator", "model"] would let it'
-            )
-
-
-def _check_bare(party: Party) -> None:
-    """What a method must be told in so many words that shares models or buffers without differential privacy."""
-    pipeline, name, method, sites = party.pipeline, party.name, party.method, party.sites
-    if pipeline.privacy.enabled:
+def _check_leave(party: Party) -> None:
+    """What leaves without differential privacy is known to whoever starts a run, and each site allows it by name."""
+    pipeline, row, name = party.pipeline, party.method, party.name
+    if row.without_dp and pipeline.privacy.enabled:
+        things = " and ".join(f"{share.what}s" for share in row.without_dp)
         raise UsageError(
-            f"{name} lets models and synthetic samples leave without differential privacy; say that you know, by "
-            "--set privacy.enabled=false"
+            f"{name} lets {things} leave without differential privacy; say that you know, by --set "
+            "privacy.enabled=false"
         )
-    for site in sites:
-        if shut := [content for content in method.leaves if content not in site.allowed]:
-            wanted = ", ".join(f'"{content}"' for content in method.leaves)
+    bare = [share for share in row.shares if share.by != FILES and share.is_bare(spends(pipeline))]
+    for site in party.sites:
+        if shut := [share for share in bare if not site.allows(share.content)]:
+            wanted = ", ".join(f'"{content}"' for content in dict.fromkeys(share.content for share in bare))
             raise UsageError(
-                f"sites/{site.name}.toml: a {shut[0]} without differential privacy may not leave this site; "
-                f"replay.variant = {pipeline.replay.variant!r} needs allow = [{wanted}] there"
+                f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this site; "
+                f"add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
             )
-    if pipeline.topology.graph is not None or pipeline.topology.self_weight:
+
+
+def _check_synthetic(party: Party) -> None:
+    """Synthetic samples are patches, and buffers go round among sites in an order of their own."""
+    row, name, topology = party.method, party.name, party.pipeline.topology
+    if row.share("buffer", "generator") is not None and not party.kind.of_images:
+        raise UsageError(f"{name} makes synthetic patches; use train.data = 'patches'")
+    if any(share.in_rounds for share in row.without_dp) and (
+        topology.graph is not None or topology.self_weight
+    ):
         raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")
-    if method.carries is None:
-        return
-    if len(sites) < 2:
+    if row.carries is not None and len(party.sites) < 2:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
-    if not party.kind.of_images:
-        raise UsageError("a buffer holds patches; use train.data = 'patches'")
 
 
 def tell_who_is_left_out(party: Party) -> None:

@@ -21,7 +21,7 @@ from wsi_fl.types import Bags, UsageError
 
 def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
     """Return (the examples that a site's models learn from, those it holds out for validation)."""
-    if not party.method.pooled:
+    if party.method.learns_from != "everybody":
         return _validated(party, party.data(name), _training(party, name))
     return joined([_of_site(_training(party, one), one) for one in party.names]), None
 
@@ -79,7 +79,7 @@ def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Exa
             drawn and noise is added, and for rows that are missing where they are asked for.
     """
     pipeline = party.pipeline
-    if not party.method.has_proxy:
+    if "proxy" not in party.method.learners:
         return train, None
     validation = data.examples("val")
     if not len(validation) and pipeline.train.val_fraction:

@@ -129,7 +129,7 @@ def _exchange(
     packages = courier.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
     for site in sites:
         vectors = packages[site.index]
-        if party.method.generated == "all":
+        if party.method.learns_from == "generated":
             vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
         shape, drawn = shapes[site.index], {}
         for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
@@ -158,7 +158,7 @@ def _learn_from(party: Party, site: Site) -> None:
     """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
     package = site.folder.kept("package")
     assert package is not None
-    parts = [] if party.method.generated == "all" else [site.train]
+    parts = [] if party.method.learns_from == "generated" else [site.train]
     size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.mpcpa.per_class
     parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
     site.train = joined(parts)

@@ -87,14 +87,14 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
             if said := leaving_words(site, method):
                 watcher.say(f"  {said}")
                 site.folder.log(said)
-        if method.generated:
+        if method.share("generator") is not None:
             from wsi_fl.stages.training import mpcpa  # diffusers takes seconds to import
 
             mpcpa.bring_generated(party, sites, comm, watcher)
         report = _reporter(sites, party.pipeline, watcher)
         loop.run(sites, method, schedule_of(party), comm, report)
         _scoring(party, sites, comm, report).run()
-        if method.generated == "others":
+        if any(share.times == "after" for share in method.shares):
             mpcpa.hand_over_models(party, sites, comm)
     rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], Row, patient=True)]
     for site in sites:

@@ -192,7 +192,7 @@ def assemble(party: Party, index: int) -> Site:
         else agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
     )
     make, tuned = make_learners(party, index, device, planned, train)
-    learners = party.method.prepare(make)
+    learners = {role: make(role, dp=one.dp, common=one.common) for role, one in party.method.learners.items()}
     if party.releases:
         bring_released(party, site.name, learners)
     made = Site(

@@ -1,10 +1,13 @@
-"""Every kind of thing that leaves a hospital under a plan, and what never does."""
+"""Every kind of thing that leaves a hospital under a plan, and what never does: the shares of its method in words."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.buffers import BufferShape
+from wsi_fl.federation.methods import HUB, Share
 from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import Party
@@ -13,6 +16,45 @@ from wsi_fl.types import Images, Shape
 FLOAT_BYTES = 4
 _SUM_BYTES = 8
 """Of a number in a sum that is masked."""
+_Kind = Literal["central model", "proxy model", "classifier", "sums", "masked sums", "buffer", "generator"]
+_WHAT: dict[_Kind, str] = {
+    "central model": "central model ({model})",
+    "proxy model": "proxy model ({model})",
+    "classifier": "classifier ({model})",
+    "sums": "sums of features ({model})",
+    "masked sums": "masked sums, of which only the total over all sites can be read ({model})",
+    "buffer": "buffer of {n} synthetic samples",
+    "generator": "diffusion model of the hospital's patches",
+}
+"""What leaves, in words."""
+_TO = {
+    "none": "nobody",
+    "star": "the first site, which sends the mean of all back to all",
+    "ring": "the next site in order",
+    "exponential": "one other site, another one in each round",
+    "complete": "all sites",
+    "random": "the next site in an order drawn anew in each round",
+    HUB: "the first site",
+}
+"""Who gets what goes along a graph."""
+_OFTEN = {
+    "rounds": "in each of {rounds} rounds",
+    "mixed": "once or more in each of {rounds} rounds, as the graph says",
+    "once": "once",
+    "before": "once, before the first round",
+    "after": "once, after the last round",
+    "tried": (
+        f"once; where a site spoils the sum, at most {MOST_ATTEMPTS} times under one approval, at its ε each time"
+    ),
+}
+_PROTECTED = {
+    "dp": "differential privacy per {unit}, {worth}; each release is a line of the site's ledger",
+    "leave": 'no differential privacy; the site allows it by name (allow = ["{content}"])',
+    "generator": (
+        'no differential privacy; the site allows it by name (allow = ["{content}"]), and the model is checked for '
+        "copies of training patches before it leaves"
+    ),
+}
 
 
 class Leaving(TypedDict):
@@ -42,18 +84,17 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
     Args:
         shape, n_classes: of what the models see and answer; None where only the hospitals' stores know.
     """
-    method = party.method
     rows: list[Leaving] = []
-    if method.travels is not None:
-        rows.append(_sums(party, shape, n_classes) if method.once else _model(party, shape, n_classes))
-    if method.carries is not None:
-        rows.append(_buffer(party, shape, n_classes))
-    if method.generated:
-        rows += _generators(party, shape, n_classes)
-    if method.generated == "others":
-        rows.append(_classifier(party, shape, n_classes))
+    for share in party.method.shares:
+        rows.append(_row(party, share, shape, n_classes))
+        if share.what == "generator" and share.by != HUB:
+            rows.append(_package(rows[-1], len(party.names) - 1))
     if any(party.tells_scores(name) for name in party.names):
-        rows += [*([_passed(party, shape, n_classes)] if method.travels is not None else ()), _SCORES]
+        passed = party.method.mixed
+        if passed is not None:
+            size = _bytes(party, passed, shape, n_classes, FLOAT_BYTES)
+            rows.append(_passed(party, _row(party, passed, shape, n_classes) | {"bytes": size}))
+        rows.append(_SCORES)
     return [*rows, *_documents(party.pipeline.train.rounds)]
 
 
@@ -71,120 +112,70 @@ def staying(party: Party) -> list[str]:
     ]
 
 
-def _model(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    pipeline, role = party.pipeline, party.method.travels
-    name = pipeline.model.proxy if role == "proxy" else pipeline.model.private
-    n_bytes = _model_bytes(name, shape, n_classes)
+def _row(party: Party, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
+    """One share of the method, in words and bytes."""
+    pipeline, kind = party.pipeline, _kind_of(party, share)
+    rounds, masked, generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
+    often = "mixed" if share.times == "rounds" and share == party.method.mixed else share.times
+    bare = "generator" if generator else "leave"
     return {
-        "what": f"{'proxy model' if role == 'proxy' else 'central model'} ({name})",
-        "to": _receivers(party),
-        "often": f"once or more in each of {pipeline.train.rounds} rounds, as the graph says",
-        "times": pipeline.train.rounds,
-        "bytes": n_bytes,
+        "what": _WHAT[kind].format(model=_model_of(party, share), n=pipeline.replay.buffer),
+        "to": "all sites" if masked else _TO[HUB] if generator else _receivers(party, share),
+        "often": _OFTEN["tried" if masked else often].format(rounds=rounds),
+        "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,
+        "bytes": _bytes(party, share, shape, n_classes, _SUM_BYTES if masked else FLOAT_BYTES),
         "large": True,
         "of_records": True,
-        "protected_by": _protected(party, "model"),
-    }
-
-
-_TRIED = (
-    f"once; where a site spoils the sum, at most {MOST_ATTEMPTS} times under one approval, at its ε each time"
-)
-
-
-def _sums(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    name = party.pipeline.model.proxy
-    shared = party.pipeline.privacy.noise == "shared"
-    n_bytes = _model_bytes(name, shape, n_classes)
-    if shared and n_bytes is not None:
-        n_bytes = n_bytes // FLOAT_BYTES * _SUM_BYTES
-    noisy = (
-        "masked sums, of which only the total over all sites can be read" if shared else "sums of features"
-    )
-    return {
-        "what": f"{noisy} ({name})",
-        "to": "all sites" if shared else _receivers(party),
-        "often": _TRIED if shared else "once",
-        "times": MOST_ATTEMPTS if shared else 1,
-        "bytes": n_bytes,
-        "large": True,
-        "of_records": True,
-        "protected_by": _protected(party, "model"),
-    }
-
-
-def _buffer(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    n, rounds = party.pipeline.replay.buffer, party.pipeline.train.rounds
-    central = party.pipeline.replay.variant == "central"
-    n_bytes = None
-    if isinstance(shape, Images) and n_classes is not None:
-        n_bytes = BufferShape(n, shape.size_px, shape.channels, n_classes).n_bytes
-    return {
-        "what": f"buffer of {n} synthetic samples",
-        "to": "all sites" if central else "the next site in an order drawn anew in each round",
-        "often": "once" if central else f"in each of {rounds} rounds",
-        "times": 1 if central else rounds,
-        "bytes": n_bytes,
-        "large": True,
-        "of_records": True,
-        "protected_by": 'no differential privacy; the site allows it by name (allow = ["buffer"])',
-    }
-
-
-def _generators(party: Party, shape: Shape | None, n_classes: int | None) -> list[Leaving]:
-    """A hospital's own diffusion model, and the package of others' that the first site hands on."""
-    n_bytes, others = _denoiser_bytes(party, shape, n_classes), len(party.names) - 1
-    own: Leaving = {
-        "what": "diffusion model of the hospital's patches",
-        "to": "the first site",
-        "often": "once, before the first round",
-        "times": 1,
-        "bytes": n_bytes,
-        "large": True,
-        "of_records": True,
-        "protected_by": (
-            'no differential privacy; the site allows it by name (allow = ["generator"]), and the model is checked '
-            "for copies of training patches before it leaves"
+        "protected_by": _PROTECTED[bare if share.is_bare(spends(pipeline)) else "dp"].format(
+            unit=pipeline.privacy.unit, worth=guarantee_of(party.method, pipeline), content=share.content
         ),
     }
-    package: Leaving = {
+
+
+def _kind_of(party: Party, share: Share) -> _Kind:
+    """What plans call a share."""
+    if share.what == "sums":
+        return "masked sums" if party.pipeline.privacy.noise == "shared" else "sums"
+    if share.what != "model":
+        return share.what
+    if share.of == "proxy":
+        return "proxy model"
+    return "classifier" if share.times == "after" else "central model"
+
+
+def _model_of(party: Party, share: Share) -> str:
+    """The name of the model that a share is the parameters of."""
+    return party.pipeline.model.proxy if share.of == "proxy" else party.pipeline.model.private
+
+
+def _receivers(party: Party, share: Share) -> str:
+    """Who gets a share, in words."""
+    graph = party.pipeline.topology.graph if share == party.method.mixed else None
+    if graph is not None and graph.endswith(".json"):
+        return f"the sites that the graph of {graph} names"
+    by = graph or share.by
+    return _TO.get(by if isinstance(by, str) else "", "other sites, as the method's graph says")
+
+
+def _package(own: Leaving, others: int) -> Leaving:
+    """The package of others' generators that the first site hands on."""
+    return own | {
         "what": f"package of the {others} other sites' diffusion models, from the first site alone",
         "to": "each site",
-        "often": "once, before the first round",
-        "times": 1,
-        "bytes": None if n_bytes is None else n_bytes * others,
-        "large": True,
-        "of_records": True,
+        "bytes": None if own["bytes"] is None else own["bytes"] * others,
         "protected_by": "no differential privacy; each model in it has left its own site before",
     }
-    return [own, package]
 
 
-def _classifier(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    name = party.pipeline.model.private
-    return {
-        "what": f"classifier ({name})",
-        "to": "the first site",
-        "often": "once, after the last round",
-        "times": 1,
-        "bytes": _model_bytes(name, shape, n_classes),
-        "large": True,
-        "of_records": True,
-        "protected_by": 'no differential privacy; the site allows it by name (allow = ["model"])',
-    }
-
-
-def _passed(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    travelling = _model(party, shape, n_classes)
-    protected = travelling["protected_by"]
-    if not spends(party.pipeline):
-        protected += '; only a site with allow = ["scores"] passes its own on'
+def _passed(party: Party, travelling: Leaving) -> Leaving:
+    """The last release of a site once more, where some site tells scores."""
+    only = "" if spends(party.pipeline) else '; only a site with allow = ["scores"] passes its own on'
     return travelling | {
         "what": "a site's last release once more, to be scored",
         "to": "all sites",
         "often": "once, after the last round, unless all sites hold the same model then",
         "times": 1,
-        "protected_by": protected,
+        "protected_by": travelling["protected_by"] + only,
     }
 
 
@@ -203,80 +194,49 @@ _SCORES: Leaving = {
 def _documents(rounds: int) -> list[Leaving]:
     """What all sites tell each other about the run itself."""
     common: Leaving = {
-        "what": "",
+        "what": "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for",
         "to": "all sites",
-        "often": "",
-        "times": 1,
+        "often": "a few, before the first round",
+        "times": None,
         "bytes": None,
         "large": False,
         "of_records": False,
         "protected_by": "settings and shapes, the ledger's totals, and the number of records, which is public",
     }
-    return [
-        common
-        | {
-            "what": "documents: version, settings, shapes, classes, the run's number, rounds the budget is enough for",
-            "often": "a few, before the first round",
-            "times": None,
-        },
-        common
-        | {
-            "what": "tallies: which round a site has done, and whether it goes on",
-            "often": f"in each of {rounds} rounds",
-            "times": rounds,
-        },
-        common
-        | {
-            "what": "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes",
-            "of_records": True,
-            "to": "all sites and the coordinator",
-            "often": "once, at the end",
-        },
-    ]
+    tallies: Leaving = common | {
+        "what": "tallies: which round a site has done, and whether it goes on",
+        "often": f"in each of {rounds} rounds",
+        "times": rounds,
+    }
+    final: Leaving = common | {
+        "what": "final row: ε, δ, what it is worth, rounds, number of records, messages and bytes",
+        "of_records": True,
+        "to": "all sites and the coordinator",
+        "often": "once, at the end",
+        "times": 1,
+    }
+    return [common, tallies, final]
 
 
-def _receivers(party: Party) -> str:
-    """Who gets what travels, in words."""
-    graph = party.pipeline.topology.graph
-    if graph is not None and graph.endswith(".json"):
-        return f"the sites that the graph of {graph} names"
-    name = str(graph or getattr(party.method.exchange, "__name__", ""))
-    return {
-        "none": "nobody",
-        "star": "the first site, which sends the mean of all back to all",
-        "ring": "the next site in order",
-        "exponential": "one other site, another one in each round",
-        "complete_once": "all sites, in the first round",
-    }.get(name, "the next site in an order drawn anew in each round")
-
-
-def _protected(party: Party, allowed: str) -> str:
-    """What protects something that costs ε, or does not."""
-    if not spends(party.pipeline):
-        return f'no differential privacy; the site allows it by name (allow = ["{allowed}"])'
-    worth = guarantee_of(party.method, party.pipeline)
-    unit = party.pipeline.privacy.unit
-    return f"differential privacy per {unit}, {worth}; each release is a line of the site's ledger"
-
-
-def _model_bytes(name: str, shape: Shape | None, n_classes: int | None) -> int | None:
-    """Bytes of the trained parameters of a model; None where its shape is not known."""
-    if shape is None or n_classes is None:
+def _bytes(party: Party, share: Share, shape: Shape | None, n_classes: int | None, each: int) -> int | None:
+    """Bytes of a share, of `each` a number; None where its shape is not known."""
+    if (
+        shape is None
+        or n_classes is None
+        or (share.what in ("buffer", "generator") and not isinstance(shape, Images))
+    ):
         return None
-    from wsi_fl.models import build  # and with it PyTorch
+    if share.what == "buffer" and isinstance(shape, Images):
+        return BufferShape(party.pipeline.replay.buffer, shape.size_px, shape.channels, n_classes).n_bytes
+    if share.what == "generator" and isinstance(shape, Images):
+        from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser  # diffusers takes seconds to import
 
-    model = build(name, n_classes=n_classes, shape=shape, seed=0)
-    return FLOAT_BYTES * sum(p.numel() for p in model.parameters() if p.requires_grad)
+        ddpm = party.pipeline.ddpm
+        model = build_denoiser(
+            DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
+        )
+    else:
+        from wsi_fl.models import build  # and with it PyTorch
 
-
-def _denoiser_bytes(party: Party, shape: Shape | None, n_classes: int | None) -> int | None:
-    """Bytes of the diffusion model that `mpcpa` shares; None where its shape is not known."""
-    if not isinstance(shape, Images) or n_classes is None:
-        return None
-    from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser  # diffusers takes seconds to import
-
-    settings = party.pipeline.ddpm
-    network = build_denoiser(
-        DdpmShape(settings.resolution, shape.channels, n_classes, tuple(settings.channels), settings.layers)
-    )
-    return FLOAT_BYTES * sum(p.numel() for p in network.parameters())
+        model = build(_model_of(party, share), n_classes=n_classes, shape=shape, seed=0)
+    return each * sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -18,6 +18,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
+from wsi_fl.federation.methods import names_of
 from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.stages.hospitals.plans.learned import Learned, learned_by, shape_of
@@ -304,10 +305,10 @@ def _planned(site: SiteFile, key: str | None) -> PlannedSite:
 
 
 def _refuse_nothing_to_share(party: Party) -> None:
-    if party.method.pooled or not party.method.federated:
+    if not party.method.shares:
+        others = names_of(lambda row: bool(row.shares))
         raise UsageError(
-            f"{party.name} is no method of hospitals that learn together; a plan is for proxyfl, fedavg, oneshot or "
-            "another that is federated"
+            f"{party.name} is no method of hospitals that learn together; a plan is for {others}"
         )
     if party.by_files:
         raise UsageError("with train.releases sites meet by files alone, and no plan is needed; leave it out")
