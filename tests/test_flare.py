@@ -8,7 +8,7 @@ import pytest
 
 from tests.hospitals import Bed, digests
 from tests.opened import opening
-from wsi_fl.privacy.book import Book
+from wsi_fl.privacy.ledger_file import Book
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 

@@ -52,6 +52,10 @@ class KnownToAll(WsiFlError):
     """A failure that may be told to other sites: its text is made of nothing but what all sites told each other."""
 
 
+class Interrupted(KnownToAll):
+    """Nothing failed, and this process does not go on as it is: whoever called knows how."""
+
+
 class NoCommonPlan(KnownToAll, UsageError):
     """What the sites bring does not make one plan (exit code 2)."""
 

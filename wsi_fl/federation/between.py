@@ -27,8 +27,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.book import SCORES
-from wsi_fl.privacy.release import Release, digest
+from wsi_fl.privacy.ledger_file import SCORES, Release, digest
 
 Models = Mapping[int | None, Vector]
 """Parameters float32[d] by the index of the site that released them; of a model that all hold, by None."""

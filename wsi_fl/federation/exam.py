@@ -14,8 +14,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.documents import Round
 from wsi_fl.federation.message import Message
 from wsi_fl.learning.counts import N_BINS, n_bytes
-from wsi_fl.privacy.book import SCORES
-from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.ledger_file import SCORES, digest
 
 _MOST_BEYOND = 1 << 16
 """Rounds of a ledger after the last one of training, at most: each attempt at a shared sum takes one."""

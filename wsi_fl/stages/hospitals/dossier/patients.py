@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wsi_fl.privacy.book import Entry
 from wsi_fl.privacy.groups import group_epsilon
-from wsi_fl.privacy.rounds import applied, units_of
-from wsi_fl.privacy.worth import epsilon_of
+from wsi_fl.privacy.guarantee import applied, epsilon_of, units_of
+from wsi_fl.privacy.ledger_file import Entry
 from wsi_fl.stages.site.account import Group
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json

@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.buffers import BufferShape
 from wsi_fl.federation.methods import HUB, Share
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import Party
 from wsi_fl.types import Images, Shape
