@@ -163,11 +163,7 @@ def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
     assert isinstance(head, SharedHead)
     x, y, *whose = batch
     dp = learner.trainer if isinstance(learner.trainer, NoisySums) else NoisySums(0.0, 1.0, len(x))
-    with torch.no_grad():
-        z = head.embedded(x)
-        exact = dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), whose[0] if whose else None)
-        noisy = dp.noisy(exact, noise) if dp.sigma else exact
-        head.hold(exact, noisy.float().double(), (dp.sigma * dp.clip) ** 2)
+    dp.fill(head, x, y, noise, whose[0] if whose else None)
 
 
 def supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:

@@ -62,7 +62,7 @@ class Encoder:
     def __init__(
         self,
         name: str,
-        weights: Path | None = None,
+        weights: str | Path | None = None,
         *,
         input_px: int | None = None,
         batch_size: int = 32,
@@ -72,6 +72,7 @@ class Encoder:
     ) -> None:
         self.name, self.batch_size, self._tell = name, batch_size, tell
         self.device, self._halved = device or torch.device("cpu"), False
+        weights = None if weights is None else Path(weights)
         if name in PRESETS:
             network, parts = _of_preset(name, weights, input_px, cache, tell)
         else:
