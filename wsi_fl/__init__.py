@@ -16,4 +16,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *import_module("wsi_fl.api").__all__]
+    return ["__version__", "api", *import_module("wsi_fl.api").__all__]

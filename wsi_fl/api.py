@@ -97,7 +97,7 @@ def patches(
 
 
 def examples(store: PatchStore | FeatureStore, split: str = "train") -> Examples:
-    """Return the labelled rows of a split, "train", "val" or "test": a patch store's patches, a feature store's bags."""
+    """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
     import numpy as np
 
     from wsi_fl.learning.bags import bag_examples
