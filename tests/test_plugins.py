@@ -1,9 +1,12 @@
-"""A stranger's package of one file, installed beside, adds a command, a method, an encoder and a reader."""
+"""The package of one file of `docs/plugins.md`, installed beside, adds a command, a method, an encoder and a reader."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,54 +20,19 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.types import WsiFlError
 
-STRANGER = '''
-from dataclasses import replace
-from pathlib import Path
-
-import numpy as np
-from torch import nn
-
-from wsi_fl.federation.methods import METHODS
-from wsi_fl.models.presets import Preset, Transform
-from wsi_fl.slides.reading.formats.source import Levels
-
-method = replace(METHODS["fedavg"], name="Neighbourly", does="fedavg by another name")
-OWN = "the model's own pooling"
+PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+TOML, PYTHON = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
+PROJECT = tomllib.loads(TOML)["project"]
 
 
-def greet(name: str) -> None:
-    """Greet somebody."""
-    print(f"hello {name}")
-
-
-def build(weights):
-    return nn.Sequential(nn.AvgPool2d(8), nn.Flatten())
-
-
-grey = Preset("means", 12, 0, Transform((0.0,) * 3, (1.0,) * 3, 16, "bilinear"), "", "MIT", (), OWN, build=build)
-
-
-def read(path: Path, head: bytes):
-    if head.startswith(b"GREY"):
-        return Levels([(64, 48)], lambda level, at, size: np.full((size[1], size[0], 3), 90, np.uint8),
-                      vendor="grey", mpp=(0.5, 0.5), quickhash="1")
-'''
-POINTS = {
-    "commands": "greet = stranger:greet",
-    "methods": "neighbourly = stranger:method",
-    "encoders": "means = stranger:grey",
-    "readers": "grey = stranger:read",
-}
-
-
-def installed(folder, name="stranger", points=None, text=STRANGER):
-    """Write a package of one file and its metadata, as an installer leaves them."""
+def installed(folder, name="neighbourly", groups=PROJECT["entry-points"], text=PYTHON):
+    """Write the page's package and its metadata, as an installer leaves them."""
     info = folder / f"{name}-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
-    groups = [f"[wsi_fl.{group}]\n{point}\n" for group, point in (points or POINTS).items()]
-    (info / "entry_points.txt").write_text("\n".join(groups))
-    (folder / f"{name}.py").write_text(text)
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items()) for group, of in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
     return folder
 
 
@@ -80,7 +48,7 @@ def beside(tmp_path, monkeypatch):
 
     yield install
     monkeypatch.undo()
-    sys.modules.pop("stranger", None)
+    sys.modules.pop("neighbourly", None)
     for known in (plugins._found, plugins._loaded):
         known.cache_clear()
 
@@ -123,7 +91,7 @@ def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_pat
 def test_a_plan_names_its_version(beside):
     before = code_digest()
     beside()
-    assert packages()["stranger"] == "1.2"
+    assert packages()["neighbourly"] == "1.2"
     assert code_digest() != before
 
 
@@ -135,15 +103,17 @@ def test_a_plan_names_its_version(beside):
             ("No module named", "cannot be imported", "update or uninstall"),
         ),
         ({"text": "method = 3"}, ("is no Method",)),
-        ({"points": {"methods": "fedavg = stranger:method"}}, ("which wsi-fl has itself",)),
+        ({"groups": {"wsi_fl.methods": {"fedavg": "neighbourly:method"}}}, ("which wsi-fl has itself",)),
     ],
 )
 def test_a_package_that_is_broken_is_named(beside, given, words):
     beside(**given)
-    refused(lambda: [METHODS[name] for name in METHODS], "stranger 1.2", *words, error=WsiFlError)
+    refused(lambda: [METHODS[name] for name in METHODS], "neighbourly 1.2", *words, error=WsiFlError)
 
 
 def test_two_of_one_name_are_refused(beside):
     beside()
     beside(name="another")
-    refused(lambda: METHODS["neighbourly"], "another 1.2", "stranger 1.2", "uninstall one", error=WsiFlError)
+    refused(
+        lambda: METHODS["neighbourly"], "another 1.2", "neighbourly 1.2", "uninstall one", error=WsiFlError
+    )
