@@ -35,6 +35,9 @@ class Table(Mapping[str, T], Generic[T]):
         own: those that need no plugin.
         kind: what a plugin's row has to be.
 
+    Attributes:
+        own: as given; help texts take these alone, since they are made before a plugin may be imported.
+
     Example:
         >>> table = Table("wsi_fl.nothing", {"own": 1}, int)
         >>> list(table), table["own"], "another" in table
@@ -42,19 +45,20 @@ class Table(Mapping[str, T], Generic[T]):
     """
 
     def __init__(self, group: str, own: Mapping[str, T], kind: type[T] | UnionType) -> None:
-        self._group, self._own, self._kind = group, own, kind
+        self.own = own
+        self._group, self._kind = group, kind
 
     def _added(self) -> Mapping[str, EntryPoint]:
         found = _found(self._group)
-        for name in found.keys() & self._own.keys():
+        for name in found.keys() & self.own.keys():
             raise WsiFlError(
                 f"{_named(found[name])} adds {name!r} to {self._group}, which wsi-fl has itself; uninstall it"
             )
         return found
 
     def __getitem__(self, name: str) -> T:
-        if name in self._own:
-            return self._own[name]
+        if name in self.own:
+            return self.own[name]
         point = self._added()[name]
         row = _loaded(point)
         if not isinstance(row, self._kind):
@@ -66,14 +70,14 @@ class Table(Mapping[str, T], Generic[T]):
         return row
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._added()
+        return name in self.own or name in self._added()
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._own
+        yield from self.own
         yield from self._added()
 
     def __len__(self) -> int:
-        return len(self._own) + len(self._added())
+        return len(self.own) + len(self._added())
 
 
 def versions() -> dict[str, str]:
