@@ -28,9 +28,9 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.mixing import PushSum, mix
 from wsi_fl.federation.topology import Matrix, Topology, exponential, receivers, senders, star
+from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.release import Release
-from wsi_fl.privacy.terms import Terms
+from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.report.comparison_figures import palette, png_style
 
 GRAPHS: dict[str, Topology] = {"star": star, "exponential": exponential}

@@ -43,8 +43,8 @@ from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.letters import Letter, Writer
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.relayed import RelayedComm
+from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.terms import Terms
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.making import provision
 from wsi_fl.system.files import read_lines

@@ -64,7 +64,7 @@ def _kept(folder: Path) -> Release:
 
     from wsi_fl.models import build
     from wsi_fl.privacy.gradients import trained
-    from wsi_fl.privacy.release import digest
+    from wsi_fl.privacy.ledger_file import digest
     from wsi_fl.types import Images
 
     (state,) = folder.glob(f"runs/*/sites/{_SITE}/state/round_00001.safetensors")

@@ -25,8 +25,8 @@ def _measure(megabytes: float, repeats: int, folder: Path) -> None:
 
     from wsi_fl.federation.comm import MpiComm
     from wsi_fl.federation.message import Outgoing
+    from wsi_fl.privacy.guarantee import Terms
     from wsi_fl.privacy.ledger import PrivacyLedger
-    from wsi_fl.privacy.terms import Terms
 
     comm, world = MpiComm(60.0), MPI.COMM_WORLD
     (me,) = comm.sites

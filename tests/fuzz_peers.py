@@ -29,7 +29,7 @@ from wsi_fl.federation.exchange import _too_far as too_far
 from wsi_fl.federation.graph import parse_graph
 from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Answer, Standing, first_round, roster_of
-from wsi_fl.privacy.release import Release
+from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.training.checks import check_budgets
 from wsi_fl.types import WsiFlError

@@ -30,7 +30,7 @@ from wsi_fl.privacy.audit import (
     tpr_at,
 )
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.ledger_file import digest
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, print_audit

@@ -11,9 +11,9 @@ from test_plan import Root, hospital, made
 from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 
 from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.privacy.terms import Terms
 from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.report.dossier import render
 from wsi_fl.runs.run import RunFolder

@@ -6,9 +6,8 @@ from conftest import metrics
 from tests.test_folder_line import SITES, Group, start
 from tests.test_oneshot import HEADS
 from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.book import Book
-from wsi_fl.privacy.rounds import applied
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, applied
+from wsi_fl.privacy.ledger_file import LedgerFile
 
 HONEST, LIAR = SITES[:2], SITES[2]
 SHARED = [*HEADS, "privacy.noise=shared", "privacy.sigma=9", "comm.timeout_s=60"]
@@ -29,7 +28,7 @@ class Turns(Group):
 
     def charges(self, site):
         """The lines that charged a site, by the approval that each names, the oldest first."""
-        lines = [e for e in Book(self.study(site).ledger(site)).entries if e.mechanism]
+        lines = [e for e in LedgerFile(self.study(site).ledger(site)).entries if e.mechanism]
         return {
             one: [e for e in lines if e.approved == one] for one in dict.fromkeys(e.approved for e in lines)
         }

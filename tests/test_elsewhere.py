@@ -19,7 +19,7 @@ from conftest import make_study, refused
 
 from wsi_fl.models.segmenter import load_segmenter
 from wsi_fl.models.weights import read_weights
-from wsi_fl.privacy.book import Book
+from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.choosing.outlines import outlines_of
 from wsi_fl.slides.layouts.rows import rows_of
@@ -262,7 +262,7 @@ READERS = {
     "request": is_request,
     "data set": read_data_set,
     "encoder": read_weights,
-    "ledger": Book,
+    "ledger": LedgerFile,
     "annotations": read_annotations,
 }
 

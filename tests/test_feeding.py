@@ -169,7 +169,7 @@ def test_all_that_a_network_needs_moves_to_the_gpu(name):
     transform = preset.transform if preset else Transform((0.5,) * 3, (0.5,) * 3, 64, "bicubic")
     model = preset_model(preset) if preset else timm.create_model("test_efficientnet", num_classes=0)
     with FakeTensorMode():
-        network = moved(Network(model.eval(), transform, preset))
+        network = moved(Network(model.eval(), transform, preset.pooling if preset else None))
         pixels = torch.empty(2, 256, 256, 3, dtype=torch.uint8, device="cuda")
         with torch.inference_mode():
             features = network(pixels)

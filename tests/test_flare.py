@@ -8,7 +8,7 @@ import pytest
 
 from tests.hospitals import Bed, digests
 from tests.opened import opening
-from wsi_fl.privacy.book import Book
+from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
@@ -26,7 +26,7 @@ def test_two_hospitals_learn_together_over_flare(tmp_path):
         assert set(expected[site]) == {"private.safetensors", "proxy.safetensors"}
         other = next(name for name in bed.sites if name != site)
         assert not list((bed.root / site / "runs").rglob(f"sites/{other}/*"))
-        entries = Book(bed.study(site).ledger(site)).entries
+        entries = LedgerFile(bed.study(site).ledger(site)).entries
         assert entries
         assert {entry.agreement for entry in entries if entry.mechanism} == {plan.digest}
     local = json.loads((bed.simulated / summary["run"] / "summary.json").read_text())

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.hospitals import Bed, digests
-from wsi_fl.privacy.book import Book
+from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.hospitals.kits.making import provision
 
 pytestmark = [
@@ -66,7 +66,7 @@ def goes_on(bed, run):
     assert said.returncode == 0, said.stderr
     for site in bed.sites:
         assert digests(bed.root / site / "runs" / run, site) == bed.expected[site]
-        book = Book(bed.study(site).ledger(site))
+        book = LedgerFile(bed.study(site).ledger(site))
         identity = json.loads((bed.root / site / "runs" / run / "manifest.json").read_text())["id"]
         rounds = {e.round for e in book.entries if e.mechanism and e.run_id == identity}
         assert rounds == set(range(1, ROUNDS + 1))

@@ -217,7 +217,7 @@ def test_what_a_file_is_its_content_says(picture, tmp_path):
     refused(
         lambda: Slide(tmp_path / "b.png"), "b.png", "not a slide format that is known here", error=WsiFlError
     )
-    refused(lambda: Slide(path, reader="native"), "plain picture", "slides.reader = auto", error=WsiFlError)
+    refused(lambda: Slide(path, reader="native"), "plain picture", "reader = auto", error=WsiFlError)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -8,7 +8,7 @@ import pytest
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.privacy.ledger import BudgetSpent, PrivacyLedger, Terms
-from wsi_fl.privacy.release import Release, digest
+from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.types import WsiFlError
 
 ROUND = Mechanism(sigma=1.4, clip=0.7, sample_rate=0.1, steps=10)

@@ -358,7 +358,7 @@ def test_published_weights_that_cannot_be_had_end_in_one_line(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", nowhere)
     monkeypatch.setattr("urllib.request.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
-    refused(lambda: Encoder("test_efficientnet"), "cannot be downloaded", "mosaic.weights", error=WsiFlError)
+    refused(lambda: Encoder("test_efficientnet"), "cannot be downloaded", "set weights", error=WsiFlError)
 
 
 def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from conftest import make_study, refused, write_features
 from PIL import Image
 
-from wsi_fl.privacy.book import Book
+from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.stages.prepare.check import check as check_stores
 from wsi_fl.stages.prepare.partition import partition
@@ -348,7 +348,7 @@ def test_there_are_no_more_sites_than_images(study, tmp_path):
 def test_a_ledger_line_that_is_none_is_named(tmp_path, line):
     path = tmp_path / "S0.jsonl"
     path.write_text(line + "\n")
-    told(lambda: Book(path), "S0.jsonl", "line 1", "no entry of a ledger")
+    told(lambda: LedgerFile(path), "S0.jsonl", "line 1", "no entry of a ledger")
 
 
 @pytest.mark.parametrize("kind", ["patches", "features"])

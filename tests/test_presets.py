@@ -228,7 +228,7 @@ def test_places_are_interpolated_to_the_models_grid():
 
 
 def test_gigapath_sees_the_middle_of_patches_of_256_px():
-    network = Network(torch.nn.Identity(), PRESETS["gigapath"].transform, PRESETS["gigapath"])
+    network = Network(torch.nn.Identity(), PRESETS["gigapath"].transform, PRESETS["gigapath"].pooling)
     pixels = torch.zeros(1, 256, 256, 3, dtype=torch.uint8)
     pixels[:, 16:240, 16:240] = 255
     seen = network.prepared(pixels)
@@ -432,4 +432,4 @@ def test_the_table_in_the_documentation_is_that_of_the_package():
 
 
 def test_a_name_that_nobody_knows_points_to_the_list(tmp_path):
-    refused(lambda: Encoder("uni3"), "wsi-fl encoders", error=UsageError)
+    refused(lambda: Encoder("uni3"), "presets are uni, ", error=UsageError)

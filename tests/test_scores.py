@@ -23,8 +23,8 @@ from wsi_fl.learning.metrics import auroc
 from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.terms import Terms
 from wsi_fl.report.between import section
 from wsi_fl.report.coordinator import render_coordinator
 from wsi_fl.runs.run import RunFolder

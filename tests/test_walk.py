@@ -21,7 +21,7 @@ from wsi_fl.federation.comm import LocalComm
 from wsi_fl.privacy import plan as privacy_plan
 from wsi_fl.privacy.dpsgd import DPTrainer
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.ledger_file import digest
 from wsi_fl.privacy.sums import NoisySums
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SiteFolder

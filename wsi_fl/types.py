@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unicodedata import category
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 CLASSES = ("healthy", "tumor")
 """Labels of a histology patch store; ``label`` columns hold positions in such a tuple."""
@@ -49,6 +50,10 @@ class UsageError(WsiFlError):
 
 class KnownToAll(WsiFlError):
     """A failure that may be told to other sites: its text is made of nothing but what all sites told each other."""
+
+
+class Interrupted(KnownToAll):
+    """Nothing failed, and this process does not go on as it is: whoever called knows how."""
 
 
 class NoCommonPlan(KnownToAll, UsageError):
@@ -211,6 +216,8 @@ class PatchTable:
     @staticmethod
     def of_images(label: NDArray[np.int64], slide: str, patient: list[str], split: str) -> PatchTable:
         """Return the table of images that were cut from no slide, but lie in one shard."""
+        import numpy as np
+
         n = len(label)
         xy, fraction = np.zeros((n, 2), np.int64), np.full(n, np.nan, np.float32)
         return PatchTable(xy, label, fraction, np.full(n, slide), np.array(patient), np.full(n, split))

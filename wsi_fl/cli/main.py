@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from types import FunctionType
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from wsi_fl import __version__
 from wsi_fl.cli import answers, federation, prepare, synthesis, training
 from wsi_fl.cli.options import Json, announced, show
+from wsi_fl.plugins import Table
+
+
+class _Program(TyperGroup):
+    """The commands below, and those of the entry points `wsi_fl.commands`: a function, or a `typer.Typer` with several.
+
+    A package is imported for --help and for its own commands.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self._all())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = self._all().get(cmd_name)
+        if not isinstance(found, _ADDED):
+            return found
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        if isinstance(found, typer.Typer):
+            alone.add_typer(found, name=cmd_name)
+        else:
+            alone.command(cmd_name)(found)
+        return typer.main.get_group(alone).commands[cmd_name]
+
+    def _all(self) -> Table[Any]:
+        return Table("wsi_fl.commands", self.commands, _ADDED)
+
+
+_ADDED = typer.Typer | FunctionType
 
 app = typer.Typer(
+    cls=_Program,
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,

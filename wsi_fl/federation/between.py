@@ -29,8 +29,7 @@ from wsi_fl.federation.scoring import (
 from wsi_fl.federation.site import Site, release_once
 from wsi_fl.learning.counts import Counts, Scores, nothing, packed, unpacked
 from wsi_fl.models import schema
-from wsi_fl.privacy.book import SCORES
-from wsi_fl.privacy.release import Release, digest
+from wsi_fl.privacy.ledger_file import SCORES, Release, digest
 
 Models = Mapping[int | None, Vector]
 """Parameters float32[d] by the index of the site that released them; of a model that all hold, by None."""

@@ -15,7 +15,7 @@ from wsi_fl.federation.mixing import PushSum, Vector, mix
 from wsi_fl.federation.site import Site
 from wsi_fl.federation.topology import Matrix, receivers, senders
 from wsi_fl.models import schema
-from wsi_fl.privacy.release import Release
+from wsi_fl.privacy.ledger_file import Release
 
 _FAR = 10.0
 """How many times further than usual a model may lie from the own one."""

@@ -39,8 +39,8 @@ from wsi_fl.learning.examples import batches
 from wsi_fl.learning.lessons import LESSONS
 from wsi_fl.learning.local import Batch, mean_losses
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
-from wsi_fl.privacy.release import Release
 from wsi_fl.types import WsiFlError
 
 Report = Callable[[dict[str, Any]], None]

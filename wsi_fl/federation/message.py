@@ -16,7 +16,7 @@ from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.types import WsiFlError
 
 if TYPE_CHECKING:  # the ledger brings torch along, and ranks that only tile need none
-    from wsi_fl.privacy.release import Release
+    from wsi_fl.privacy.ledger_file import Release
 
 _MAGIC = b"WSFL"
 _VERSION = 1
@@ -50,7 +50,7 @@ class Outgoing:
     release: Release
 
     def __post_init__(self) -> None:
-        from wsi_fl.privacy.release import Release
+        from wsi_fl.privacy.ledger_file import Release
 
         if not isinstance(self.release, Release):
             raise TypeError(f"only a Release may leave a site, not {type(self.release).__name__}")

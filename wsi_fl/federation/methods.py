@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from wsi_fl.plugins import Table
+
 if TYPE_CHECKING:
     from wsi_fl.federation.topology import Topology
     from wsi_fl.learning.lessons import LearnsFrom
@@ -272,7 +274,7 @@ def _oneshot() -> Method:
 _MPCPA = "wsi_fl.stages.training.mpcpa"
 _GENERATOR = Share("generator", "star", protected="leave", times="before", made_by=_MPCPA)
 _HANDED_OVER = Share("model", HUB, protected="leave", times="after", made_by=_MPCPA)
-METHODS: dict[str, Method] = {
+_OWN = {
     ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
     POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, learns_from="everybody"),
     "fedavg": Method(
@@ -306,6 +308,9 @@ METHODS: dict[str, Method] = {
     ),
     "replay": _replay(),
 }
+
+METHODS = Table("wsi_fl.methods", _OWN, Method)
+"""By the name that `--method` takes; another package adds its own as entry points of `wsi_fl.methods`."""
 
 
 def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:

@@ -23,7 +23,7 @@ from wsi_fl.federation.comm import PeerLate, Traffic, count
 from wsi_fl.federation.documents import NotAgreed, decoded, encoded
 from wsi_fl.federation.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
 from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Kind, Message, Outgoing, pack, received
-from wsi_fl.types import KnownToAll
+from wsi_fl.types import Interrupted, KnownToAll
 
 T = TypeVar("T")
 
@@ -68,10 +68,6 @@ class Line(Protocol):
     def close(self) -> None:
         """Stop listening."""
         ...
-
-
-class Interrupted(KnownToAll):
-    """Nothing failed, and this process does not go on as it is: whoever called knows how."""
 
 
 class SiteReturned(Interrupted):

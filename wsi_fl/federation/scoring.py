@@ -32,8 +32,7 @@ from wsi_fl.learning.tasks import quality, scored
 from wsi_fl.learning.tuning import balanced_loss
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.book import SCORES
-from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.ledger_file import SCORES, digest
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:

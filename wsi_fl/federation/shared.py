@@ -27,7 +27,6 @@ from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.site import Schedule, Site, checkpoint
 from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
-from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
     A_LITTLE,
@@ -38,11 +37,10 @@ from wsi_fl.privacy.discrete import (
     sensitivity_of,
     share_sigma,
 )
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, attempts_of
+from wsi_fl.privacy.ledger_file import Release, run_id
 from wsi_fl.privacy.masks import KeyPair, masked, opened
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.release import Release
-from wsi_fl.privacy.rounds import attempts_of
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 _MOST = 1 << 30

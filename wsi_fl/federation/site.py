@@ -22,8 +22,8 @@ from wsi_fl.learning.units import Units
 from wsi_fl.models import schema
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import Release, Values, digest
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.release import Release, Values, digest
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.types import WsiFlError
 

@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
 from wsi_fl.federation.site import Site
-from wsi_fl.privacy.release import Release, digest
+from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.types import WsiFlError
 
 SERVER = "server"

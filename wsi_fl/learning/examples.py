@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.system.memory import Recycled
@@ -65,6 +65,31 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.label)
+
+    @staticmethod
+    def of(x: Inputs | Sequence[Inputs], label: ArrayLike, patient: Sequence[str] = ()) -> Examples:
+        """Return n examples that lie in memory.
+
+        Args:
+            x: images uint8[n, h, w, channels], features float32[n, d], or n bags of features float32[m, d].
+            label: int64[n] of classes.
+            patient: of each; none of them is known where this is left out.
+
+        Example:
+            >>> examples = Examples.of([np.ones((3, 8), np.float32), np.ones((5, 8), np.float32)], [0, 1])
+            >>> len(examples), examples.read(np.arange(2)).shape
+            (2, (2, 5, 9))
+        """
+        from wsi_fl.learning.bags import packed
+
+        labels, unknown = np.asarray(label, np.int64), np.full(len(x), "")
+        arrays = x
+        read = (
+            (lambda rows: arrays[rows])
+            if isinstance(arrays, np.ndarray)
+            else (lambda rows: packed([arrays[k] for k in rows]))
+        )
+        return Examples(read, labels, unknown, np.asarray(patient, np.str_) if len(patient) else unknown)
 
 
 def unlabelled(inputs: Inputs) -> Examples:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.objectives import mutual
 from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.models.checkpoint import load_slots, slots_of, under
+from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import DPTrainer
@@ -67,7 +67,7 @@ class Learner:
         self.class_weights = None if class_weights is None else torch.tensor(class_weights, device=device)
         if dp is None and device.type == "cpu":
             self.model.to(memory_format=torch.channels_last)  # pooling and small convolutions gain a third
-        self.optimizer = torch.optim.Adam(
+        self.optimizer = Adam(
             trained(self.model), lr=lr, weight_decay=weight_decay, fused=device.type in ("cpu", "cuda")
         )
         self.trainer = None if dp is None else _trainer(self.model, self.optimizer, dp)
@@ -163,11 +163,7 @@ def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
     assert isinstance(head, SharedHead)
     x, y, *whose = batch
     dp = learner.trainer if isinstance(learner.trainer, NoisySums) else NoisySums(0.0, 1.0, len(x))
-    with torch.no_grad():
-        z = head.embedded(x)
-        exact = dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), whose[0] if whose else None)
-        noisy = dp.noisy(exact, noise) if dp.sigma else exact
-        head.hold(exact, noisy.float().double(), (dp.sigma * dp.clip) ** 2)
+    dp.fill(head, x, y, noise, whose[0] if whose else None)
 
 
 def supervised_step(learner: Learner, batch: Batch, noise: CipherStream) -> float:

@@ -1,11 +1,22 @@
-"""What an optimizer remembers, as named tensors of a checkpoint."""
+"""The optimizer, and what it remembers as named tensors of a checkpoint."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+
+class Adam(torch.optim.Adam):
+    """PyTorch's Adam without what its methods are wrapped in for `torch.compile`, which takes 2 s to import."""
+
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Adam.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
 
 
 def slots_of(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Tensor]:

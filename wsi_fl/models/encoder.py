@@ -51,7 +51,6 @@ class Encoder:
         weights: a file with the names of timm, torchvision, transformers or KimiaNet; None for the published ones.
         input_px: patches are resized to it; None takes them as they are, or where the encoder has but one size
             (presets, vision transformers), that.
-        section: of the configuration that said so, for errors.
         cache: where the tensors of a pickle are kept when its own folder cannot be written.
         tell: is told in a line what people should know.
 
@@ -63,21 +62,21 @@ class Encoder:
     def __init__(
         self,
         name: str,
-        weights: Path | None = None,
+        weights: str | Path | None = None,
         *,
         input_px: int | None = None,
         batch_size: int = 32,
         device: torch.device | None = None,
-        section: str = "mosaic",
         cache: Path | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.name, self.batch_size, self._section, self._tell = name, batch_size, section, tell
+        self.name, self.batch_size, self._tell = name, batch_size, tell
         self.device, self._halved = device or torch.device("cpu"), False
+        weights = None if weights is None else Path(weights)
         if name in PRESETS:
-            network, parts = _of_preset(name, weights, input_px, section, cache, tell)
+            network, parts = _of_preset(name, weights, input_px, cache, tell)
         else:
-            network, parts = _of_timm(name, weights, input_px, section, cache, tell)
+            network, parts = _of_timm(name, weights, input_px, cache, tell)
         self.input_px = network.transform.px
         size = f" at {self.input_px} px" if self.input_px else ""
         self.label = encoder_label(f"{name}{size} sha256:{digest_of(network.model)[:_DIGITS]}", parts)
@@ -98,9 +97,7 @@ class Encoder:
         except torch.OutOfMemoryError:
             features = self._in_halves(patches)
         if not np.isfinite(features).all():
-            raise EncoderError(
-                f"{self.label}: gives features that are no numbers; check {self._section}.weights"
-            )
+            raise EncoderError(f"{self.label}: gives features that are no numbers; check its weights")
         return features
 
     def _features(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -123,7 +120,7 @@ class Encoder:
         except torch.OutOfMemoryError:
             tried = min(n, half) or 1
             raise EncoderError(
-                f"{self.device}: no memory for {tried} patches {size}; lower {self._section}.batch_size"
+                f"{self.device}: no memory for {tried} patches {size}; lower batch_size"
             ) from None
 
     def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -147,34 +144,34 @@ def _of_preset(
     name: str,
     weights: Path | None,
     input_px: int | None,
-    section: str,
     cache: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[Network, tuple[str, ...]]:
     """A preset with its weights, and what its label says besides them."""
     preset = PRESETS[name]
-    only_px(preset.transform.px or 0, input_px, section)
+    only_px(preset.transform.px or 0, input_px)
+    if preset.build is not None:
+        return Network(preset.build(weights), preset.transform, preset.pooling), preset.parts
     path = weights or published_weights(name, preset.hub_id, HUB_FILES)
     model = preset_model(preset)
     fit(model, timm_named(read_weights(path, cache, tell), model), str(path), assign=True)
-    return Network(model, preset.transform, preset), preset.parts
+    return Network(model, preset.transform, preset.pooling), preset.parts
 
 
 def _of_timm(
     name: str,
     weights: Path | None,
     input_px: int | None,
-    section: str,
     cache: Path | None,
     tell: Callable[[str], None],
 ) -> tuple[Network, tuple[str, ...]]:
     """A timm model with its weights, and what its label says besides them."""
     refuse_file_name(name)
-    model = timm_model(name, section)
+    model = timm_model(name)
     path = weights or published_weights(name, getattr(model, "pretrained_cfg", {}).get("hf_hub_id"))
     if fit(model, timm_named(read_weights(path, cache, tell), model), str(path)):
-        _without_last_relu(model, section)
-    transform = timm_transform(model, input_px, section)
+        _without_last_relu(model)
+    transform = timm_transform(model, input_px)
     network = Network(model, transform)
     return network, (*transform.parts, network.pooling)
 
@@ -283,11 +280,9 @@ def regrouped(batches: Iterable[NDArray[np.uint8]], encoder: Encoder) -> Iterato
         yield waiting[:filled]
 
 
-def _without_last_relu(model: nn.Module, section: str) -> None:
+def _without_last_relu(model: nn.Module) -> None:
     """KimiaNet pools the last normalisation as it is; torchvision and timm put a ReLU between."""
     last = getattr(getattr(model, "features", None), "norm5", None)
     if last is None or not hasattr(last, "act"):
-        raise WsiFlError(
-            f"weights with KimiaNet's names fit DenseNets alone; set {section}.encoder = 'densenet121'"
-        )
+        raise WsiFlError("weights with KimiaNet's names fit DenseNets alone; set encoder = 'densenet121'")
     last.act = nn.Identity()

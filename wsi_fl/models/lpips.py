@@ -110,11 +110,7 @@ def load_lpips(weights: str | None) -> Lpips:
     if weights is not None and weights.startswith(RANDOM):
         return _random_lpips(weights)
     path = published_weights("vgg16", _HUB) if weights is None else Path(weights)
-    try:
-        state = read_weights(path)
-    except WsiFlError as error:
-        raise WsiFlError(str(error).replace("mosaic.weights", "lpips.weights")) from None
-    trunk = _trunk(state, path)
+    trunk = _trunk(read_weights(path), path)
     label = f"vgg16 sha256:{digest_of(trunk)[:_DIGITS]}"
     return Lpips(trunk, _heads(), label, trained=True)
 

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.models.presets import Preset, Transform
+from wsi_fl.models.presets import PRESETS, Pooling, Preset, Transform
 from wsi_fl.types import UsageError
 
-_CLASSES = "class token"
+_CLASS, _BOTH = "class token", "class token and mean of patches"
 
 
 class Network(nn.Module):
@@ -17,22 +17,20 @@ class Network(nn.Module):
 
     Args:
         model: a timm model without classifier.
-        preset: says what is pooled; None takes what the model itself pools.
+        pooling: what is made of the tokens of a patch; None takes what the model itself pools.
+
+    Attributes:
+        pooling: what is made of the tokens or maps of a patch, in words.
     """
 
-    def __init__(self, model: nn.Module, transform: Transform, preset: Preset | None = None) -> None:
+    def __init__(self, model: nn.Module, transform: Transform, pooling: Pooling | None = None) -> None:
         super().__init__()
-        self.model, self.transform, self._preset = model, transform, preset
+        self.model, self.transform = model, transform
+        named = getattr(model, "global_pool", "")
+        own = f"pooling {named}" if isinstance(named, str) and named else "the model's own pooling"
+        self.pooling = pooling or own
         for name, values in (("mean", transform.mean), ("sd", transform.sd)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
-
-    @property
-    def pooling(self) -> str:
-        """What is made of the tokens or maps of a patch, in words."""
-        if self._preset is not None:
-            return self._preset.pooling
-        named = getattr(self.model, "global_pool", "")
-        return f"pooling {named}" if isinstance(named, str) and named else "the model's own pooling"
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return features [b, d] of uint8[b, h, w, 3] on the module's own device."""
@@ -41,12 +39,12 @@ class Network(nn.Module):
     def of_images(self, images: torch.Tensor) -> torch.Tensor:
         """Return features [b, d] of images float32[b, 3, h, w] in [0, 1], which may be overwritten."""
         images = self._normalised(images)
-        if self._preset is None:
+        if self.pooling not in {_CLASS, _BOTH}:
             pooled: torch.Tensor = self.model(images)
             return pooled
         tokens: torch.Tensor = self.model.forward_features(images)  # type: ignore[operator]
         first = tokens[:, 0]
-        if self._preset.pooling == _CLASSES:
+        if self.pooling == _CLASS:
             return first
         patches = tokens[:, self.model.num_prefix_tokens :]
         return torch.cat([first, patches.mean(1)], 1)
@@ -80,7 +78,7 @@ def preset_model(preset: Preset) -> nn.Module:
     return model
 
 
-def timm_model(name: str, section: str) -> nn.Module:
+def timm_model(name: str) -> nn.Module:
     """Return any timm model without classifier; its random weights are to be replaced.
 
     Raises:
@@ -95,13 +93,12 @@ def timm_model(name: str, section: str) -> nn.Module:
         near = timm.list_models(f"*{name.split('.', maxsplit=1)[0]}*")[:3]
         hint = f"; near: {', '.join(near)}" if near else ""
         raise UsageError(
-            f"{section}.encoder = {name!r}: timm makes no such model ({reason}){hint}; "
-            "`wsi-fl encoders` lists the presets"
+            f"encoder = {name!r}: timm makes no such model ({reason}){hint}; presets are {', '.join(PRESETS)}"
         ) from None
     return model
 
 
-def timm_transform(model: nn.Module, input_px: int | None, section: str) -> Transform:
+def timm_transform(model: nn.Module, input_px: int | None) -> Transform:
     """Return what timm says of a model's input, at the size that was asked for.
 
     Args:
@@ -115,20 +112,18 @@ def timm_transform(model: nn.Module, input_px: int | None, section: str) -> Tran
     data = resolve_model_data_config(model)
     interpolation = data["interpolation"] if data["interpolation"] in {"bilinear", "bicubic"} else "bicubic"
     if getattr(model, "pretrained_cfg", {}).get("fixed_input_size"):
-        input_px = only_px(int(data["input_size"][-1]), input_px, section)
+        input_px = only_px(int(data["input_size"][-1]), input_px)
     return Transform(tuple(data["mean"]), tuple(data["std"]), input_px, interpolation)
 
 
-def only_px(only: int, wanted: int | None, section: str) -> int:
+def only_px(only: int, wanted: int | None) -> int:
     """Return the only size that an encoder takes.
 
     Raises:
         UsageError: when another is wanted.
     """
     if wanted not in {None, only}:
-        raise UsageError(
-            f"{section}.input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out"
-        )
+        raise UsageError(f"input_px = {wanted}: this encoder takes patches of {only} px alone; leave it out")
     return only
 
 

@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-Pooling = Literal["class token", "class token and mean of patches"]
+from wsi_fl.plugins import Table
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Pooling = Literal["class token", "class token and mean of patches", "the model's own pooling"]
 Rgb = tuple[float, float, float]
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -70,14 +76,16 @@ class Preset:
     """Facts of one published encoder.
 
     Attributes:
-        architecture: timm's name.
+        architecture: timm's name, or any where `build` makes it.
         n_features: d.
         n_parameters: of the model as it is built here.
-        hub_id: of its weights on the Hugging Face hub.
+        hub_id: of its weights on the Hugging Face hub; "" where they are not there.
         licence: of the weights; who uses them keeps to it.
         mpp: µm per pixel of the patches that it was trained on; empty where the authors do not say.
         arguments: of the architecture.
         swiglu: whether its MLPs are SwiGLU where timm's architecture has others.
+        build: makes an encoder that timm has not, from a file of weights or from its own (None): a module from
+            normalised images float32[b, 3, px, px] to features float32[b, d] where the pooling is its own.
     """
 
     architecture: str
@@ -90,6 +98,7 @@ class Preset:
     pooling: Pooling = "class token"
     arguments: Mapping[str, Any] = field(default_factory=dict)
     swiglu: bool = False
+    build: Callable[[Path | None], nn.Module] | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -156,7 +165,7 @@ def _hibou(architecture: str, n_features: int, n_parameters: int, hub_id: str, m
     )
 
 
-PRESETS: dict[str, Preset] = {
+_OWN = {
     "uni": Preset(
         "vit_large_patch16_224",
         1024,
@@ -247,7 +256,9 @@ PRESETS: dict[str, Preset] = {
         {"img_size": 224},
     ),
 }
-"""By the name that `features.encoder` and `mosaic.encoder` take."""
+
+PRESETS = Table("wsi_fl.encoders", _OWN, Preset)
+"""By the name that an encoder is asked for; another package adds its own as entry points of `wsi_fl.encoders`."""
 
 
 def warning_of(name: str, size_px: int, mpp: float) -> str | None:

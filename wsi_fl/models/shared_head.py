@@ -9,6 +9,7 @@ Wang, "Revisiting differentially private linear regression", UAI 2018).
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from math import sqrt
 
 import torch
@@ -114,6 +115,22 @@ class SharedHead(nn.Module):
         self.sums.copy_(torch.cat([noisy, noisy.new_full((1,), variance)]))
         self.released.copy_(self.sums)
         self.n_sites.zero_()
+
+    @staticmethod
+    @torch.no_grad()
+    def combine(heads: Sequence[SharedHead]) -> None:
+        """Give each of several sites' heads the sums of all, as they do when they have released their own.
+
+        Example:
+            >>> heads = [SharedHead(2, 8), SharedHead(2, 8)]
+            >>> SharedHead.combine(heads)
+            >>> [int(head.n_sites) for head in heads]
+            [2, 2]
+        """
+        mean = torch.stack([head.released for head in heads]).mean(0)
+        for head in heads:
+            head.sums.copy_(mean)
+            head.n_sites.fill_(len(heads))
 
     def total(self, *, own: bool = True) -> Tensor:
         """Return the sums float64[k + 1] over all sites; the last is the variance of the noise in the others.

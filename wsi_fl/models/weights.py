@@ -42,7 +42,7 @@ def read_weights(
         WsiFlError: when it is missing, damaged, or a pickle with more than tensors, which can run any program.
     """
     if not path.is_file():
-        raise WsiFlError(f"{path}: no such file; mosaic.weights wants a safetensors, .bin, .pt or .pth file")
+        raise WsiFlError(f"{path}: no such file; weights are a safetensors, .bin, .pt or .pth file")
     if path.suffix.lower() in PICKLES:
         path = as_safetensors(path, cache, tell)
     try:
@@ -73,9 +73,9 @@ def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("mo
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError
 
-    advice = "download its weights elsewhere and give them with mosaic.weights = 'FILE.safetensors'"
+    advice = "download its weights elsewhere and set weights = 'FILE.safetensors'"
     if not hub_id:
-        raise WsiFlError(f"{name}: timm publishes no weights of it by name; give mosaic.weights")
+        raise WsiFlError(f"{name}: timm publishes no weights of it by name; set weights")
     if found := cached_weights(hub_id, files):
         return found
     host = urlsplit(constants.ENDPOINT).hostname or ""
@@ -189,9 +189,7 @@ def _others(names: list[str]) -> str:
 
 
 def refuse_file_name(name: str) -> None:
-    """An encoder is a name; a path belongs into `mosaic.weights`."""
+    """An encoder is a name; a path belongs into `weights`."""
     path = "/" in name and not name.startswith("hf-hub:")
     if path or name.endswith((".safetensors", *PICKLES)):
-        raise UsageError(
-            f"mosaic.encoder = {name!r} is a preset's or a timm model's name; a file goes into mosaic.weights"
-        )
+        raise UsageError(f"encoder = {name!r} is a preset's or a timm model's name; a file goes into weights")

@@ -92,19 +92,28 @@ def _rdp_of_one_step(
     return np.asarray(rdp, np.float64)
 
 
-def epsilon(mechanisms: Iterable[Mechanism], delta: float, orders: tuple[float, ...] = _ORDERS) -> float:
+def epsilon(
+    mechanisms: Mechanism | Iterable[Mechanism],
+    delta: float | None = None,
+    orders: tuple[float, ...] = _ORDERS,
+) -> float:
     """ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
 
     It is exact where every mechanism sees all records, and an upper bound elsewhere.
 
     Args:
+        mechanisms: one, such as the plan of a round, or several.
+        delta: None takes that of the one plan.
         orders: Rényi orders to take the least bound over; every choice is valid.
 
     Example (ProxyFL, Table 2, site C1):
         >>> round(epsilon([plan(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
         2.36
     """
-    if not 0 < delta < 1:
+    if isinstance(mechanisms, Mechanism):
+        delta = getattr(mechanisms, "delta", None) if delta is None else delta
+        mechanisms = [mechanisms]
+    if delta is None or not 0 < delta < 1:
         raise UsageError(f"delta must lie between 0 and 1, not {delta}")
     applied = [mechanism for mechanism in mechanisms if mechanism.steps]
     if any(mechanism.sigma <= 0 for mechanism in applied):

@@ -20,6 +20,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ghost import GHOSTS
 from wsi_fl.privacy.gradients import ENGINES, LossOf, engine_of, trained
 from wsi_fl.privacy.patients import summed_by_patient
+from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import UsageError, WsiFlError
 
 _UNTRAINABLE = "model cannot be trained with differential privacy"
@@ -50,14 +51,14 @@ def _ties_nothing(module: nn.Module) -> bool:
     return not own and not isinstance(module, _NormBase)
 
 
-def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, int, int], n_classes: int) -> str:
+def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
     """Return the first engine whose per-example gradients, on a copy of the model, are those of single examples.
 
     Clipping means nothing where they differ, and an architecture from elsewhere may do what an engine does not
     see: use parameters outside their module, operate in place, tie the examples of a batch together.
 
     Args:
-        input_shape: channels, height and width of an image.
+        input_shape: of one example, such as channels, height and width of an image.
         n_classes: length of the logits.
 
     Raises:
@@ -183,12 +184,32 @@ class DPTrainer:
     ) -> None:
         check_trainable(model)
         if sigma > 0 and not isfinite(clip):
-            raise UsageError(f"noise is a multiple of privacy.clip, which cannot be {clip:g}")
+            raise UsageError(f"noise is a multiple of clip, which cannot be {clip:g}")
         self._model, self._optimizer = model, optimizer
         self.sigma, self.clip, self.batch_size = sigma, clip, batch_size
         self.unit = unit
         self._parameters = trained(model)
         self.engine = engine or engine_of(model)
+
+    @classmethod
+    def of(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
+        """Return what trains a model by Adam as a plan says, with its σ, C, B and unit.
+
+        Example:
+            >>> from wsi_fl.privacy.plan import plan_of_round
+            >>> plan = plan_of_round(n=100, batch_size=10, epochs=1, sigma=1.0, clip=0.5, delta=1e-3)
+            >>> DPTrainer.of(plan, nn.Linear(4, 2)).clip
+            0.5
+        """
+        optimizer = torch.optim.Adam(trained(model), lr=lr)
+        return cls(
+            model,
+            optimizer,
+            sigma=plan.sigma,
+            clip=plan.clip,
+            batch_size=plan.batch_size,
+            unit=plan.unit,
+        )
 
     def step(self, x: Tensor, loss_of: LossOf, noise: CipherStream, patient: Tensor | None = None) -> float:
         """One step on the batch x[b, …], of pure noise when b = 0. Returns the mean loss (NaN when b = 0).

@@ -57,8 +57,8 @@ def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
     loss = loss_of(logits)
     # with respect to outputs alone: autograd then leaves the weights' gradients out
     outputs = [record.output for record in records]
-    scale = torch.full_like(loss, len(x))
-    backprops = list(torch.autograd.grad(loss, outputs, scale, allow_unused=True)) if outputs else []
+    # of the sum and not of the mean; `grad_outputs` would import all of SymPy
+    backprops = list(torch.autograd.grad(loss * len(x), outputs, allow_unused=True)) if outputs else []
     with torch.no_grad():
         uses: dict[nn.Module, list[Use]] = {}
         while records:

@@ -17,11 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.privacy.accounting import ACCOUNTANT, Mechanism, epsilon
-from wsi_fl.privacy.book import Book, Entry, Guarantee, run_id
-from wsi_fl.privacy.release import SEAL, Release, Values, digest
-from wsi_fl.privacy.rounds import Round, applied, of_hospital, rounds_of, units_of
-from wsi_fl.privacy.terms import PROTECTS_UP_TO, BudgetSpent, Terms
-from wsi_fl.privacy.worth import epsilon_of, guarantee_of
+from wsi_fl.privacy.guarantee import (
+    PROTECTS_UP_TO,
+    BudgetSpent,
+    Round,
+    Terms,
+    applied,
+    epsilon_of,
+    guarantee_of,
+    of_hospital,
+    rounds_of,
+    units_of,
+)
+from wsi_fl.privacy.ledger_file import SEAL, Entry, Guarantee, LedgerFile, Release, Values, digest, run_id
 from wsi_fl.types import WsiFlError
 
 
@@ -56,7 +64,7 @@ class PrivacyLedger:
         self.path, self.site, self.run, self.terms = path, site, run, terms
         self.named = {key: said for key, said in named.items() if said}
         self._counted = {run_id(run), *map(run_id, includes)}
-        self._book = Book(path, heads)
+        self._book = LedgerFile(path, heads)
         self._check_account()
 
     @property

@@ -63,7 +63,7 @@ class PrivacyPlan(Mechanism):
                 f"1/{per_epoch} and a multiple of {per_epoch} steps, not {self.sample_rate:g} and {self.steps}"
             )
         if not (self.sigma >= 0 and isfinite(self.sigma) and self.clip > 0):
-            raise UsageError(f"privacy.sigma = {self.sigma:g} and privacy.clip = {self.clip:g} make no plan")
+            raise UsageError(f"sigma = {self.sigma:g} and clip = {self.clip:g} make no privacy plan")
         if self.unit not in ("row", "patient") or self.mode not in ("strict", "paper"):
             raise UsageError(f"a privacy plan knows no unit {self.unit!r} in mode {self.mode!r}")
         if self.accountant != ACCOUNTANT:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.discrete import (
     A_LITTLE,
@@ -22,6 +23,7 @@ from wsi_fl.privacy.discrete import (
     quantised,
     sensitivity_of,
 )
+from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
 Packed = Callable[[Tensor], Tensor]
@@ -43,6 +45,26 @@ class NoisySums:
     clip: float
     batch_size: int
     unit: str = "row"
+
+    @classmethod
+    def of(cls, plan: PrivacyPlan) -> NoisySums:
+        """Return how a plan gives noise to sums of all its units."""
+        return cls(plan.sigma, plan.clip, plan.batch_size, plan.unit)
+
+    @torch.no_grad()
+    def fill(
+        self, head: SharedHead, x: Tensor, y: Tensor, stream: CipherStream, patient: Tensor | None = None
+    ) -> None:
+        """Let a head have the sums of these rows, as they are for itself and with noise for others.
+
+        Args:
+            x, y: all rows of the site, float32[n, d] or bags float32[n, m, d + 1], and their labels int64[n].
+            patient: int64[n], whose each row is, where the unit is a patient.
+        """
+        z = head.embedded(x)
+        exact = self.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), patient)
+        noisy = self.noisy(exact, stream) if self.sigma else exact
+        head.hold(exact, noisy.float().double(), (self.sigma * self.clip) ** 2)
 
     def clipped(self, packed: Packed, n: int, patient: Tensor | None = None) -> Tensor:
         """Return the sums float64[k] of n rows in which no unit counts for more than `clip`.

@@ -31,8 +31,8 @@ class StoreFile:
     command: ClassVar[str]
     rows: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
         if not path.exists():
             raise WsiFlError(f"{path}: no such store; make it with `wsi-fl {self.command}`")
         try:

@@ -61,7 +61,7 @@ class PatchStore(StoreFile):
     format = STORE_FORMAT
     command = "tile"
 
-    def __init__(self, path: Path, read_slide: ReadSlide | None = None) -> None:
+    def __init__(self, path: str | Path, read_slide: ReadSlide | None = None) -> None:
         self._read_slide = read_slide
         super().__init__(path)
 

@@ -59,13 +59,14 @@ class Slide:
         WsiFlError: when the file is missing, unreadable or of an unknown format.
     """
 
-    def __init__(self, path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
+    def __init__(self, path: str | Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
+        path = Path(path)
         if mpp_override is not None and not (isfinite(mpp_override) and mpp_override > 0):
             raise UsageError(
                 f"{path.name}: mpp_override = {mpp_override:g} must be a positive number of µm per pixel"
             )
         if reader not in get_args(Reader):
-            raise UsageError(f"slides.reader = {reader!r} must be one of {', '.join(get_args(Reader))}")
+            raise UsageError(f"reader = {reader!r} must be one of {', '.join(get_args(Reader))}")
         self.path = path
         self._override = mpp_override
         self._lock = threading.Lock()
@@ -84,7 +85,7 @@ class Slide:
         if foreign and reader == "native":
             self._handle.close()
             raise WsiFlError(
-                f"{path.name}: {self.vendor} has no tiles that are read natively; set slides.reader = auto"
+                f"{path.name}: {self.vendor} has no tiles that are read natively; set reader = auto"
             )
         self._native = (
             None if foreign or reader == "openslide" else self._trusted(required=reader == "native")

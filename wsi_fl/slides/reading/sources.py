@@ -14,6 +14,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
+from wsi_fl.plugins import entries
 from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff, of_zarr
 from wsi_fl.slides.reading.formats.pictures import of_picture
 from wsi_fl.slides.reading.formats.scanners import of_czi, of_isyntax
@@ -33,6 +34,9 @@ _Answer = TypeVar("_Answer")
 def open_source(path: Path) -> Source | None:
     """Open a slide that OpenSlide does not know; None where nobody knows it.
 
+    Readers of other packages, the entry points `wsi_fl.readers`, are asked before these: functions of the path and
+    its first 64 KiB that return None for what is not theirs.
+
     Raises:
         WsiFlError: when it is known and damaged, too large, or needs an extra that is not installed.
     """
@@ -42,6 +46,10 @@ def open_source(path: Path) -> Source | None:
         return None
     with ordinary(path).open("rb") as file:
         head = file.read(_HEAD)
+    for read in entries("wsi_fl.readers").values():
+        found: Source | None = _guarded(path, partial(read, head=head))
+        if found is not None:
+            return found
     kinds: tuple[tuple[bool, Callable[[Path], Source]], ...] = (
         (head.startswith(_CZI), of_czi),
         (b'<DataObject ObjectType="DPUfsImport"' in head, of_isyntax),
@@ -95,7 +103,7 @@ def is_czi(path: Path) -> bool:
         return file.read(len(_CZI)) == _CZI
 
 
-def _guarded(path: Path, opened: Callable[[Path], Source]) -> Source:
+def _guarded(path: Path, opened: Callable[[Path], _Answer]) -> _Answer:
     """Open a source; what its library raises becomes one line, except a want of memory."""
     try:
         return opened(path)

@@ -90,7 +90,7 @@ class TrustedLevels:
                 return level
         if self._required:
             raise WsiFlError(
-                f"{self._path.name}: slides.reader = native cannot read level {number}: {reason}; "
+                f"{self._path.name}: reader = native cannot read level {number}: {reason}; "
                 "use auto or openslide"
             )
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.letters import Writer
-from wsi_fl.federation.relayed import Interrupted, SiteReturned
+from wsi_fl.federation.relayed import SiteReturned
 from wsi_fl.stages.hospitals.choosing import finished_summary
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan
@@ -16,7 +16,7 @@ from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
-from wsi_fl.types import KnownToAll, UsageError
+from wsi_fl.types import Interrupted, KnownToAll, UsageError
 
 _LEAVING_S = 10.0
 """How long a site that has the last letter of a run may take to write its summary and to leave."""

@@ -31,7 +31,7 @@ def encoders(study: Study | None, pipeline_name: str | None = None) -> dict[str,
 
 
 def _row(name: str, preset: Preset, given: Path | None, memory: int) -> dict[str, Any]:
-    weights = given or cached_weights(preset.hub_id, HUB_FILES)
+    weights = given or (cached_weights(preset.hub_id, HUB_FILES) if preset.hub_id else None)
     needed = _needed(preset)
     return {
         "name": name,

@@ -13,12 +13,12 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.documents import Amount, Count
 from wsi_fl.federation.methods import Method, Weights
 from wsi_fl.privacy.accounting import Mechanism, epsilon, sigma_for
-from wsi_fl.privacy.book import Guarantee
 from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
+from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.privacy.plan import PrivacyPlan, differences, plan_of_round
 from wsi_fl.privacy.planner import planned as best_plan
-from wsi_fl.privacy.terms import Terms
 from wsi_fl.runs.site import SiteFolder
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

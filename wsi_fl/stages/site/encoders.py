@@ -10,6 +10,7 @@ from wsi_fl.models.presets import PRESETS
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.preparing import Mosaic
+from wsi_fl.types import WsiFlError
 
 
 def encoder_of(
@@ -24,21 +25,26 @@ def encoder_of(
     Args:
         section: of the configuration that they are from.
         tell: is told in a line what people should know, such as what timm says of a model that is no preset.
+
+    Raises:
+        WsiFlError: as `Encoder` does, with the section before it.
     """
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), threads))
     weights = study.resolve(settings.weights) if settings.weights else None
-    encoder = Encoder(
-        settings.encoder,
-        weights,
-        input_px=settings.input_px,
-        batch_size=settings.batch_size,
-        device=device_of_rank(),
-        section=section,
-        cache=study.root / "weights",
-        tell=tell,
-    )
+    try:
+        encoder = Encoder(
+            settings.encoder,
+            weights,
+            input_px=settings.input_px,
+            batch_size=settings.batch_size,
+            device=device_of_rank(),
+            cache=study.root / "weights",
+            tell=tell,
+        )
+    except WsiFlError as error:
+        raise type(error)(f"[{section}] {error}") from None
     if settings.encoder not in PRESETS:
         tell(f"{encoder.name}: as timm has it, {', '.join(encoder.parts)}")
     return encoder

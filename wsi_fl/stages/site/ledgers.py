@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.terms import Terms
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile

@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from wsi_fl.privacy.book import Guarantee
+from wsi_fl.privacy.guarantee import Round
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.release import Release, Values, digest
-from wsi_fl.privacy.rounds import Round
+from wsi_fl.privacy.ledger_file import Guarantee, Release, Values, digest
 from wsi_fl.stages.site.account import terms_of
 from wsi_fl.stages.site.ledgers import claimed, open_ledger
 from wsi_fl.study.folder import Study

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wsi_fl.privacy.book import Guarantee
-from wsi_fl.privacy.release import digest
+from wsi_fl.privacy.ledger_file import Guarantee, digest
 from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

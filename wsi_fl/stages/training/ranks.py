@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from wsi_fl.federation import loop, preflight
 from wsi_fl.federation.between import Scoring
 from wsi_fl.federation.comm import Comm, MpiComm
-from wsi_fl.federation.relayed import Interrupted
 from wsi_fl.federation.site import Site
 from wsi_fl.report.words import SCORES
 from wsi_fl.runs.run import RunFolder
@@ -36,7 +35,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.system.files import raise_if_full, write_json
-from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
+from wsi_fl.types import Interrupted, KnownToAll, NoCommonPlan, UsageError, WsiFlError, one_line
 
 AnyComm = TypeVar("AnyComm", bound=Comm)
 

@@ -21,10 +21,10 @@ from wsi_fl.models import schema
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
-from wsi_fl.privacy.release import Release
-from wsi_fl.privacy.rounds import rounds_of
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget
 from wsi_fl.stages.site.once import Once, once_ledger, release_once

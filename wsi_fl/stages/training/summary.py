@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
-from wsi_fl.privacy.book import Guarantee
+from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.stages.site.account import Group, group_of
 from wsi_fl.stages.site.party import Party
 

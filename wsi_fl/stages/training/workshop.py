@@ -17,9 +17,9 @@ from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.transforms import augmentation
 from wsi_fl.learning.tuning import Way
 from wsi_fl.models import build, schema
-from wsi_fl.privacy.book import run_id
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
+from wsi_fl.privacy.ledger_file import run_id
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (

@@ -13,10 +13,17 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
-from wsi_fl.privacy.book import Book, Entry
 from wsi_fl.privacy.groups import group_epsilon
-from wsi_fl.privacy.rounds import Round, applied, of_hospital, rounds_of, units_of
-from wsi_fl.privacy.worth import epsilon_of, guarantee_of
+from wsi_fl.privacy.guarantee import (
+    Round,
+    applied,
+    epsilon_of,
+    guarantee_of,
+    of_hospital,
+    rounds_of,
+    units_of,
+)
+from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.report import dossier as page
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.choosing import runs_of_plan
@@ -180,7 +187,7 @@ def _ledger(study: Study, plan: Plan, site: SiteFile) -> tuple[Sequence[Entry], 
         terms = terms_of(site, plan.pipeline(), "none")
         return open_ledger(study, site, f"plan {plan.digest[:32]}", terms).entries, ""
     except WsiFlError as error:
-        return Book(study.ledger(site.name)).entries, str(error).replace(f"{study.root}/", "")
+        return LedgerFile(study.ledger(site.name)).entries, str(error).replace(f"{study.root}/", "")
 
 
 def _missing(study: Study, plan: Plan, missing: Mapping[str, str]) -> dict[str, str]:

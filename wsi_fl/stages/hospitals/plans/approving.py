@@ -9,9 +9,9 @@ from typing import Any
 
 from wsi_fl.federation.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.plans.contents import of_store
 from wsi_fl.stages.hospitals.plans.making import (

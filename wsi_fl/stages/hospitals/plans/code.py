@@ -7,6 +7,7 @@ import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from wsi_fl import plugins
 from wsi_fl.types import WsiFlError
 
 _RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
@@ -16,13 +17,16 @@ _PACKAGE = Path(__file__).parents[3]
 def packages() -> dict[str, str]:
     """Return the versions of the packages that the guarantee rests on, without what a build calls itself (`+cu126`).
 
+    Those that add methods, readers, encoders or commands are among them, since their code runs too.
+
     Raises:
         WsiFlError: when one is not installed.
     """
     try:
-        return {name: version(name).partition("+")[0] for name in _RESTS_ON}
+        found = {name: version(name) for name in _RESTS_ON} | plugins.versions()
     except PackageNotFoundError as error:
         raise WsiFlError(f"{error.name} is not installed; install wsi-fl again") from None
+    return {name: number.partition("+")[0] for name, number in found.items()}
 
 
 def code_digest(package: Path = _PACKAGE) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from wsi_fl.federation.methods import HUB, Share
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.targets import outputs_of, question

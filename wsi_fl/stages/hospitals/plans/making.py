@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.methods import names_of
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.stages.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
 from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wsi_fl.privacy.terms import MOST_ATTEMPTS
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import count, size
 from wsi_fl.stages.hospitals.kits.making import print_fingerprint
 from wsi_fl.stages.hospitals.plans.approving import Cost, Looked

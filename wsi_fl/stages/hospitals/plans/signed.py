@@ -266,12 +266,14 @@ def check_code(plan: Plan, site: str) -> None:
     Raises:
         UsageError: naming both versions.
     """
-    planned = plan.document.get("packages")
-    for name, version_ in packages().items():
-        if isinstance(planned, dict) and planned.get(name) != version_:
+    installed, planned = packages(), plan.document.get("packages")
+    planned = planned if isinstance(planned, dict) else installed
+    for name in sorted(installed | planned):
+        one, other = (versions.get(name, "not installed") for versions in (planned, installed))
+        if one != other:
             raise UsageError(
-                f"the plan is for {name} {planned.get(name)}, and site {site} has {version_}; install the plan's "
-                "version, or agree on a new plan"
+                f"the plan is for {name} {one}, and site {site} has {other}; install the plan's version, or agree on "
+                "a new plan"
             )
     said, here = str(plan.document["code"]), code_digest()
     if said != here:

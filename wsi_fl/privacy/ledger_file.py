@@ -13,9 +13,12 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import InitVar, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from wsi_fl.privacy.accounting import Mechanism
@@ -141,7 +144,7 @@ def run_id(run: str) -> str:
     return run.rpartition(" ")[2]
 
 
-class Book:
+class LedgerFile:
     """Read and write the lines of a ledger's file.
 
     Args:
@@ -276,3 +279,48 @@ def _read_head(path: Path) -> Head:
         raise WsiFlError(
             f"{path}: damaged; put its backup back, or the site's budget cannot be trusted"
         ) from None
+
+
+Values = NDArray[np.float32] | NDArray[np.uint8]
+"""Parameters of a model, or the bytes of a buffer of images."""
+
+SEAL = object()
+"""Held by the ledger alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class Release:
+    """What a site lets go: flat numbers with their PushSum weight, or flat bytes, recorded in a ledger.
+
+    Attributes:
+        site, round: whose it is, and in which round it was made.
+        schema: of the model whose parameters they are.
+        vector: float32[d], or uint8[d] of a buffer; read-only.
+        weight: PushSum weight that travels along.
+        digest: SHA-256 of the bytes that travel, as the ledger has it.
+    """
+
+    site: str
+    round: int
+    schema: str
+    vector: Values
+    weight: float
+    digest: str
+    seal: InitVar[object]
+
+    def __post_init__(self, seal: object) -> None:
+        if seal is not SEAL:
+            raise TypeError("only PrivacyLedger.release makes a Release")
+        frozen = np.array(self.vector, _kind_of(self.vector))
+        frozen.flags.writeable = False
+        object.__setattr__(self, "vector", frozen)
+
+
+def _kind_of(vector: Values) -> type[np.uint8] | type[np.float32]:
+    return np.uint8 if vector.dtype == np.uint8 else np.float32
+
+
+def digest(vector: Values) -> str:
+    """SHA-256 of the bytes that travel."""
+    kind = "u1" if vector.dtype == np.uint8 else "<f4"
+    return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()

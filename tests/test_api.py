@@ -1,0 +1,86 @@
+"""The front door: names that come when they are used, and the examples of `docs/python.md`, which run as they stand."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import make_study
+from safetensors.torch import save_file
+from torch.nn import functional
+
+import wsi_fl
+from wsi_fl import api
+from wsi_fl.demo.phantom.tiff import write_pyramid
+
+PAGE = Path(wsi_fl.__file__).parents[1] / "docs" / "python.md"
+SECTIONS = dict(re.findall(r"^## (.+)\n([^#]+)", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def rows(seed, n=200, d=8):
+    """Features float32[n, d] of two classes that lie apart, and their classes."""
+    rng = np.random.default_rng(seed)
+    label = rng.integers(0, 2, n)
+    return (rng.normal(size=(n, d)) + 2 * label[:, None]).astype(np.float32), label
+
+
+def given(section):
+    """What a section of the page says that it has; files lie in the current folder."""
+    rng = np.random.default_rng(0)
+    if section == "A slide":
+        picture = np.full((512, 512, 3), 240, np.uint8)
+        picture[100:400, 100:400] = rng.integers([150, 60, 120], [220, 140, 190], (300, 300, 3))
+        write_pyramid(Path("a.tif"), picture, 0.5)
+        save_file(timm.create_model("test_efficientnet", num_classes=0).state_dict(), "weights.safetensors")
+    if section == "A store":
+        make_study(Path(), n_sites=1)
+    if section == "Bags of features":
+        return {
+            "bags": [rng.normal(size=(m, 8)).astype(np.float32) for m in (3, 5, 2, 7)],
+            "labels": [0, 1, 0, 1],
+        }
+    if section == "Hospitals that learn together":
+        both = {name: rows(seed, 60) for seed, name in enumerate("ABC")}
+        return {
+            "x": {name: x for name, (x, _) in both.items()},
+            "y": {name: y for name, (_, y) in both.items()},
+        }
+    if section == "One release":
+        return {"sites": [tuple(map(torch.from_numpy, rows(seed, d=32))) for seed in range(3)]}
+    x, y = rows(0)
+    return {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_example_of_the_page_runs(section, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    known = {"torch": torch, "cross_entropy": functional.cross_entropy, **given(section)}
+    test = doctest.DocTestParser().get_doctest(SECTIONS[section], known, section, str(PAGE), 0)
+    assert test.examples
+    said = []
+    doctest.DocTestRunner().run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_a_name_is_imported_when_it_is_used():
+    code = (
+        "import sys, wsi_fl; dir(wsi_fl); import wsi_fl.api; wsi_fl.GridSpec; print('numpy' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", api.__all__)
+def test_every_name_is_there(name):
+    assert name in dir(wsi_fl)
+    assert getattr(wsi_fl, name) is getattr(api, name)
+
+
+def test_another_name_is_not():
+    with pytest.raises(AttributeError, match="no attribute 'slide'"):
+        wsi_fl.slide  # noqa: B018

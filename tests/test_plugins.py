@@ -1,0 +1,119 @@
+"""The package of one file of `docs/plugins.md`, installed beside, adds a command, a method, an encoder and a reader."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import make_study, refused
+
+from wsi_fl import plugins
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.models.encoder import Encoder
+from wsi_fl.models.presets import PRESETS
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.hospitals.plans.code import code_digest, packages
+from wsi_fl.types import WsiFlError
+
+PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+TOML, PYTHON = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
+PROJECT = tomllib.loads(TOML)["project"]
+
+
+def installed(folder, name="neighbourly", groups=PROJECT["entry-points"], text=PYTHON):
+    """Write the page's package and its metadata, as an installer leaves them."""
+    info = folder / f"{name}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in of.items()) for group, of in groups.items()]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+    (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch):
+    """Install packages into a folder that Python sees, and forget them afterwards."""
+
+    def install(**given):
+        folder = installed(tmp_path / "site-packages", **given)
+        monkeypatch.syspath_prepend(str(folder))
+        for known in (plugins._found, plugins._loaded):
+            known.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    sys.modules.pop("neighbourly", None)
+    for known in (plugins._found, plugins._loaded):
+        known.cache_clear()
+
+
+def test_its_command_is_one_of_ours(tmp_path):
+    path = os.pathsep.join([str(installed(tmp_path)), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "-c", "from wsi_fl.__main__ import main; main()", "greet", "Zoë"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout == "hello Zoë\n"
+
+
+def test_its_method_trains(beside, tmp_path, wsi_fl):
+    beside()
+    study = make_study(tmp_path / "study", n_sites=2)
+    assert "greet" in wsi_fl("--help", cwd=study.root).stdout
+    ran = wsi_fl("train", "--method", "neighbourly", "--backend", "local", "--json", cwd=study.root)
+    summary = json.loads(ran.stdout)
+    assert [row["site"] for row in summary["sites"]] == ["S0", "S1"]
+    assert summary["communication"]["messages"] == 3 * 2
+    assert METHODS[summary["method"]].does == "fedavg by another name"
+
+
+def test_its_encoder_embeds_patches_and_its_reader_reads_a_slide(beside, tmp_path):
+    beside()
+    (tmp_path / "a.grey").write_bytes(b"GREY")
+    with Slide(tmp_path / "a.grey") as slide:
+        assert (slide.vendor, slide.size_l0, slide.mpp) == ("grey", (64, 48), 0.5)
+        patch = slide.read((0, 0), 32, 0.5)
+    encoder = Encoder("means")
+    assert encoder.label.startswith("means at 16 px sha256:")
+    np.testing.assert_allclose(encoder(patch[None]), np.full((1, 12), 90 / 255), rtol=1e-6)
+    assert list(PRESETS)[-1] == "means"
+
+
+def test_a_plan_names_its_version(beside):
+    before = code_digest()
+    beside()
+    assert packages()["neighbourly"] == "1.2"
+    assert code_digest() != before
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"text": "import nothing_of_that_name"},
+            ("No module named", "cannot be imported", "update or uninstall"),
+        ),
+        ({"text": "method = 3"}, ("is no Method",)),
+        ({"groups": {"wsi_fl.methods": {"fedavg": "neighbourly:method"}}}, ("which wsi-fl has itself",)),
+    ],
+)
+def test_a_package_that_is_broken_is_named(beside, given, words):
+    beside(**given)
+    refused(lambda: [METHODS[name] for name in METHODS], "neighbourly 1.2", *words, error=WsiFlError)
+
+
+def test_two_of_one_name_are_refused(beside):
+    beside()
+    beside(name="another")
+    refused(
+        lambda: METHODS["neighbourly"], "another 1.2", "neighbourly 1.2", "uninstall one", error=WsiFlError
+    )

@@ -1,0 +1,135 @@
+"""The front door for notebooks: what one needs by short names, imported when it is first used.
+
+All of it is `wsi_fl.NAME` too. Paths may be strings, arrays are NumPy's, and errors are `WsiFlError` in one line.
+`docs/python.md` shows each in five lines.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+    from torch.utils.data import DataLoader
+
+    from wsi_fl.learning.examples import Examples
+    from wsi_fl.slides.reading.reader import Slide
+    from wsi_fl.stores.features import FeatureStore
+    from wsi_fl.stores.patches import PatchStore
+    from wsi_fl.types import GridSpec
+
+_HOME = {
+    "Slide": "slides.reading.reader",
+    "GridSpec": "types",
+    "tissue_mask": "slides.choosing.tissue",
+    "PatchStore": "stores.patches",
+    "FeatureStore": "stores.features",
+    "Encoder": "models.encoder",
+    "encode": "models.encoder",
+    "build": "models",
+    "Images": "types",
+    "Bags": "types",
+    "Vectors": "types",
+    "Examples": "learning.examples",
+    "CipherStream": "privacy.cipher",
+    "PrivacyPlan": "privacy.plan",
+    "plan_of_round": "privacy.plan",
+    "epsilon": "privacy.accounting",
+    "DPTrainer": "privacy.dpsgd",
+    "NoisySums": "privacy.sums",
+    "SharedHead": "models.shared_head",
+    "METHODS": "federation.methods",
+    "federate": "federation.in_memory",
+    "scored": "learning.tasks",
+    "WsiFlError": "types",
+}
+"""Name → the module that it comes from."""
+
+__all__ = [*_HOME, "examples", "loader", "patches"]  # noqa: PLE0604 they are strings
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"wsi_fl.{_HOME[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def patches(
+    slide: Slide, spec: GridSpec, *, min_tissue: float = 0.2
+) -> tuple[NDArray[np.int64], Iterator[NDArray[np.uint8]]]:
+    """Return the patches of a slide's grid that hold enough tissue: where they lie, and their pixels.
+
+    Args:
+        spec: size, resolution and step of the grid.
+        min_tissue: least share of a patch's area that is tissue.
+
+    Returns:
+        The top-left corners (x, y) int64[n, 2] in level-0 pixels, and batches uint8[b, size_px, size_px, 3] in the same
+        order, read when they are asked for.
+
+    Raises:
+        WsiFlError: when the slide has no tissue or does not say its µm per pixel; while it is read, when it is damaged.
+    """
+    from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
+    from wsi_fl.slides.choosing.tissue import tissue_fraction, tissue_mask
+    from wsi_fl.slides.reading.patches import read_patches
+    from wsi_fl.types import SlideRecord
+
+    thumbnail, downsample = slide.thumbnail()
+    mask = tissue_mask(thumbnail, downsample * slide.mpp)
+    xy_l0 = grid_positions(slide.size_l0, spec, slide.mpp)
+    share = tissue_fraction(mask, xy_l0, size_in_l0(spec, slide.mpp), downsample)
+    chosen = xy_l0[share >= min_tissue]
+    record = SlideRecord(slide.path, slide.path.stem, "", "", "weak", False, mpp_override=slide.mpp)
+    read = read_patches(record, chosen, spec, threads=len(os.sched_getaffinity(0)))
+    return chosen, (pixels for _, pixels in read)
+
+
+def examples(store: PatchStore | FeatureStore, split: str = "train") -> Examples:
+    """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
+    import numpy as np
+
+    from wsi_fl.learning.bags import bag_examples
+    from wsi_fl.learning.examples import Examples, subset
+    from wsi_fl.stores.patches import PatchStore
+
+    rows = np.flatnonzero(store.table.split == split)
+    if isinstance(store, PatchStore):
+        table = store.table
+        return subset(Examples(store.read, table.label, table.slide, table.patient), rows)
+    bags = store
+
+    def read(k: int) -> NDArray[np.float32]:
+        return bags.bag(int(rows[k])).features
+
+    return bag_examples(read, bags.table.take(rows), None, n_features=bags.n_features, in_memory=False)
+
+
+def loader(of: Examples, *, batch_size: int = 32, shuffle: bool = False) -> DataLoader[int]:
+    """Return a PyTorch loader of batches as `build`'s models take them: (inputs, labels int64[b]).
+
+    Images are float32[b, channels, h, w] in [−1, 1], features float32[b, d], and bags float32[b, m, d + 1], padded to
+    the longest of the batch; their last column is 1 for a patch and 0 for padding.
+    """
+    import numpy as np
+    import torch
+    from torch.utils.data import DataLoader
+
+    from wsi_fl.learning.examples import tensor_of
+
+    def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
+        chosen = np.array(rows, np.int64)
+        return tensor_of(of.read(chosen)), torch.from_numpy(of.label[chosen])
+
+    return DataLoader(range(len(of)), batch_size, shuffle=shuffle, collate_fn=batch)  # type: ignore[arg-type]
