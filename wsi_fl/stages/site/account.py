@@ -115,14 +115,10 @@ def planned_round(
                 plan.refuse_large_delta()
             return plan
         budget = site.max_epsilon or privacy.target_epsilon
-        limits = [(min(privacy.target_epsilon, budget), spent)]
-        if site.real and site.max_epsilon is not None:
-            limits.append((site.max_epsilon, past))
-        delta = site.delta or privacy.delta
-        if once:
-            sigma = max(sigma_for(limit, 1.0, 1, delta, spent=before) for limit, before in limits)
-            return round_of(batch_size=n, sigma=sigma)
-        batch_size, sigma = _within(limits, n, train.rounds * train.epochs_per_round, delta, privacy.clip)
+        ever = [(site.max_epsilon, past)] if site.real and site.max_epsilon is not None else []
+        limits = [(min(privacy.target_epsilon, budget), spent), *ever]
+        epochs = 0 if once else train.rounds * train.epochs_per_round
+        batch_size, sigma = _within(limits, n, epochs, site.delta or privacy.delta, privacy.clip)
         return round_of(batch_size=batch_size, sigma=sigma)
     except UsageError as error:
         raised = "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
@@ -147,14 +143,17 @@ def _rounds(site: SiteFile, pipeline: Pipeline, n: int) -> partial[PrivacyPlan]:
 def _within(
     limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, epochs: int, delta: float, clip: float
 ) -> tuple[int, float]:
-    """Return batch size and noise of the tightest of the limits (ε, what counts towards it), which keep them all."""
-    ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
-    way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
-    whole = way.mechanism
-    sigmas = [
-        sigma_for(limit, whole.sample_rate, whole.steps, delta, spent=before) for limit, before in limits
-    ]
-    return way.batch_size, max(sigmas)
+    """Return batch size and noise of the tightest of the limits (ε, what counts towards it), which keep them all.
+
+    Args:
+        epochs: of all rounds together; 0 where all units are released at once.
+    """
+    rate, steps, batch_size = 1.0, 1, n
+    if epochs:
+        ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
+        way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
+        rate, steps, batch_size = way.mechanism.sample_rate, way.mechanism.steps, way.batch_size
+    return batch_size, max(sigma_for(limit, rate, steps, delta, spent=before) for limit, before in limits)
 
 
 def agreed_plan(

@@ -88,11 +88,9 @@ def open_account(
         units = units.with_canaries(canaries)
     released = party.releases.get(name)
     includes = (RUN,) if released and pipeline.privacy.enabled else ()
-    if planned:
-        ledger = open_ledger(study, site, planned, terms, includes)
-    else:
-        named = {"promise": study.promise(name), "agreement": run.agreement, "approved": run.approved}
-        ledger = open_ledger(study, site, run.identity, terms, includes, named)
+    named = {"promise": study.promise(name), "agreement": run.agreement, "approved": run.approved}
+    called = planned or run.identity
+    ledger = open_ledger(study, site, called, terms, includes, {} if planned else named)
     if released:
         check_own(ledger, RUN, released.digest, study.relative(study.release(name)))
     if party.by_files:

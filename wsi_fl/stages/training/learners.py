@@ -79,34 +79,35 @@ def learners_of(
     def make(role: str, *, dp: bool, common: bool = False) -> Learner:
         model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
         n_classes = len(data.classes)
-        if not dp or plan is None:
-            return learner_of(model, _usual(keys), train, n_classes, device)
-        settings = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit)
-        somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
-        if somebodys and isinstance(seen, Images):
-            shape = (seen.channels, seen.size_px, seen.size_px)
-            settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
-        return Learner(
-            model, lr=keys.lr, weight_decay=keys.weight_decay, device=device, dp=settings, task=data.task
-        )
+        settings = None
+        if dp and plan is not None:
+            settings = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit)
+            somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
+            if somebodys and isinstance(seen, Images):
+                shape = (seen.channels, seen.size_px, seen.size_px)
+                settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
+        usual = Way(keys.lr, keys.weight_decay, keys.balance)
+        return learner_of(model, usual, train, n_classes, device, dp=settings)
 
     return make
 
 
-def _usual(keys: Train) -> Way:
-    """Return the settings of a model that chooses none."""
-    return Way(keys.lr, keys.weight_decay, keys.balance)
-
-
-def learner_of(model: nn.Module, way: Way, train: Examples, n_classes: int, device: torch.device) -> Learner:
-    """Return a learner without differential privacy with these settings, for some training examples."""
+def learner_of(
+    model: nn.Module,
+    way: Way,
+    train: Examples,
+    n_classes: int,
+    device: torch.device,
+    dp: DPSettings | None = None,
+) -> Learner:
+    """Return a learner with these settings for some training examples; under privacy all classes count as they come."""
     return Learner(
         model,
         lr=way.lr,
         weight_decay=way.weight_decay,
         device=device,
-        dp=None,
-        class_weights=class_weights(train.label, n_classes) if way.balance else None,
+        dp=dp,
+        class_weights=class_weights(train.label, n_classes) if way.balance and dp is None else None,
         task=train.task,
     )
 
@@ -141,7 +142,8 @@ def tune(party: Party, site: Site) -> None:
         return
     folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
     way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds)
-    site.learners["private"] = learner_of(model, way, train, site.n_classes, site.device)
+    learner = learner_of(model, way, train, site.n_classes, site.device)
+    site.learners = {**site.learners, "private": learner}
     site.tuned = {"by": "cross-validation", **way.facts}
 
 

@@ -156,9 +156,12 @@ def _graph_digest(party: Party) -> str | None:
 
 def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
     """Return (the examples that a site's models learn from, those it holds out for validation)."""
-    if not party.method.pooled:
-        return _validated(party, party.data(name), _training(party, name))
-    return joined([_of_site(_training(party, one), one) for one in party.names]), None
+    pooled, most = party.method.pooled, party.pipeline.train.max_patches
+    stores = [party.data(one) for one in (party.names if pooled else [name])]
+    rows = [_training(data, most) for data in stores]
+    if not pooled:
+        return _validated(party, stores[0], rows[0])
+    return joined([_of_site(some, data.site) for some, data in zip(rows, stores, strict=True)]), None
 
 
 def _of_site(examples: Examples, site: str) -> Examples:
@@ -187,9 +190,8 @@ def remember_canaries(site: Site) -> None:
     site.folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
 
 
-def _training(party: Party, name: str) -> Examples:
+def _training(data: Data, most: int | None) -> Examples:
     """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
-    data, most = party.data(name), party.pipeline.train.max_patches
     train = data.examples("train")
     if most is not None and isinstance(data.shape, Bags):
         return with_drawn_patches(train, most)
