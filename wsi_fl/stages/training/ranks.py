@@ -26,7 +26,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.buffers import leaving_words, remember_buffer
 from wsi_fl.stages.training.checks import check_budgets, sites_here
-from wsi_fl.stages.training.going_on import naming_resume
+from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import Row, row_of, summary_of
 from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.workshop import brought, build_site, remember_canaries, schedule_of, start_models
