@@ -43,10 +43,9 @@ MODULES = (
     "federation.between",
     "federation.scoring",
     "federation.letters",
-    "stages.hospitals.choosing",
     "stages.hospitals.taking_part",
     "stages.training.ranks",
-    "stages.training.train",
+    "stages.training.going_on",
 )
 SLOW_MODULES = ("stages.training.mpcpa",)
 """It takes seconds to import."""

@@ -37,8 +37,8 @@ from wsi_fl.stages.answers.audit import _attacked, audit, print_audit
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training.material import agreed_canaries
 from wsi_fl.stages.training.train import train
+from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 # attacks on arrays

@@ -16,8 +16,8 @@ from wsi_fl.learning.tuning import Way, balanced_loss, fitted_head, held_out_fol
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.training.learners import class_weights
 from wsi_fl.stages.training.train import train
-from wsi_fl.stages.training.tuning import class_weights
 from wsi_fl.types import Vectors
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]

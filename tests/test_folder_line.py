@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import KnownToAll, RelayedComm
 from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
-from wsi_fl.stages.hospitals.choosing import begin_or_go_on, choose_run
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.code import code_digest
 from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
@@ -757,14 +758,17 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}
         return Told({"runs": list(runs)}, offered, {"claimed": True})
 
-    first = begin_or_go_on(party, plan, (), told("1"))
-    second = begin_or_go_on(party, plan, (), told("2"))
+    asked = Asked(plan.name, last=True, agreement=plan.digest)
+    first = which_run(party, asked, told("1"))
+    second = which_run(party, asked, told("2"))
     assert first.name == second.name and [p.name for p in study.runs.glob("0*")] == [second.name]
     assert second.agreement == plan.digest
     both = {"identity": second.id, "rounds": 0}
-    assert begin_or_go_on(party, plan, (), told("3", both)).id == second.id
+    assert which_run(party, asked, told("3", both)).id == second.id
     refused(
-        lambda: begin_or_go_on(party, plan, ["S0"], told("4")), "begins with all its sites", error=KnownToAll
+        lambda: which_run(party, replace(asked, without=["S0"]), told("4")),
+        "begins with all its sites",
+        error=KnownToAll,
     )
 
 

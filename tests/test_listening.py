@@ -251,5 +251,5 @@ def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):
         split[:12] = b"val"
         file["split"][:] = split
     with Party.of(study, study.pipeline("small", HELD), "proxyfl") as party:
-        site = workshop.assemble(party, 0)
+        site = workshop.build_site(party, 0)
     assert (len(site.train), len(site.validation)) == (24, 12)

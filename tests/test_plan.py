@@ -28,8 +28,8 @@ from wsi_fl.stages.hospitals.plans.showing import cost_words, print_look
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, print_plan
-from wsi_fl.stages.training.train import _describe
 from wsi_fl.types import Images
 
 SITES = ("S0", "S1", "S2")
@@ -589,7 +589,7 @@ class TestTakingPart:
         weak = study.pipeline("small", ["privacy.sigma=0.1"])
         party = Party.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
         party.run.path.mkdir(parents=True)
-        _describe(party, party.run, "small", "ab" * 16, agreement=plan.digest)
+        describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
         refused(
             self.part(signed, identities, resume="00007-proxyfl-small"),
             "of other settings",

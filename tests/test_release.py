@@ -512,9 +512,9 @@ def test_what_travels_starts_from_the_released_files_alone(study, monkeypatch, m
         study.release_at_home(f"S{k}").unlink()  # exact sums are not needed
     real, starts = workshop.bring_released, []
 
-    def brought(party, name, learners):
-        real(party, name, learners)
-        starts.append({key: value.clone() for key, value in learners[role].model.state_dict().items()})
+    def brought(party, site):
+        real(party, site)
+        starts.append({key: value.clone() for key, value in site.learners[role].model.state_dict().items()})
 
     monkeypatch.setattr(workshop, "bring_released", brought)
     summary = train(study, method=method, overrides=START, backend="local")

@@ -34,7 +34,7 @@ from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.training.workshop import assemble
+from wsi_fl.stages.training.workshop import build_site, start_models
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
@@ -427,8 +427,9 @@ def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
 def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
     """One site of a run sends what it should not; the other two get what is right."""
     party = Party.of(study, study.pipeline("small"), "replay")
-    sites = [assemble(party, k) for k in range(3)]
+    sites = [build_site(party, k) for k in range(3)]
     for site in sites:
+        start_models(party, site)
         release_buffer(site, 1)
         site.received = {9: site.buffer.values}
     (matrix,) = METHODS["replay"].share("buffer").graph(0)(3, 0, 0.0)

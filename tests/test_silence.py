@@ -25,13 +25,13 @@ from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.hospitals.choosing import Begun, Runs
 from wsi_fl.stages.hospitals.taking_part import Seen
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch, mpcpa
+from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
 from wsi_fl.stages.training.summary import Row
-from wsi_fl.stages.training.train import _Claimed, _Proposal, agree_on_run, resume, train
+from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
@@ -283,7 +283,7 @@ def test_no_peer_chooses_where_a_hospital_writes(study, name):
     party = Party.of(study, study.pipeline("small"), "proxyfl")
     before = sorted(study.root.parent.rglob("*"))
     with pytest.raises(WsiFlError, match="no name of a run"):
-        agree_on_run(party, "small", Told(offered))
+        which_run(party, Asked("small"), Told(offered))
     assert [p for p in sorted(study.root.parent.rglob("*")) if p not in before and p != study.runs] == []
 
 
@@ -297,7 +297,7 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
 
     second = _Proposal(number=1, name="proxyfl-small", identity="3" * 32)
     comm = Told(late, _Claimed(claimed=True), second, _Claimed(claimed=True))
-    run = agree_on_run(Party.of(study, study.pipeline("small"), "proxyfl"), "small", comm)
+    run = which_run(Party.of(study, study.pipeline("small"), "proxyfl"), Asked("small"), comm)
     assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
     assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
     assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]

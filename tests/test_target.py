@@ -68,16 +68,16 @@ def _page(study, summary):
 
 def test_sites_learn_with_the_noise_that_is_accounted_for(uneven, monkeypatch):
     made = {}
-    from wsi_fl.stages.training import workshop
+    from wsi_fl.stages.training import learners
 
-    learner = workshop.Learner
+    learner = learners.Learner
 
     def noted(model, *, dp, **kwargs):
         if dp is not None:
             made[len(made)] = (dp.sigma, dp.batch_size)
         return learner(model, dp=dp, **kwargs)
 
-    monkeypatch.setattr(workshop, "Learner", noted)
+    monkeypatch.setattr(learners, "Learner", noted)
     rows = dry_run(uneven, method="proxyfl", overrides=[TARGET, ROUNDS])["sites"]
     assert list(made.values()) == [(row["sigma"], row["batch_size"]) for row in rows]
 

@@ -96,6 +96,11 @@ class RunFolder:
         return str(self.manifest["id"]) if (self.path / "manifest.json").exists() else ""
 
     @property
+    def identity(self) -> str:
+        """Return what ledgers call it: its name, for people, and its id, since names come again."""
+        return f"{self.name} {self.id}" if self.id else self.name
+
+    @property
     def agreement(self) -> str:
         """Return the SHA-256 of the plan that the hospitals signed; "" where none was asked for."""
         return str(self.manifest.get("agreement") or "") if self.id else ""

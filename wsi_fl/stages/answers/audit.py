@@ -31,8 +31,8 @@ from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training.material import agreed_canaries, learned_from
-from wsi_fl.stages.training.workshop import build_model
+from wsi_fl.stages.training.learners import build_model
+from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study

@@ -17,7 +17,7 @@ from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import method_for
-from wsi_fl.stages.training.workshop import architecture
+from wsi_fl.stages.training.learners import architecture
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile

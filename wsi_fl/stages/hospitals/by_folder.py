@@ -9,10 +9,10 @@ from typing import Any
 from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import SiteReturned
-from wsi_fl.stages.hospitals.choosing import finished_summary
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.plans.signed import Plan, approved_plan
 from wsi_fl.stages.hospitals.taking_part import take_part
+from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import alone
@@ -70,7 +70,7 @@ def _until_done(
     """Take part, and begin again whenever a peer does."""
     identity = kit.identity()
     writer, peers = Writer(identity), set(plan.sites) - {identity.name, *without}
-    finished, told = finished_summary(study, plan, without), {""}
+    finished, told = finished_summary(study, plan.digest, plan.sites, without), {""}
 
     def notice() -> None:
         if (trouble := line.trouble) not in told:

@@ -11,17 +11,20 @@ from typing import Any
 
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.coordinator import render_coordinator
-from wsi_fl.stages.hospitals.asked import KNOWN, asked_for, note_asked, note_ended
 from wsi_fl.stages.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import look
 from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
-from wsi_fl.system.files import read_json, write_json, write_text
+from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 _SUMMARY = "summary.json"
+_JOBS = "jobs.jsonl"
+"""A line for what the coordinator asked the hospitals for, and one for what became of it, in the kit."""
+_KNOWN = ("what", "plan", "method", "sites", "resume", "without", "asked", "run", "reason")
+"""What is known of a job; "reason" is why it failed, "run" what came of it, and None stands for neither yet."""
 
 
 def submit(
@@ -119,18 +122,18 @@ def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None)
 def status(kit: Kit) -> dict[str, Any]:
     """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
 
-    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `KNOWN`. A "reason" is why it
+    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `_KNOWN`. A "reason" is why it
     failed, also where the server still calls it running.
     """
     need_flare()
     from wsi_fl.stages.hospitals.flare import jobs
 
-    here, known = jobs.connected(kit), asked_for(kit)
+    here, known = jobs.connected(kit), _asked_for(kit)
     rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
     for row in rows:
-        number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(KNOWN))
+        number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(_KNOWN))
         if row["reason"] and number in known and row["status"] != "DEAD":
-            note_ended(kit, number, reason=row["reason"])
+            _note_ended(kit, number, reason=row["reason"])
         row.update(of_job | {"reason": row["reason"] or of_job["reason"]})
     return {"connected": here, "jobs": rows}
 
@@ -162,7 +165,7 @@ def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: W
 
     def told(number: str) -> None:
         numbers.append(number)
-        note_asked(kit, number, plan, job, sites)
+        _note_asked(kit, number, plan, job, sites)
         watcher.say(f"  job {number}", public=True)
 
     patience_s = plan.pipeline().comm.timeout_s + HEARTBEAT_S  # others wait so long for a letter
@@ -170,9 +173,9 @@ def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: W
         said = jobs.run_job(kit, sites, job, told=told, waiting=waiting, patience_s=patience_s)
     except WsiFlError as error:
         for number in numbers:
-            note_ended(kit, number, reason=str(error))
+            _note_ended(kit, number, reason=str(error))
         raise
-    note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
+    _note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
     return dict(said)
 
 
@@ -225,3 +228,34 @@ def print_status(document: dict[str, Any]) -> None:
     for job in document["jobs"]:
         if job["reason"]:
             say(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
+
+
+def _note_asked(kit: Kit, number: str, plan: Plan, job: Mapping[str, Any], sites: list[str]) -> None:
+    """Note that hospitals were asked for a job.
+
+    Args:
+        number: FLARE's id of it.
+        job: as it was submitted.
+        sites: that take part.
+    """
+    line = {"id": number, "what": job["what"], "plan": plan.digest, "method": plan.method, "sites": sites}
+    line |= {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
+    append_line(kit.path / _JOBS, line)
+
+
+def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | None = None) -> None:
+    """Note what became of a job: its run, or the reason why it failed."""
+    append_line(kit.path / _JOBS, {"id": number, "run": run, "reason": reason, "ended": _now()})
+
+
+def _asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
+    """Return what is known of each job by its id, with all keys of `_KNOWN`."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in read_lines(kit.path / _JOBS, {"id": str}):
+        of_job = found.setdefault(line["id"], dict.fromkeys(_KNOWN))
+        of_job |= {key: line[key] for key in _KNOWN if key in line}
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from typing_extensions import TypedDict
@@ -16,7 +17,6 @@ from wsi_fl.federation.documents import Name
 from wsi_fl.federation.letters import Writer
 from wsi_fl.federation.relayed import Line, RelayedComm
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.choosing import begin_or_go_on, own_run, refuse_once_more, require_agreed
 from wsi_fl.stages.hospitals.plans.code import code_digest
 from wsi_fl.stages.hospitals.plans.signed import (
     Plan,
@@ -27,7 +27,15 @@ from wsi_fl.stages.hospitals.plans.signed import (
 )
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
-from wsi_fl.stages.training.train import agree_on_run, note_who_goes_on, resumed
+from wsi_fl.stages.training.going_on import (
+    Asked,
+    note_who_goes_on,
+    require_same,
+    runs_of_plan,
+    taken_up,
+    which_run,
+)
+from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.types import NoCommonPlan, UsageError
 
@@ -67,41 +75,31 @@ def take_part(
     with _told_to_all():
         agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
         if resume is None and not go_on:
-            refuse_once_more(study, agreed, identity.name)
-        asked = own_run(study, resume) if resume is not None and not go_on else ""
-    run_of: Callable[[RelayedComm], RunFolder]
-    if go_on or resume is None:
-        party = Party.of(study, agreed.pipeline(), agreed.method)
-        check(party, "mpi", stores=False)
-        running = _remaining(party, without if go_on else ())
-        run_of = (
-            partial(begin_or_go_on, party, agreed, without)
-            if go_on
-            else partial(
-                agree_on_run,
-                party,
-                agreed.name,
-                agreement=agreed.digest,
-                approved=approved_at(study, identity.name),
-            )
-        )
-    else:
-        party, finished = resumed(study, asked, without=without)
+            _refuse_once_more(study, agreed, identity.name)
+        run = _own_run(study, resume) if resume is not None and not go_on else None
+    approved = approved_at(study, identity.name)
+    asked = Asked(agreed.name, run, go_on, without, agreed.digest, approved)
+    party = Party.of(study, agreed.pipeline(), agreed.method)
+    if run is not None:
+        began, finished = taken_up(study, asked)
         with _told_to_all():
-            require_agreed(party, agreed)
+            require_same(began, party, agreed.digest)
         if finished is not None:
+            say(f"{finished['run']} has finished already; nothing is sent again")
             return finished
-        check(party, "mpi", stores=False)
-        party.run.go_on_under(approved_at(study, identity.name))
-        note_who_goes_on(party, without)
+        party = began
+    check(party, "mpi", stores=False)
+    if run is not None:
+        note_who_goes_on(party, asked)
         running = running_sites(party)
-        run_of = lambda _: party.run  # noqa: E731
+    else:
+        running = _remaining(party, without if go_on else ())
     from wsi_fl.stages.training import ranks  # and with it PyTorch
 
     seconds = party.pipeline.comm.timeout_s
     comm = _introduced(identity, agreed, running, line, seconds, waiting=waiting, writer=writer)
     try:
-        return ranks.take_part(party, comm, run_of)
+        return ranks.take_part(party, comm, partial(which_run, party, asked))
     finally:
         comm.close()
 
@@ -152,6 +150,33 @@ def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = No
         comm.close()
     peers = [one["site"] for one in told if one["site"] != identity.name]
     return {"site": identity.name, "peers": peers, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _own_run(study: Study, asked: str) -> RunFolder:
+    """Return a run that somebody else asks for, once it is known to be one of this study by its plain name.
+
+    Raises:
+        UsageError: for anything else, such as a path that leads out of `runs/`.
+    """
+    name = Path(asked).name
+    if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
+        raise UsageError("the run that is asked for is not in this hospital's runs/")
+    return RunFolder(study.runs / name)
+
+
+def _refuse_once_more(study: Study, plan: Plan, site: str) -> None:
+    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says.
+
+    Raises:
+        UsageError: which says how to go on, and how to allow another run.
+    """
+    approved = approved_at(study, site)
+    for run in runs_of_plan(study, plan.digest):
+        if run.approved == approved and run.site(site).checkpoints():
+            raise UsageError(
+                f"site {site} approved plan {plan.digest[:8]} for one run, which is {run.name}; go on with it by "
+                f"`federation submit --resume last`, or let {site} approve the plan again, which costs its ε on top"
+            )
 
 
 def _remaining(party: Party, without: Sequence[str]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -101,35 +102,37 @@ def planned_round(
     train, privacy = pipeline.train, pipeline.privacy
     if not privacy.enabled:
         return None
+    round_of = _rounds(site, pipeline, n)
     try:
         if privacy.target_epsilon is None:
             if site.real and not once and privacy.noisy and train.batch_size > n:
                 raise UsageError(
-                    f"train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, and would divide "
-                    f"what {n} add up to; set it to {n} or less"
+                    f"train.batch_size = {train.batch_size} exceeds its {n} {privacy.unit}s, by which noisy sums of "
+                    f"gradients are divided; use {n} or less"
                 )
-            plan = _round_of(site, pipeline, n, n if once else train.batch_size, privacy.sigma)
+            plan = round_of(batch_size=n if once else train.batch_size, sigma=privacy.sigma)
             if site.real and spends(pipeline):
                 plan.refuse_large_delta()
             return plan
         budget = site.max_epsilon or privacy.target_epsilon
-        limits = [(min(privacy.target_epsilon, budget), spent)]
-        if site.real and site.max_epsilon is not None:
-            limits.append((site.max_epsilon, past))
-        return _within(limits, n, site, pipeline, once)
+        ever = [(site.max_epsilon, past)] if site.real and site.max_epsilon is not None else []
+        limits = [(min(privacy.target_epsilon, budget), spent), *ever]
+        epochs = 0 if once else train.rounds * train.epochs_per_round
+        batch_size, sigma = _within(limits, n, epochs, site.delta or privacy.delta, privacy.clip)
+        return round_of(batch_size=batch_size, sigma=sigma)
     except UsageError as error:
         raised = "; raise privacy.target_epsilon or its max_epsilon, or leave it out"
         hint = raised if privacy.target_epsilon else ""
         raise UsageError(f"site {site.name}: {error}{hint}") from None
 
 
-def _round_of(site: SiteFile, pipeline: Pipeline, n: int, batch_size: int, sigma: float) -> PrivacyPlan:
+def _rounds(site: SiteFile, pipeline: Pipeline, n: int) -> partial[PrivacyPlan]:
+    """Return what makes the plan of a round of a given batch size and noise multiplier."""
     privacy = pipeline.privacy
-    return plan_of_round(
+    return partial(
+        plan_of_round,
         n=n,
-        batch_size=batch_size,
         epochs=pipeline.train.epochs_per_round,
-        sigma=sigma,
         clip=privacy.clip,
         delta=site.delta or privacy.delta,
         unit=privacy.unit,
@@ -138,29 +141,23 @@ def _round_of(site: SiteFile, pipeline: Pipeline, n: int, batch_size: int, sigma
 
 
 def _within(
-    limits: Sequence[tuple[float, Sequence[Mechanism]]],
-    n: int,
-    site: SiteFile,
-    pipeline: Pipeline,
-    once: bool,
-) -> PrivacyPlan:
-    """The plan for the tightest of the limits (ε, what counts towards it), with noise that keeps them all."""
-    clip, delta = pipeline.privacy.clip, site.delta or pipeline.privacy.delta
-    if once:
-        sigma = max(sigma_for(limit, 1.0, 1, delta, spent=before) for limit, before in limits)
-        return _round_of(site, pipeline, n, n, sigma)
-    epochs = pipeline.train.rounds * pipeline.train.epochs_per_round
-    ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
-    way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
-    whole = way.mechanism
-    sigmas = [
-        sigma_for(limit, whole.sample_rate, whole.steps, delta, spent=before) for limit, before in limits
-    ]
-    return _round_of(site, pipeline, n, way.batch_size, max(sigmas))
+    limits: Sequence[tuple[float, Sequence[Mechanism]]], n: int, epochs: int, delta: float, clip: float
+) -> tuple[int, float]:
+    """Return batch size and noise of the tightest of the limits (ε, what counts towards it), which keep them all.
+
+    Args:
+        epochs: of all rounds together; 0 where all units are released at once.
+    """
+    rate, steps, batch_size = 1.0, 1, n
+    if epochs:
+        ways = [best_plan(n, epochs, limit, delta, clip=clip, spent=before) for limit, before in limits]
+        way = min(ways, key=lambda way: epsilon([way.mechanism], delta))
+        rate, steps, batch_size = way.mechanism.sample_rate, way.mechanism.steps, way.batch_size
+    return batch_size, max(sigma_for(limit, rate, steps, delta, spent=before) for limit, before in limits)
 
 
 def agreed_plan(
-    folder: SiteFolder,
+    folder: SiteFolder | None,
     site: SiteFile,
     pipeline: Pipeline,
     n: int,
@@ -170,49 +167,40 @@ def agreed_plan(
 ) -> PrivacyPlan | None:
     """Return the plan that the run keeps, or one for what is on the site's account as it begins.
 
+    Args:
+        folder: of the site in the run; None for a run that is only planned. Where its plan was lost, the ledger knows.
+
     Raises:
         UsageError: when settings, canaries or the store would now make another plan than the run keeps, or the
             ledger knows the run with another one.
     """
-    known = _kept_plan(folder, site, pipeline, n, ledger)
-    if known is not None and (recorded := ledger.recorded_plan()):
-        _refuse_changed(known, replace(known, **recorded), site.name)
+    train, privacy, recorded = pipeline.train, pipeline.privacy, ledger.recorded_plan()
+    if not privacy.enabled:
+        return None
+    round_of, known = _rounds(site, pipeline, n), None
+    try:
+        if kept := folder.kept("plan") if folder else None:
+            known = PrivacyPlan(**kept)
+        elif recorded and "batch_size" in recorded:
+            known = round_of(batch_size=recorded["batch_size"], sigma=recorded["sigma"])
+    except (UsageError, TypeError, KeyError, ValueError) as error:
+        raise WsiFlError(
+            f"{folder and folder.path}: the privacy plan of this run is damaged ({error})"
+        ) from None
     if known is None:
-        return planned_round(
-            site, pipeline, n, spent=ledger.mechanisms(), past=ledger.mechanisms(lifetime=True), once=once
-        )
-    own = pipeline.privacy.target_epsilon is not None  # then the site chose its batch size and noise itself
-    batch_size, sigma = (
-        (known.batch_size, known.sigma)
-        if own
-        else (n if once else pipeline.train.batch_size, pipeline.privacy.sigma)
-    )
-    _refuse_changed(_round_of(site, pipeline, n, batch_size, sigma), known, site.name)
-    return known
-
-
-def _refuse_changed(now: PrivacyPlan, began: PrivacyPlan, site: str) -> None:
-    if changed := differences(began, now):
+        past = ledger.mechanisms(lifetime=True)
+        return planned_round(site, pipeline, n, spent=ledger.mechanisms(), past=past, once=once)
+    if privacy.target_epsilon is not None:  # then the site chose its batch size and noise itself
+        now = round_of(batch_size=known.batch_size, sigma=known.sigma)
+    else:
+        now = round_of(batch_size=n if once else train.batch_size, sigma=privacy.sigma)
+    told = replace(known, **recorded) if recorded else known
+    if changed := differences(told, known) or differences(known, now):
         raise UsageError(
-            f"site {site}: the privacy plan of this run was changed since it began ({', '.join(changed)}); "
+            f"site {site.name}: the privacy plan of this run was changed since it began ({', '.join(changed)}); "
             "put its settings back, or start a new run"
         )
-
-
-def _kept_plan(
-    folder: SiteFolder, site: SiteFile, pipeline: Pipeline, n: int, ledger: PrivacyLedger
-) -> PrivacyPlan | None:
-    """Return the plan that the run's folder keeps or, where that file was lost, the one that its ledger knows."""
-    if not pipeline.privacy.enabled:
-        return None
-    try:
-        if kept := folder.kept("plan"):
-            return PrivacyPlan(**kept)
-        if (recorded := ledger.recorded_plan()) and "batch_size" in recorded:
-            return _round_of(site, pipeline, n, recorded["batch_size"], recorded["sigma"])
-    except (UsageError, TypeError, KeyError, ValueError) as error:
-        raise WsiFlError(f"{folder.path}: the privacy plan of this run is damaged ({error})") from None
-    return None
+    return known
 
 
 def remember_plan(site: Site) -> None:

@@ -1,21 +1,111 @@
-"""The one door to the ledger of a site: of a real hospital it must know all that was ever spent."""
+"""The account of a site in a run: its ledger, what privacy counts, and its plan; opened once and handed down.
+
+Here is the one door to the ledger of a site: of a real hospital it must know all that was ever spent.
+"""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from wsi_fl.privacy.guarantee import Terms
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.units import Units, rows_alone, whole_patients
+from wsi_fl.privacy.guarantee import Round, Terms, rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
+from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.site.account import agreed_plan, guarantee_of, require_budget, spends, terms_of
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.sums import RUN
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.tensors import load_document
 from wsi_fl.types import UsageError, WsiFlError
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account of a site in a run.
+
+    Attributes:
+        ledger: what was spent, and the door through which things leave, under the site's terms.
+        units: what privacy counts, rows or patients, canaries among them.
+        plan: what one round applies; None without privacy, and where sums were released before.
+    """
+
+    ledger: PrivacyLedger
+    units: Units
+    plan: PrivacyPlan | None
+
+    @property
+    def terms(self) -> Terms:
+        """Return what the site promises."""
+        return self.ledger.terms
+
+
+def open_account(
+    party: Party,
+    index: int,
+    data: Data,
+    train: Examples,
+    canaries: NDArray[np.bool_] | None = None,
+    *,
+    planned: str = "",
+) -> Account:
+    """Open the account of a site in the run of a party, or in one that is only planned.
+
+    Args:
+        index: of the site.
+        data: its store.
+        train: its training rows.
+        canaries: bool[m], which of those that are planted are in; None where none are.
+        planned: what the ledger calls a run that has not begun; "" for the party's.
+
+    Raises:
+        UsageError: when a real hospital has no budget, its ledger lacks what was spent, or the run began with another
+            plan.
+        WsiFlError: when the ledger is damaged, or does not know what the site has released.
+    """
+    site, pipeline, study, run = party.sites[index], party.pipeline, party.study, party.run
+    name = site.name
+    # every synthetic patch rests on all real ones: what protects one of them protects nobody
+    worth = "none" if data.is_synthetic() else guarantee_of(party.method, pipeline)
+    terms = terms_of(site, pipeline, worth)
+    if spends(pipeline):
+        require_budget(site)
+    units = units_of(pipeline, train, name)
+    if canaries is not None:
+        units = units.with_canaries(canaries)
+    released = party.releases.get(name)
+    includes = (RUN,) if released and pipeline.privacy.enabled else ()
+    named = {"promise": study.promise(name), "agreement": run.agreement, "approved": run.approved}
+    called = planned or run.identity
+    ledger = open_ledger(study, site, called, terms, includes, {} if planned else named)
+    if released:
+        check_own(ledger, RUN, released.digest, study.relative(study.release(name)))
+    if party.by_files:
+        return Account(ledger, units, None)
+    folder = None if planned else run.site(name)
+    plan = agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
+    return Account(ledger, units, plan)
+
+
+def units_of(pipeline: Pipeline, train: Examples, site: str) -> Units:
+    """What privacy counts at a site; without it batches are of rows."""
+    privacy = pipeline.privacy
+    if not privacy.enabled or privacy.unit == "row":
+        return rows_alone(len(train))
+    return whole_patients(train, privacy.max_rows, site)
 
 
 def open_ledger(
@@ -112,9 +202,7 @@ def _rounds_here(study: Study, site: str) -> list[tuple[str, str, int]]:
         run = RunFolder(metrics.parents[2])
         paid = [line["round"] for line in run.site(site).metrics() if line["takes_part"] and line["epsilon"]]
         if paid:
-            found.append(
-                (study.relative(run.path), f"{run.name} {run.id}" if run.id else run.name, max(paid))
-            )
+            found.append((study.relative(run.path), run.identity, max(paid)))
     return found
 
 
@@ -127,3 +215,19 @@ def _released_here(study: Study, site: str) -> list[tuple[str, str]]:
 def claimed(file: Path) -> str:
     """Return the digest that a released file names; whether it is that of its numbers is another question."""
     return str(load_document(file, "release").get("digest"))
+
+
+def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
+    """Return the round of a run in which this site released what has this digest: its ε rests on that noise.
+
+    Raises:
+        WsiFlError: when it released none such, or has put another measurement in the place of this one before it left.
+    """
+    for round_ in rounds_of(ledger.of_run(run)):
+        if known in round_.releases.values():
+            return round_
+    # a real hospital's account has refused before, whatever is asked
+    raise WsiFlError(
+        f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}, or others have taken their "
+        "place there; restore both from the same backup, or measure anew with --again, which costs as much as a release"
+    )

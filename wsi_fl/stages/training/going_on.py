@@ -1,52 +1,317 @@
-"""How a run goes on that was stopped: starting the same command again would train, and charge, a new one."""
+"""Which run goes on, whatever joins the sites: starting the same command again would train, and charge, a new one."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+import hashlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, Any
+from uuid import uuid4
 
-from wsi_fl.runs.run import RunFolder
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.documents import Round, Words
+from wsi_fl.runs.run import RunFolder, pipeline_stem
+from wsi_fl.stages.site.kept import as_begun
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import versions
 from wsi_fl.study.folder import Study
-from wsi_fl.system.files import raise_if_full
-from wsi_fl.types import DiskFull
+from wsi_fl.study.toml import dump_toml
+from wsi_fl.system.files import write_text
+from wsi_fl.types import KnownToAll, UsageError, WsiFlError
+
+_TRIES = 10
+"""Numbers that are tried for a run of several hospitals, while other jobs begin runs too."""
 
 
-def resume_command(study: Study, run: RunFolder) -> str:
-    """Return the command that continues a run.
+@dataclass(frozen=True)
+class Asked:
+    """What run is asked for.
 
-    Example:
-        >>> from pathlib import Path
-        >>> resume_command(Study(Path("/s")), RunFolder(Path("/s/runs/00001-fml-small")))
-        'wsi-fl train --resume runs/00001-fml-small'
+    Attributes:
+        pipeline: the name of the settings of a new one.
+        run: the one to go on with, once it is `taken_up`; None for a new one, or the last of a plan.
+        last: whether the sites go on with the last run of the plan that all of them have, if there is one.
+        without: sites to go on without, as if they had been lost.
+        agreement: SHA-256 of the plan that the hospitals signed; "" where nobody signed.
+        approved: when this hospital approved it.
     """
-    return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
+
+    pipeline: str
+    run: RunFolder | None = None
+    last: bool = False
+    without: Sequence[str] = ()
+    agreement: str = ""
+    approved: str = ""
 
 
-def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
-    """Name the command that continues a run where Ctrl-C or a full disk ends it."""
-    return naming(run.path, f"continue with `{resume_command(study, run)}`")
-
-
-@contextmanager
-def naming(place: Path, way_on: str) -> Iterator[None]:
-    """Say how work goes on that Ctrl-C or a full disk ends.
-
-    Args:
-        place: where it writes.
-        way_on: what to do, in words.
+def which_run(party: Party, asked: Asked, comm: Comm) -> RunFolder:
+    """Return the run that all sites work on, whatever joins them: the one asked for, the last of a plan, or a new one.
 
     Raises:
-        DiskFull, KeyboardInterrupt: with the way on, in place of what ended it.
+        KnownToAll: when no run can be chosen without losing or paying something; see `choose_run`.
+        UsageError: when the run's settings were changed.
     """
+    if asked.run is not None:
+        return asked.run
+    if not asked.last:
+        return _new_run(party, asked, comm)
+    (me,) = comm.sites
+    mine = {run.id: run for run in runs_of_plan(party.study, asked.agreement)}
+    has: list[Begun] = [
+        {"identity": identity, "rounds": max(run.site(party.names[me]).checkpoints(), default=0)}
+        for identity, run in mine.items()
+    ]
+    told = comm.gather([Runs(runs=has)], Runs)
+    chosen = choose_run({party.names[k]: one for k, one in zip(comm.running, told, strict=True)})
+    for identity, run in mine.items():
+        if identity != chosen:
+            run.discard_if_unstarted()
+    if chosen:
+        began, _ = taken_up(party.study, replace(asked, run=mine[chosen]))
+        require_same(began, party, asked.agreement)
+        note_who_goes_on(began, asked)
+        return began.run
+    if asked.without:
+        raise KnownToAll(
+            "a plan begins with all its sites; leave out --without, or sign a plan of fewer sites"
+        )
+    return _new_run(party, asked, comm)
+
+
+def taken_up(study: Study, asked: Asked) -> tuple[Party, dict[str, Any] | None]:
+    """Return who took part in a run that is to go on, and its summary where nothing is left to do.
+
+    Raises:
+        UsageError: for an unknown run or site, or settings that were changed.
+    """
+    run, without = asked.run, asked.without
+    assert run is not None
+    run.refuse_changed_settings()
+    study = as_begun(study, run, goes_on=True)
+    party = Party.of_run(study, run)
+    names = party.names
+    if unknown := sorted(set(without) - set(names)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
+    if not set(names) - set(without):
+        raise UsageError("--without leaves no site to train")
+    finished = run.summary()
+    wanted = set(party.here) - set(without)
+    if finished is not None and wanted <= {row["site"] for row in finished["sites"]}:
+        return party, finished
+    return party, None
+
+
+def require_same(began: Party, signed: Party, agreement: str) -> None:
+    """Refuse a run that is not a signed plan's, or whose settings are no longer those of the plan.
+
+    Raises:
+        UsageError: when method or settings differ from what was signed.
+    """
+    if (began.run.agreement, began.name) != (agreement, signed.name) or began.pipeline != signed.pipeline:
+        raise UsageError(
+            f"{began.run.name} is a run of another plan than the one that was signed here, or of other settings; "
+            "nothing was begun"
+        )
+
+
+def note_who_goes_on(party: Party, asked: Asked) -> None:
+    """Write down which sites come back to a run and which are left out, once no other job works on it."""
+    run, without = party.run, asked.without
+    if asked.agreement:
+        run.go_on_under(asked.approved)
+    run.refuse_if_busy()
+    lost = party.lost
+    for name in sorted(lost - set(without)):
+        run.note_return(name)
+    for name in sorted(set(without) - lost):
+        run.note_loss(name, "left out by --without")
+
+
+class Begun(TypedDict):
+    """A run of the plan that a site has on its disk.
+
+    Attributes:
+        rounds: the newest that the site has a checkpoint of; 0 before the first.
+    """
+
+    identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+    rounds: Round
+
+
+class Runs(TypedDict):
+    """The runs of the plan that a site has, oldest first."""
+
+    runs: Annotated[list[Begun], Field(max_length=1000)]
+
+
+def runs_of_plan(study: Study, digest: str) -> list[RunFolder]:
+    """Return the runs of a plan that lie in a study, oldest first.
+
+    Args:
+        digest: SHA-256 of the plan, which their manifests name.
+    """
+    found = [RunFolder(path.parent) for path in sorted(study.runs.glob("*/config.toml"))]
+    return [run for run in found if run.agreement == digest]
+
+
+def finished_summary(
+    study: Study, agreement: str, sites: Sequence[str], without: Sequence[str] = ()
+) -> dict[str, Any] | None:
+    """Return the summary of a run of a plan that has finished; None where none has.
+
+    Args:
+        agreement: SHA-256 of the plan.
+        sites: of the plan.
+        without: sites whose part nobody waits for.
+    """
+    wanted = set(sites) - set(without)
+    for run in reversed(runs_of_plan(study, agreement)):
+        summary = run.summary()
+        if summary is not None and wanted <= {row["site"] for row in summary["sites"]}:
+            return summary
+    return None
+
+
+def choose_run(told: Mapping[str, Runs]) -> str:
+    """Return the id of the run that all sites go on with: the last one that all have; "" to begin a new one.
+
+    A run that is not everywhere is left behind where nobody has finished anything in it. Otherwise a site has lost what
+    it had, and a new run would be charged beside it, which nobody does without being told to.
+
+    Args:
+        told: what each site has.
+
+    Raises:
+        KnownToAll: when a site has no run in which another has finished rounds.
+
+    Example:
+        >>> run = {"identity": "0" * 32, "rounds": 2}
+        >>> choose_run({"C1": {"runs": [run]}, "C2": {"runs": [{**run, "rounds": 1}]}}) == run["identity"]
+        True
+        >>> choose_run({"C1": {"runs": [{**run, "rounds": 0}]}, "C2": {"runs": []}})
+        ''
+        >>> choose_run({"C1": {"runs": [run]}, "C2": {"runs": []}})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        wsi_fl.types.KnownToAll: C1 has a run of this plan with 2 rounds, and C2 has not; put its folder back ...
+    """
+    identities = {site: [one["identity"] for one in has["runs"]] for site, has in told.items()}
+    first = next(iter(identities.values()))
+    everywhere = [one for one in first if all(one in others for others in identities.values())]
+    rounds = {
+        one: max(run["rounds"] for has in told.values() for run in has["runs"] if run["identity"] == one)
+        for one in everywhere
+    }
+    if everywhere:
+        return next((one for one in reversed(everywhere) if rounds[one]), everywhere[-1])
+    for site, has in told.items():
+        for run in has["runs"]:
+            if run["rounds"]:
+                lacking = next(other for other, ids in identities.items() if run["identity"] not in ids)
+                raise KnownToAll(
+                    f"{site} has a run of this plan with {run['rounds']} rounds, and {lacking} has not; put its "
+                    f"folder back into runs/ of {lacking}, or go on --without {lacking}; to begin a new run, which "
+                    "costs its ε on top, move that folder out of runs/ everywhere"
+                )
+    return ""
+
+
+class _Proposal(TypedDict):
+    """The number that a new run could have on a site's disk, the site's name for it, and its part of the id."""
+
+    number: Annotated[int, Field(ge=1, lt=10**9)]
+    name: Words
+    identity: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class _Claimed(TypedDict):
+    """Whether a site has the run's folder on its disk."""
+
+    claimed: bool
+
+
+def _new_run(party: Party, asked: Asked, comm: Comm) -> RunFolder:
+    """Return the folder of a new run: its number is free on every disk, its name is that of the first site.
+
+    Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
+    own store alone, and describes the run on its own disk.
+    """
+    runs = party.study.runs
+    for _ in range(_TRIES):
+        mine = _Proposal(
+            number=RunFolder.next_number(runs),
+            name=f"{party.name}-{pipeline_stem(asked.pipeline)}",
+            identity=uuid4().hex,
+        )
+        told = comm.gather([mine], _Proposal)
+        number = max(one["number"] for one in told)
+        proposed = "".join(one["identity"] for one in told)
+        identity = hashlib.sha256(proposed.encode()).hexdigest()[:32]
+
+        def describe(run: RunFolder, identity: str = identity) -> None:
+            describe_run(party, run, asked, identity)
+
+        run = RunFolder.claim(runs, number, told[0]["name"], identity, describe)
+        if all(one["claimed"] for one in comm.gather([_Claimed(claimed=run is not None)], _Claimed)):
+            assert run is not None
+            return run
+        if run is not None:  # another job was quicker somewhere
+            run.discard_if_unstarted()
+    raise WsiFlError("the sites found no number for this run that is free everywhere; start again")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Runs that differ in their seed, in the fold that they test, or in the site that they leave out.
+
+    Attributes:
+        folds: how many folds each seed has; None for no cross-validation.
+        sites: each is left out by one run of each seed; empty where none is.
+    """
+
+    id: str
+    seeds: tuple[int, ...]
+    folds: int | None = None
+    sites: tuple[str, ...] = ()
+
+
+def describe_run(
+    party: Party, run: RunFolder, asked: Asked, identity: str, series: Series | None = None
+) -> None:
+    """config.toml and manifest.json: with them alone the run can be repeated."""
+    complete = party.pipeline.model_copy(update={"sites": party.names})
+    settings = dump_toml(complete, f"# wsi-fl train --method {party.name} --pipeline {asked.pipeline}")
+    run.write_manifest(
+        {
+            "run": run.name,
+            "id": identity,
+            "method": party.name,
+            "pipeline": asked.pipeline,
+            "series": asdict(series) if series else None,
+            "agreement": asked.agreement or None,
+            "approved": asked.approved or None,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "argv": ["wsi-fl", *sys.argv[1:]],
+            "versions": versions() | {"python": sys.version.split()[0]},
+            "git": _git_commit(party.study.root),
+            "config_sha256": hashlib.sha256(settings.encode()).hexdigest(),
+        },
+    )
+    # last: whoever sees it finds the manifest too
+    write_text(run.path / "config.toml", settings)
+
+
+def _git_commit(folder: Path) -> str | None:
+    """The commit of the study's repository, if it is one."""
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted; {way_on}") from None
-    except Exception as error:
-        try:
-            raise_if_full(error, place)
-        except DiskFull:
-            raise DiskFull(f"{place}: the disk is full; free some space and {way_on}") from error
-        raise
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() or None

@@ -1,10 +1,11 @@
-"""Starting one MPI rank per site, knowing when somebody else already did, and noticing who is lost."""
+"""Starting one MPI rank per site, noticing who is lost, and saying how a run goes on that was stopped."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -13,14 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.work.console import Watcher, say
+from wsi_fl.study.folder import Study
+from wsi_fl.system.files import raise_if_full
 from wsi_fl.system.ranks import is_first, share_of_threads
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import DiskFull, UsageError, WsiFlError
 
 _INSTALL = "install one with `pip install 'wsi-fl[mpi]'`, or use --backend local"
 _POLL_S = 0.05
@@ -33,6 +37,45 @@ _KILLED = re.compile(
     rb"\bPID (\d+)\b(?:[^\n]*\n?[^\n]*\bexited on\s+signal |[^\n]*\n[^\n]*\bEXIT CODE: )(\d+)"
 )
 """What Open MPI's launcher says of a rank that a signal ended, and what MPICH's says."""
+
+
+def resume_command(study: Study, run: RunFolder) -> str:
+    """Return the command that continues a run.
+
+    Example:
+        >>> from pathlib import Path
+        >>> resume_command(Study(Path("/s")), RunFolder(Path("/s/runs/00001-fml-small")))
+        'wsi-fl train --resume runs/00001-fml-small'
+    """
+    return f"wsi-fl train --resume {shlex.quote(study.relative(run.path))}"
+
+
+def naming_resume(study: Study, run: RunFolder) -> AbstractContextManager[None]:
+    """Name the command that continues a run where Ctrl-C or a full disk ends it."""
+    return naming(run.path, f"continue with `{resume_command(study, run)}`")
+
+
+@contextmanager
+def naming(place: Path, way_on: str) -> Iterator[None]:
+    """Say how work goes on that Ctrl-C or a full disk ends.
+
+    Args:
+        place: where it writes.
+        way_on: what to do, in words.
+
+    Raises:
+        DiskFull, KeyboardInterrupt: with the way on, in place of what ended it.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {way_on}") from None
+    except Exception as error:
+        try:
+            raise_if_full(error, place)
+        except DiskFull:
+            raise DiskFull(f"{place}: the disk is full; free some space and {way_on}") from error
+        raise
 
 
 class RankDied(WsiFlError):

@@ -24,7 +24,7 @@ from wsi_fl.stages.training.checks import (
     tell_who_is_left_out,
     warn_of_other_patches,
 )
-from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
+from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 
@@ -45,7 +45,9 @@ def dry_run(
         check(party, backend)
         warn_of_other_patches(party)
         tell_who_is_left_out(party)
-        assembled = [assemble(party, index) for index in sites_here(party)]
+        assembled = [build_site(party, index) for index in sites_here(party)]
+        for site in assembled:
+            start_models(party, site)
         documents = [brought(site, party) for site in assembled]
         preflight.compare(documents)
         limits, rounds = {site.name: site.max_epsilon for site in party.sites}, party.pipeline.train.rounds

@@ -25,11 +25,18 @@ from wsi_fl.stages.site.account import group_of, remember_plan
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets, sites_here
-from wsi_fl.stages.training.going_on import naming_resume
-from wsi_fl.stages.training.material import leaving_words, remember_buffer, remember_canaries
+from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.summary import Row, row_of, summary_of
 from wsi_fl.stages.training.tracking import track
-from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
+from wsi_fl.stages.training.workshop import (
+    brought,
+    build_site,
+    leaving_words,
+    remember_buffer,
+    remember_canaries,
+    schedule_of,
+    start_models,
+)
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -62,7 +69,9 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     for folder in folders:
         if party.releases:
             folder.remember_released({name: one.digest for name, one in party.releases.items()})
-    sites = [assemble(party, index) for index in comm.sites]
+    sites = [build_site(party, index) for index in comm.sites]
+    for site in sites:
+        start_models(party, site)
     for site in sites:
         data = party.data(site.name)
         site.folder.remember_store(data.digest(), data.facts())

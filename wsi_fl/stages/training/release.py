@@ -1,14 +1,17 @@
 """`release`: a site's sums of features, taken, given noise and released once, without any network.
 
-`releases/<site>.safetensors` is what may leave; `stages/site/once.py` says in which order it comes about. The exact
-sums stay beside the store.
+`releases/<site>.safetensors` is what may leave, and people may copy it. The exact sums stay beside the store. The
+order: ledger line, a copy of what was released beside the store, a second line that it may leave, then the file. After
+a crash before the copy nothing has left, and the next release takes the place of the lost one; after it the same
+numbers are written again. So no crash makes a site release two noisy versions. Nor do two studies on one ledger:
+numbers whose place was taken by another study's do not leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,15 +26,15 @@ from wsi_fl.privacy.accounting import Mechanism
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.ledger_file import Release
+from wsi_fl.privacy.ledger_file import Release, digest
 from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
 from wsi_fl.stages.prepare.sources import asked_for
-from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget
-from wsi_fl.stages.site.once import Once, once_ledger, release_once
+from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget, terms_of
+from wsi_fl.stages.site.ledgers import check_own, claimed, open_ledger, units_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.sums import RUN, Facts, Sums, read_sums, refuse_others, wanted_of, write_sums
-from wsi_fl.stages.training.material import learned_from, units_of
-from wsi_fl.stages.training.workshop import build_model
+from wsi_fl.stages.training.learners import build_model
+from wsi_fl.stages.training.workshop import learned_from
 from wsi_fl.stages.work.console import say
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stages.work.job import Job
@@ -83,32 +86,43 @@ def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> Party:
 
 
 def _release_of(party: Party, again: bool) -> dict[str, Any]:
-    """Release a site's sums, unless it has released some; return its part of the document."""
+    """Release a site's sums, unless it has released some; return its part of the document.
+
+    Raises:
+        WsiFlError: when a file is damaged, or its numbers are not on the ledger.
+    """
     study, (site,) = party.study, party.sites
-    home = study.release_at_home(site.name)
-    once = Once[Sums](
-        study,
-        copy=home,
-        file=study.release(site.name),
-        schema="sums",
-        read=lambda path: read_sums(path, study.relative(path)),
-        write=lambda path, sums: write_sums(path, sums if path == home else replace(sums, exact=None)),
-        vector=lambda sums: sums.vector,
-    )
+    home, file = study.release_at_home(site.name), study.release(site.name)
     require_budget(site)
     with locked(home.parent, site.name), party:
         data = party.data(site.name)
         worth = "none" if data.is_synthetic() else guarantee_of(party.method, party.pipeline)
-        ledger = once_ledger(study, site, party.pipeline, RUN, worth)
-
-        def agrees(sums: Sums) -> None:
+        ledger = open_ledger(study, site, RUN, terms_of(site, party.pipeline, worth))
+        kept = None if again else _kept(ledger, home, file)
+        if kept is None:
+            made, sums = _taken(party, ledger)
+            write_sums(home, sums)
+            ledger.sending(made.round, made.digest)
+        else:
+            label = study.relative(kept)
+            sums = read_sums(kept, label)
+            round_ = check_own(ledger, RUN, digest(sums.vector), label)
             refuse_others(sums.facts, wanted_of(data, party.pipeline), f"site {site.name} has released")
-
-        sums, spent = release_once(once, ledger, partial(_taken, party, ledger), agrees, again=again)
+            if not round_.final:
+                ledger.reissue(round_.number, sums.vector, schema="sums")
+        write_sums(file, replace(sums, exact=None))
         if sums.exact is None:  # lost at home, where they are taken anew at no cost
             write_sums(home, replace(sums, exact=_exact(party, sums.facts)))
-    cost = {"epsilon": ledger.epsilon(), "spent": spent, "file": study.relative(once.file)}
+    cost = {"epsilon": ledger.epsilon(), "spent": kept is None, "file": study.relative(file)}
     return sums.facts.model_dump() | cost
+
+
+def _kept(ledger: PrivacyLedger, *files: Path) -> Path | None:
+    """Return the file whose numbers the ledger knows, else the first that is there, to be refused; None for none."""
+    there = [file for file in files if file.exists()]
+    released = {known for round_ in ledger.rounds() for known in round_.releases.values()}
+    known = [file for file in there if claimed(file) in released]
+    return next(iter([*known, *there]), None)
 
 
 def _taken(party: Party, ledger: PrivacyLedger) -> tuple[Release, Sums]:

@@ -13,8 +13,9 @@ from wsi_fl.stages.site.account import spends
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
-from wsi_fl.stages.training.going_on import naming_resume
-from wsi_fl.stages.training.train import Series, begin, resume
+from wsi_fl.stages.training.going_on import Series
+from wsi_fl.stages.training.launch import naming_resume
+from wsi_fl.stages.training.train import begin, resume
 from wsi_fl.stages.work.console import Silent, Watcher, say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline

@@ -1,4 +1,4 @@
-"""From configuration and stores to what the rooms need: examples, learners, terms."""
+"""From configuration and stores to what the rooms need: a site with its examples, canaries, account and models."""
 
 from __future__ import annotations
 
@@ -7,47 +7,30 @@ from dataclasses import astuple, replace
 from functools import partial
 from sys import maxsize
 
-import torch
+import numpy as np
 
-from wsi_fl.federation.methods import MakeLearner
+from wsi_fl.federation.methods import Method
 from wsi_fl.federation.preflight import Brought, Setting
 from wsi_fl.federation.site import Schedule, Site
-from wsi_fl.learning.examples import Augment, Examples
-from wsi_fl.learning.local import DPSettings, Learner
+from wsi_fl.learning.bags import with_drawn_patches
+from wsi_fl.learning.canaries import Canaries, canaries, tossed
+from wsi_fl.learning.examples import Augment, Examples, joined
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.learning.tuning import Way
-from wsi_fl.models import build, schema
+from wsi_fl.learning.validation import require_names, with_validation
+from wsi_fl.models import schema
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.ledger_file import run_id
-from wsi_fl.privacy.plan import PrivacyPlan
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.account import (
-    affordable_rounds,
-    agreed_plan,
-    guarantee_of,
-    require_budget,
-    spends,
-    terms_of,
-    weights_of,
-)
+from wsi_fl.runs.site import SiteFolder
+from wsi_fl.stages.site.account import affordable_rounds, weights_of
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.ledgers import open_ledger
-from wsi_fl.stages.site.once import check_own, once_ledger
+from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.sums import RUN as SUMS
 from wsi_fl.stages.training.checks import graph_of, versions
-from wsi_fl.stages.training.material import agreed_canaries, learned_from, units_of
-from wsi_fl.stages.training.released import bring_released
-from wsi_fl.stages.training.tuning import Tuned, learner_of, tuned_for
+from wsi_fl.stages.training.learners import bring_released, learners_of, tune
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import ordinary
-from wsi_fl.types import Images, WsiFlError
-
-_PRIVATE_SEED_STEP = 1000
-"""Keeps the private models' initialisation apart from the proxies', which all sites share."""
+from wsi_fl.types import Bags, UsageError, WsiFlError
 
 
 def schedule_of(party: Party) -> Schedule:
@@ -81,156 +64,53 @@ def _not_augmented(views: CipherStream) -> Augment | None:
     return None
 
 
-def build_model(
-    site: SiteFile, pipeline: Pipeline, data: Data, role: str, index: int, *, common: bool = False
-) -> torch.nn.Module:
-    """Return a fresh model: the site's own kind and seed for "private", everybody's for "proxy" or if `common`."""
-    private = role == "private" and not common
-    return build(
-        architecture(site, pipeline, role, common=common),
-        n_classes=len(data.classes),
-        shape=data.shape,
-        seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
-    )
+def build_site(party: Party, index: int) -> Site:
+    """Return a site with its examples, its account and fresh models; see `start_models` for what comes next.
 
-
-def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
-    """The name of the model that a role has at a site."""
-    if role != "private":
-        return pipeline.model.proxy
-    return pipeline.model.private if common else (site.private_model or pipeline.model.private)
-
-
-def make_learners(
-    party: Party, index: int, device: torch.device, planned: PrivacyPlan | None, train: Examples
-) -> tuple[MakeLearner, list[Tuned]]:
-    """Build the learners a method asks for, with the site's noise where they are under differential privacy.
-
-    Args:
-        train: what they will learn from.
-
-    Returns:
-        What builds a learner, and a list to which it adds the settings that it chose for one.
+    It opens its own store, and others' test patches only where all allow it.
     """
-    found: list[Tuned] = []
-    site, pipeline = party.sites[index], party.pipeline
-    data = party.data(site.name)
-
-    def make(role: str, *, dp: bool, common: bool = False) -> Learner:
-        model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
-        somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
-        settings = None
-        if dp and planned is not None:
-            settings = DPSettings(planned.sigma, planned.clip, planned.batch_size, planned.unit)
-            if somebodys and isinstance(seen, Images):
-                shape = (seen.channels, seen.size_px, seen.size_px)
-                engine = check_per_example_gradients(model, shape, len(data.classes))
-                settings = replace(settings, engine=engine)
-        train_keys, n_classes = pipeline.train, len(data.classes)
-        if settings is not None:
-            return Learner(
-                model,
-                lr=train_keys.lr,
-                weight_decay=train_keys.weight_decay,
-                device=device,
-                dp=settings,
-                task=data.task,
-            )
-        way = Way(train_keys.lr, train_keys.weight_decay, train_keys.balance)
-        if role == "private" and train_keys.tune and party.method.travels != "private":
-            name = architecture(site, pipeline, role, common=common)
-            found.append(tuned_for(party, model, name, train, n_classes, device))
-            way = found[-1].way or way
-        learner = learner_of(model, way, train, n_classes, device)
-        if found and role == "private":
-            found[-1].give(learner)
-        return learner
-
-    return make, found
-
-
-def assemble(party: Party, index: int) -> Site:
-    """Return one site ready for the loop; opens its own store, and others' test patches only where all allow it."""
-    site, pipeline, study = party.sites[index], party.pipeline, party.study
-    data, folder, device = party.data(site.name), party.run.site(site.name), device_of_rank()
+    name, pipeline = party.names[index], party.pipeline
+    data, folder, device = party.data(name), party.run.site(name), device_of_rank()
     if folder.store_digest() is None:  # a run that began with them goes on with them
         data.require_current()
     if data.without_answer:
         folder.log(data.without_answer)
-    train, validation = learned_from(party, site.name)
+    train, validation = learned_from(party, name)
     if not len(train):
-        raise WsiFlError(f"site {site.name}: its store has no training {data.word}")
+        raise WsiFlError(f"site {name}: its store has no training {data.word}")
     tests = {"own": data.held_out}
     if len(party.sites) > 1 and party.may_merge:
         tests["merged"] = party.merged()
-    # every synthetic patch rests on all real ones: what protects one of them protects nobody
-    worth = "none" if data.is_synthetic() else guarantee_of(party.method, pipeline)
-    terms = terms_of(site, pipeline, worth)
-    if spends(pipeline):
-        require_budget(site)
-    counted = included(party, site)
-    ledger = open_ledger(
-        study,
-        site,
-        _identity(party.run),
-        terms,
-        counted,
-        {
-            "promise": study.promise(site.name),
-            "agreement": party.run.agreement,
-            "approved": party.run.approved,
-        },
-    )
     canaries = agreed_canaries(folder, pipeline, data)
-    units = units_of(pipeline, train, site.name)
-    if canaries is not None:
-        units = units.with_canaries(canaries.included)
-    planned = (
-        None
-        if party.by_files  # released before
-        else agreed_plan(folder, site, pipeline, units.n, ledger, once=party.method.once)
-    )
-    make, tuned = make_learners(party, index, device, planned, train)
-    learners = {role: make(role, dp=one.dp, common=one.common) for role, one in party.method.learners.items()}
-    if party.releases:
-        bring_released(party, site.name, learners)
-    made = Site(
+    account = open_account(party, index, data, train, canaries.included if canaries else None)
+    make = learners_of(party, index, data, device, account.plan, train)
+    return Site(
         index=index,
-        name=site.name,
-        learners=learners,
+        name=name,
+        learners={
+            role: make(role, dp=one.dp, common=one.common) for role, one in party.method.learners.items()
+        },
         train=train,
-        tests={name: examples for name, examples in tests.items() if len(examples)},
-        ledger=ledger,
+        tests={part: examples for part, examples in tests.items() if len(examples)},
+        ledger=account.ledger,
         folder=folder,
         device=device,
-        plan=planned,
-        units=units,
+        plan=account.plan,
+        units=account.units,
         n_classes=len(data.classes),
         validation=validation,
         canaries=canaries,
-        buffer=buffer.stage().agreed_buffer(party, index)
-        if (buffer := party.method.share("buffer"))
-        else None,
-        returning=site.name in party.run.returning(),
+        returning=name in party.run.returning(),
     )
-    if tuned:
-        made.held_out, made.tuned = tuned[-1].held_out, tuned[-1].facts
-    return made
 
 
-def included(party: Party, site: SiteFile) -> tuple[str, ...]:
-    """Return what else the site's ε of a run counts: the release of its sums, where it is used."""
-    study, name = party.study, site.name
-    if name not in party.releases:
-        return ()
-    ledger = once_ledger(study, site, party.pipeline, SUMS)
-    check_own(ledger, party.releases[name].digest, study.relative(study.release(name)))
-    return (SUMS,) if party.pipeline.privacy.enabled else ()
-
-
-def _identity(run: RunFolder) -> str:
-    """Its name, for people, and its id: names come again and folders are renamed, but what was spent stays spent."""
-    return f"{run.name} {run.id}" if run.id else run.name
+def start_models(party: Party, site: Site) -> None:
+    """Give a site what its models start from: settings of its own, sums that were released, synthetic samples."""
+    tune(party, site)
+    if party.releases:
+        bring_released(party, site)
+    if buffer := party.method.share("buffer"):
+        site.buffer = buffer.stage().agreed_buffer(party, site.index)
 
 
 def brought(site: Site, party: Party) -> Brought:
@@ -276,3 +156,99 @@ def _graph_digest(party: Party) -> str | None:
     if graph is None or not graph.endswith(".json"):
         return graph
     return hashlib.sha256(ordinary(party.study.resolve(graph)).read_bytes()).hexdigest()
+
+
+def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
+    """Return (the examples that a site's models learn from, those it holds out for validation)."""
+    pooled, most = party.method.learns_from == "everybody", party.pipeline.train.max_patches
+    stores = [party.data(one) for one in (party.names if pooled else [name])]
+    rows = [_training(data, most) for data in stores]
+    if not pooled:
+        return _validated(party, stores[0], rows[0])
+    return joined([_of_site(some, data.site) for some, data in zip(rows, stores, strict=True)]), None
+
+
+def _of_site(examples: Examples, site: str) -> Examples:
+    """Patients of different sites stay apart where their names agree."""
+    named = [f"{site}/{name}" if name else "" for name in examples.patient.tolist()]
+    return replace(examples, patient=np.array(named, np.str_))
+
+
+def agreed_canaries(folder: SiteFolder, pipeline: Pipeline, data: Data) -> Canaries | None:
+    """Return the canaries that the run remembers, or freshly tossed ones; None where none are planted."""
+    if not pipeline.audit.canaries:
+        return None
+    if known := folder.kept("canaries"):
+        seed, included = int(known["seed"]), np.array([coin == "1" for coin in known["coins"]])
+    else:
+        seed, included = tossed(pipeline.audit.canaries)
+    return canaries(seed, included, data.shape, len(data.classes))
+
+
+def remember_canaries(site: Site) -> None:
+    """Notes in the run what `agreed_canaries` tossed, before anything is trained."""
+    found = site.canaries
+    if found is None or site.folder.kept("canaries"):
+        return
+    coins = "".join("1" if coin else "0" for coin in found.included)
+    site.folder.keep("canaries", {"n": len(coins), "seed": str(found.seed), "coins": coins})
+
+
+def remember_buffer(site: Site) -> None:
+    """Note in the run what buffer was drawn, before anything is trained: every round sends the same bytes."""
+    if site.buffer is not None and site.folder.buffer() is None:
+        site.folder.remember_buffer(site.buffer.values, site.buffer.provenance)
+
+
+_THINGS = {"model": "its model", "buffer": "a buffer of synthetic samples", "generator": "its generator"}
+
+
+def leaving_words(site: Site, method: Method) -> str:
+    """What leaves a site without differential privacy; empty where nothing does by design."""
+    if not method.without_dp:
+        return ""
+    things = " and ".join(_THINGS[share.content] for share in method.without_dp)
+    said = f"{site.name} lets go {things}, without differential privacy"
+    if site.buffer is not None and site.buffer.provenance["check"] != "passed":
+        said += f"; the check of its generator: {'; '.join(site.buffer.provenance['reasons'])}"
+    return said
+
+
+def _training(data: Data, most: int | None) -> Examples:
+    """A site's training examples; with `train.max_patches` bags are shown in many choices of their patches."""
+    train = data.examples("train")
+    if most is not None and isinstance(data.shape, Bags):
+        return with_drawn_patches(train, most)
+    return train
+
+
+def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Examples | None]:
+    """(for training, for validation): the store's own split, else a share of the training patients.
+
+    A method without a proxy has nothing to choose, and learns from every row that is for training.
+
+    Raises:
+        UsageError: for a share that would leave nothing to learn from, for rows without a patient where a share is
+            drawn and noise is added, and for rows that are missing where they are asked for.
+    """
+    pipeline = party.pipeline
+    if "proxy" not in party.method.learners:
+        return train, None
+    validation = data.examples("val")
+    if not len(validation) and pipeline.train.val_fraction:
+        fraction = pipeline.train.val_fraction
+        if pipeline.privacy.noisy:
+            require_names(train.patient, data.site)
+        learned, validation = with_validation(train, fraction, pipeline.train.seed)
+        if len(train) and not len(learned):
+            raise UsageError(
+                f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
+            )
+        train = learned
+    known = pipeline.train.tune and (pipeline.privacy.noisy or party.method.once)
+    if pipeline.predict.with_ == "stack" and not known and not len(validation):
+        raise UsageError(
+            "predict.with = 'stack' needs rows that no model has learned by heart; set train.tune=true where proxies "
+            "are under privacy, or train.val_fraction=0.15, or tile with a validation split"
+        )
+    return train, validation if len(validation) else None

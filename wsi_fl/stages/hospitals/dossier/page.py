@@ -26,7 +26,6 @@ from wsi_fl.privacy.guarantee import (
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.report import dossier as page
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.choosing import runs_of_plan
 from wsi_fl.stages.hospitals.dossier.assessment import (
     Connection,
     Part,
@@ -39,6 +38,7 @@ from wsi_fl.stages.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
 from wsi_fl.stages.site.account import Group, terms_of
 from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.training.going_on import runs_of_plan
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json, write_json, write_text

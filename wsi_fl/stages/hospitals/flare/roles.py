@@ -35,7 +35,7 @@ from wsi_fl.stages.hospitals.flare.files import SAID
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.said import answered, failed
 from wsi_fl.stages.hospitals.taking_part import greet, known_to_all, take_part
-from wsi_fl.stages.training.going_on import naming
+from wsi_fl.stages.training.launch import naming
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json
 from wsi_fl.types import KnownToAll, WsiFlError, one_line

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from wsi_fl.federation.certificates import Identity
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
-from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.plans.contents import of_store
 from wsi_fl.stages.hospitals.plans.making import (
@@ -37,15 +37,12 @@ from wsi_fl.stages.site.account import (
     Group,
     above_budget,
     affordable_rounds,
-    guarantee_of,
     planned,
-    planned_round,
     require_budget,
     spends,
-    terms_of,
     worth_to_patient,
 )
-from wsi_fl.stages.site.ledgers import open_ledger
+from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
 from wsi_fl.study.folder import Study
@@ -110,14 +107,6 @@ class Looked:
     site: str
     cost: Cost | None
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Own:
-    """The account of a site, and what one round of the plan applies."""
-
-    ledger: PrivacyLedger
-    plan: PrivacyPlan | None
 
 
 def look(study: Study, plan: Plan, site: str) -> Looked:
@@ -213,30 +202,25 @@ def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None
 
 def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
     """What the plan costs; refuses it where the budget is not enough for a single round."""
-    from wsi_fl.stages.training.material import learned_from, units_of
-    from wsi_fl.stages.training.workshop import included  # and with them PyTorch
+    from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
 
     pipeline, rounds = party.pipeline, party.pipeline.train.rounds
     train, _ = learned_from(party, site.name)
-    units = units_of(pipeline, train, site.name)
-    terms = terms_of(site, pipeline, guarantee_of(party.method, pipeline))
-    ledger = open_ledger(party.study, site, f"plan {plan.digest[:32]}", terms, included(party, site))
-    n_units = units.n + pipeline.audit.canaries
+    planted = np.zeros(pipeline.audit.canaries, bool)
+    index, data = party.names.index(site.name), party.data(site.name)
+    account = open_account(party, index, data, train, planted, planned=f"plan {plan.digest[:32]}")
+    ledger, terms, n_units = account.ledger, account.terms, account.units.n
     past = ledger.mechanisms(lifetime=True)
     if not spends(pipeline):
         return Cost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds)
-    round_ = planned_round(
-        site, pipeline, n_units, spent=ledger.mechanisms(), past=past, once=party.method.once
-    )
-    own = _Own(ledger, round_)
-    affordable = affordable_rounds(own, rounds)
+    affordable = affordable_rounds(account, rounds)
     if not affordable:
         raise UsageError(
             f"sites/{site.name}.toml: max_epsilon = {terms.max_epsilon:g} is not enough for one round of this plan; "
             "ask for one with more noise or fewer rows in a batch"
         )
     alone = ledger.mechanisms()
-    of_plan = planned(own, rounds)[len(alone) :]
+    of_plan = planned(account, rounds)[len(alone) :]
     run, ever = [*alone, *of_plan], [*past, *of_plan]
     return Cost(
         n_units,

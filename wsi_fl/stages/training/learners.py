@@ -1,0 +1,257 @@
+"""The models of a site: fresh ones, and what they start from: settings of their own, or what was released before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from wsi_fl.federation.methods import SHARED, MakeLearner
+from wsi_fl.federation.site import Site
+from wsi_fl.learning.examples import Examples, batches, epoch_rows, subset
+from wsi_fl.learning.local import (
+    DPSettings,
+    Learner,
+    probabilities,
+    supervised_step,
+    undecided_where_broken,
+)
+from wsi_fl.learning.metrics import Probabilities
+from wsi_fl.learning.tuning import FittedHead, Way, fitted_head, tuned
+from wsi_fl.models import build
+from wsi_fl.models.heads import MeanOfBag
+from wsi_fl.models.shared_head import SharedHead
+from wsi_fl.privacy.cipher import CipherStream
+from wsi_fl.privacy.dpsgd import check_per_example_gradients
+from wsi_fl.privacy.plan import PrivacyPlan
+from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.sums import Sums, read_sums, refuse_others, wanted_of
+from wsi_fl.study.pipeline import Pipeline, Train
+from wsi_fl.study.site import SiteFile
+from wsi_fl.types import Images, WsiFlError
+
+_PRIVATE_SEED_STEP = 1000
+"""Keeps the private models' initialisation apart from the proxies', which all sites share."""
+
+
+def build_model(
+    site: SiteFile, pipeline: Pipeline, data: Data, role: str, index: int, *, common: bool = False
+) -> torch.nn.Module:
+    """Return a fresh model: the site's own kind and seed for "private", everybody's for "proxy" or if `common`."""
+    private = role == "private" and not common
+    return build(
+        architecture(site, pipeline, role, common=common),
+        n_classes=len(data.classes),
+        shape=data.shape,
+        seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
+    )
+
+
+def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
+    """The name of the model that a role has at a site."""
+    if role != "private":
+        return pipeline.model.proxy
+    return pipeline.model.private if common else (site.private_model or pipeline.model.private)
+
+
+def learners_of(
+    party: Party,
+    index: int,
+    data: Data,
+    device: torch.device,
+    plan: PrivacyPlan | None,
+    train: Examples,
+) -> MakeLearner:
+    """Return what builds the learners a method asks for, with noise where they are under differential privacy.
+
+    Args:
+        plan: of the noise; None where there is none.
+        train: what they will learn from.
+    """
+    site, pipeline, keys = party.sites[index], party.pipeline, party.pipeline.train
+
+    def make(role: str, *, dp: bool, common: bool = False) -> Learner:
+        model, seen = build_model(site, pipeline, data, role, index, common=common), data.shape
+        n_classes = len(data.classes)
+        settings = None
+        if dp and plan is not None:
+            settings = DPSettings(plan.sigma, plan.clip, plan.batch_size, plan.unit)
+            somebodys = architecture(site, pipeline, role, common=common).startswith("timm:")
+            if somebodys and isinstance(seen, Images):
+                shape = (seen.channels, seen.size_px, seen.size_px)
+                settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
+        usual = Way(keys.lr, keys.weight_decay, keys.balance)
+        return learner_of(model, usual, train, n_classes, device, dp=settings)
+
+    return make
+
+
+def learner_of(
+    model: nn.Module,
+    way: Way,
+    train: Examples,
+    n_classes: int,
+    device: torch.device,
+    dp: DPSettings | None = None,
+) -> Learner:
+    """Return a learner with these settings for some training examples; under privacy all classes count as they come."""
+    return Learner(
+        model,
+        lr=way.lr,
+        weight_decay=way.weight_decay,
+        device=device,
+        dp=dp,
+        class_weights=class_weights(train.label, n_classes) if way.balance and dp is None else None,
+        task=train.task,
+    )
+
+
+def class_weights(labels: np.ndarray[Any, np.dtype[np.int64]], n_classes: int) -> list[float]:
+    """Return how much a row of each class counts so that all classes count alike; 1 where all are as frequent.
+
+    Example:
+        >>> class_weights(np.array([0, 0, 0, 1]), 2)
+        [0.6666666666666666, 2.0]
+    """
+    counts = np.bincount(labels, minlength=n_classes)
+    present = counts > 0
+    weights = np.where(present, len(labels) / present.sum() / np.maximum(counts, 1), 1.0)
+    return [float(one) for one in weights]
+
+
+def tune(party: Party, site: Site) -> None:
+    """Let a site choose by cross-validation how its private model learns, where `train.tune` asks for it.
+
+    A model that travels, or is under differential privacy, is not tuned.
+    """
+    keys, learner = party.pipeline.train, site.learners.get("private")
+    if not keys.tune or learner is None or learner.with_dp or party.method.travels == "private":
+        return
+    train, model = site.train, learner.model
+    if is_linear(model) and train.task.kind == "classes":
+        head = _fitted(model, train, site.n_classes, site.device)
+        set_layer(model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
+        learner.fitted = True
+        site.held_out, site.tuned = head.held_out, head.facts
+        return
+    folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
+    way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds)
+    learner = learner_of(model, way, train, site.n_classes, site.device)
+    site.learners = {**site.learners, "private": learner}
+    site.tuned = {"by": "cross-validation", **way.facts}
+
+
+def is_linear(model: nn.Module) -> bool:
+    """Return whether a model is one linear layer on what is fixed."""
+    *below, last = model.children() if isinstance(model, nn.Sequential) else [model]
+    return isinstance(last, nn.Linear) and all(isinstance(one, nn.LayerNorm | MeanOfBag) for one in below)
+
+
+def _layers(model: nn.Module) -> nn.Sequential:
+    assert isinstance(model, nn.Sequential)
+    return model
+
+
+@torch.no_grad()
+def set_layer(model: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
+    """Overwrite the last layer of a linear head, with weight [classes, d] and bias [classes]."""
+    linear = _layers(model)[-1]
+    assert isinstance(linear, nn.Linear)
+    linear.weight.copy_(weight)
+    linear.bias.copy_(bias)
+
+
+def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.device) -> FittedHead:
+    """Return the linear layer that serves held-out patients best on what the fixed layers below it see."""
+    below = _layers(model)[:-1].to(device)
+    size = train.at_once or 256
+    every = [np.arange(len(train))[k : k + size] for k in range(0, len(train), size)]
+    with torch.no_grad():
+        x = torch.cat([below(x) for x, _ in batches(train, iter(every), augment=None, device=device)])
+    return fitted_head(x.cpu().numpy(), train.label, train.patient, n_classes)
+
+
+def _tuned(
+    settings: Train, model: nn.Module, train: Examples, n_classes: int, device: torch.device, folds: int
+) -> tuple[Way, Probabilities | None]:
+    """Return the settings that serve held-out patients best, and what models trained with them say of these.
+
+    Args:
+        model: a fresh one, as which all begin.
+        folds: how often patients are held out at most.
+    """
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def trained(way: Way, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
+        model.load_state_dict(start)
+        some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
+        learner = learner_of(model, way, some, n_classes, device)
+        stream = CipherStream.seeded(settings.seed, "tuning")
+        drawn = stream if settings.max_patches else None  # which patches are seen
+        epochs = settings.rounds * settings.epochs_per_round
+        rows = epoch_rows(len(some), settings.batch_size, epochs, sampler=stream)
+        for batch in batches(some, rows, augment=None, device=device, draws=drawn):
+            supervised_step(learner, batch, stream)
+        said = probabilities(learner.logits, others, device)
+        return undecided_where_broken(said, others)
+
+    usual = Way(settings.lr, settings.weight_decay, settings.balance)
+    way, held_out = tuned(train.label, train.patient, usual, trained, folds=folds, task=train.task)
+    model.load_state_dict(start)
+    return way, held_out
+
+
+def bring_released(party: Party, site: Site) -> None:
+    """Give a site's learners what all released files tell: a shared head its sums, or what travels its start.
+
+    Raises:
+        UsageError: when a file is of another plan, projection or encoder than the site's own store.
+        WsiFlError: when what the site keeps at home is missing, damaged, or not what it released.
+    """
+    study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
+    wanted = wanted_of(data, party.pipeline)
+    for other, sums in party.releases.items():
+        refuse_others(sums.facts, wanted, study.relative(study.release(other)))
+    mean, n = _mean(party.releases.values()), len(party.releases)
+    if party.by_files:
+        learner = learners["proxy"]
+        if name in party.releases:
+            _hold_own(party, name, learner)
+        learner.load_vector(mean, n_sites=n)
+        return
+    assert party.method.travels is not None
+    learner = learners[party.method.travels]
+    name_of_head = f"{SHARED}:{party.pipeline.model.directions}"
+    head = build(name_of_head, n_classes=len(data.classes), shape=data.shape, seed=0)
+    assert isinstance(head, SharedHead)
+    with torch.no_grad():
+        head.sums.copy_(torch.from_numpy(mean))
+    head.n_sites.fill_(n)
+    set_layer(learner.model, *head.linear())
+
+
+def _mean(releases: Iterable[Sums]) -> NDArray[np.float32]:
+    """Return float32[k + 1], the mean of what sites have released."""
+    mean = np.mean([sums.vector.astype(np.float64) for sums in releases], axis=0)
+    return np.asarray(mean, np.float32)
+
+
+def _hold_own(party: Party, name: str, learner: Learner) -> None:
+    """Give a shared head the site's own sums, exact and as they left."""
+    study = party.study
+    home, file = study.release_at_home(name), study.release(name)
+    again = f"run `wsi-fl release --site {name}`, which spends nothing"
+    if not home.exists():
+        raise WsiFlError(f"{study.relative(home)} is missing; {again}")
+    own = read_sums(home, study.relative(home))
+    if own.exact is None or own.facts != party.releases[name].facts:
+        raise WsiFlError(f"{study.relative(file)} is not what {study.relative(home)} holds; {again}")
+    assert isinstance(learner.model, SharedHead)
+    released = torch.from_numpy(own.vector).double()
+    learner.model.hold(torch.from_numpy(own.exact), released[:-1], float(released[-1]))
