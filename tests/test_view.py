@@ -39,7 +39,7 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import Bag
+from wsi_fl.stores.bags import Bag
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.view import gallery as galleries

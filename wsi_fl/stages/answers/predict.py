@@ -94,7 +94,7 @@ def _predictor(
     study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None
 ) -> One:
     """Predicts a slide as the run learned: as a bag, or patch by patch."""
-    if kind_of(pipeline).word == "slides":
+    if kind_of(pipeline).example != "patch":
         return partial(predict_bag, study, load_bag_predictor(study, run, pipeline, site, tumor_type))
     if tumor_type is not None:
         raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")

@@ -25,15 +25,15 @@ from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.trained import Answering, answering
-from wsi_fl.stages.prepare.mosaic import work_of
-from wsi_fl.stages.prepare.mosaic_slides import Work, bag_of_slide
-from wsi_fl.stages.site.data import open_mosaic
+from wsi_fl.stages.prepare.mosaic import OfSlides
+from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.stages.site.kept import remembered_mosaics
+from wsi_fl.stages.site.kept import remembered_bags
+from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -59,13 +59,13 @@ class BagPredictor:
     run: RunFolder
     site: SiteFile
     pipeline: Pipeline
-    meta: FeatureMeta
-    store: FeatureStore | None
+    meta: BagMeta
+    store: BagStore | None
     models: Answering
     tumor_type: str | None
 
     @cached_property
-    def work(self) -> Work:
+    def way(self) -> OfSlides:
         """How the run's mosaics were made, whatever the pipeline says now.
 
         Raises:
@@ -78,8 +78,9 @@ class BagPredictor:
                 f"{self.run.name} learned from features of {self.meta.encoder}, but mosaic.encoder and mosaic.weights "
                 f"now are {encoder.label}; put the weights of then back"
             )
-        work = work_of(self.study, self.pipeline, self.site.name, encoder, threads)
-        return replace(work, spec=self.meta.spec, params=replace(work.params, **self.meta.recipe))
+        way = OfSlides(self.study, self.pipeline, self.site.name, encoder, threads)
+        way.spec, way.params = self.meta.spec, replace(way.params, **self.meta.recipe)
+        return way
 
 
 def load_bag_predictor(
@@ -90,11 +91,13 @@ def load_bag_predictor(
     Raises:
         UsageError: when the run knows no such tumour type, or the mosaics have another encoder by now.
     """
-    meta, shape = remembered_mosaics(run.site(site.name))
+    folder = run.site(site.name)
+    meta, n_features = remembered_bags(folder), folder.store_facts()["n_features"]
+    shape = kind_of(pipeline).shape(int(n_features))
     known = meta.tumor_types
     if tumor_type is not None and tumor_type not in known:
         raise UsageError(f"unknown tumour type {tumor_type!r}; known: {', '.join(known) or 'none'}")
-    store = open_mosaic(study, site.name) if study.mosaic(site.name).exists() else None
+    store = open_bags(study, site.name, "mosaics") if study.mosaic(site.name).exists() else None
     if store is not None and store.meta.encoder != meta.encoder:
         raise UsageError(
             f"site {site.name}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from "
@@ -116,10 +119,10 @@ def bag_of(predictor: BagPredictor, record: SlideRecord) -> Bag:
     path = slide_file(predictor.study, predictor.site, record)
     if path is None:
         raise WsiFlError(f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics")
-    return bag_of_slide(replace(record, path=path), predictor.work)
+    return predictor.way.bag(replace(record, path=path))
 
 
-def _row_of(store: FeatureStore | None, record: SlideRecord) -> int | None:
+def _row_of(store: BagStore | None, record: SlideRecord) -> int | None:
     """Where the slide stands in the store; it may be given by file or by name."""
     slides = np.empty(0, np.str_) if store is None else store.table.slide
     for name in (record.path.name, record.slide):

@@ -101,7 +101,7 @@ def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Enc
 def _inputs(run: RunFolder, pipeline: Pipeline, site: str) -> Inputs:
     """What a site's models learned from."""
     facts = run.site(site).store_facts()
-    spec, min_tissue = GridSpec(**facts["spec"]), facts["min_tissue"]
+    spec, min_tissue = GridSpec(**facts["spec"]), (facts.get("recipe") or facts).get("min_tissue")
     if spec.mpp <= 0 or facts.get("channels", 3) != 3:
         raise UsageError(f"site {site}: {run.name} learned from images, not slides; predict reads slides")
     return Inputs(

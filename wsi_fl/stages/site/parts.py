@@ -10,7 +10,6 @@ import numpy as np
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
 from wsi_fl.learning.folds import folds_of
 from wsi_fl.learning.tasks import CLASSES, Task, strata
-from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.pipeline import Train
 from wsi_fl.types import BagTable, PatchTable, UsageError
@@ -49,7 +48,7 @@ def pictures(found: Examples, input_px: int | None, in_memory_bytes: int = IN_ME
     return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
 
 
-def rows_of(store: PatchStore | PatchFeatures, table: PatchTable, split: str) -> Examples:
+def rows_of(store: PatchStore, table: PatchTable, split: str) -> Examples:
     """Return the rows of one split of the table, which is the store's or that of a fold."""
     rows = np.flatnonzero(table.split == split)
     some = table.take(rows)

@@ -160,7 +160,7 @@ def assemble(party: Party, index: int) -> Site:
         folder.log(data.without_answer)
     train, validation = learned_from(party, site.name)
     if not len(train):
-        raise WsiFlError(f"site {site.name}: its store has no training {data.word}")
+        raise WsiFlError(f"site {site.name}: its store has no training {party.examples}")
     tests = {"own": data.held_out}
     if len(party.sites) > 1 and party.may_merge:
         tests["merged"] = party.merged()
