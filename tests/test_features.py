@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_study, refused, write_store
+from conftest import make_study, refused, write_features, write_store
 from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
@@ -29,6 +29,8 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.kinds import open_data
+from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
@@ -266,3 +268,40 @@ def test_canaries_are_vectors(study):
     for row, site in zip(summary["sites"], audit(study, summary["run"])["sites"], strict=True):
         assert row["n_units"] == row["n_train"] + 10
         assert all(model["canaries"]["n"] == 10 for model in site["models"])
+
+
+@pytest.mark.parametrize("method", ["proxyfl", "oneshot"])
+def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
+    study, rng, n = make_study(tmp_path / "study", n_sites=2), np.random.default_rng(0), 18
+    patients = np.repeat([f"p{k}" for k in range(n)], 5)
+    slides = [f"{name}-{k > 2}" for name in dict.fromkeys(patients) for k in range(5)]  # of 3 and 2 patches
+    labels = np.repeat(np.arange(n) % 2, 5)
+    splits = np.where(np.repeat(np.arange(n), 5) < 12, "train", "test")
+    for site in study.site_names():
+        x = rng.normal(size=(5 * n, 6)) + np.outer(6 * labels - 3, np.arange(6) < 3)
+        write_features(study, site, x, labels, patients, splits, slides)
+    rows = ["train.data=features", "train.example=patient", "model.private=linear_head", "privacy.sigma=0.2"]
+    overrides = [*rows, "model.proxy=linear_head", "train.rounds=3", "train.lr=0.05"]
+    with open_data(study, "S1", study.pipeline("small", overrides)) as data:
+        train_rows = data.examples("train")
+        assert train_rows.patient.tolist() == train_rows.slide.tolist() == [f"p{k}" for k in range(12)]
+        means = x.astype(np.float32).reshape(n, 5, 6).mean(axis=1)
+        np.testing.assert_allclose(train_rows.read(np.arange(12)), means[:12], atol=1e-6)
+        assert train_rows.label.tolist() == [0, 1] * 6
+    planned = dry_run(study, method=method, overrides=overrides)["sites"]
+    summary = train(study, method=method, overrides=overrides, backend="local")
+    for row, before in zip(summary["sites"], planned, strict=True):
+        assert (row["unit"], row["n_units"]) == ("patient", 12)
+        assert row["epsilon"] == before["epsilon"] > 0
+    found = evaluate(study, summary["run"])
+    assert found["examples"] == "patients"
+    assert method == "proxyfl" or found["internal"]["accuracy"]["mean"] > 0.9
+    told = [
+        row
+        for row in rows_of(study.root / summary["run"] / "sites/S1/predictions.csv")
+        if row["part"] == "S1"
+    ]
+    assert (
+        {row["patient"] for row in told} == {row["slide"] for row in told} == {f"p{k}" for k in range(12, n)}
+    )
+    refused(lambda: dry_run(study, method=method, overrides=["train.example=patient"]), "is for features")

@@ -44,8 +44,9 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
 
 
 def remembered_bags(folder: SiteFolder) -> BagMeta:
-    """Return what the bags were like that a site's models learned from."""
+    """Return what the patches or bags were like that a site's models learned from."""
     facts = folder.store_facts()
     types = {kind: tuple(classes) for kind, classes in facts.get("tumor_types", {}).items()}
     classes, spec = tuple(facts["classes"]), GridSpec(**facts["spec"])
-    return BagMeta(folder.path.name, classes, facts["encoder"], spec, "", types, facts["recipe"])
+    recipe = facts.get("recipe", {"min_tissue": facts.get("min_tissue")})
+    return BagMeta(folder.path.name, classes, facts.get("encoder", ""), spec, "", types, recipe)
