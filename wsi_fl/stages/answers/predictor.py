@@ -151,15 +151,10 @@ class Predictor:
             )
             way.spec, way.params = self.meta.spec, replace(way.params, **self.meta.recipe)
             bag = way.bag(replace(record, path=path))
-        said = None
-        if self.kind.example == "patch":
-            said = self.models.probabilities(unlabelled(bag.features))
-        return Seen(
-            bag.xy_l0,
-            said,
-            None if said is not None else bag,
-            self._base(record, path) if path and bag.placed else None,
-        )
+        base = self._base(record, path) if path and bag.placed else None
+        if self.kind.example != "patch":
+            return Seen(bag.xy_l0, None, bag, base)
+        return Seen(bag.xy_l0, self.models.probabilities(unlabelled(bag.features)), None, base)
 
     def _base(self, record: SlideRecord, path: Path) -> Base:
         reader = self.pipeline.slides.reader
