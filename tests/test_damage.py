@@ -27,7 +27,8 @@ from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import Patches, open_bags, open_store
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores import hdf5
-from wsi_fl.stores.bags import Bag, BagMeta, BagShard, current_shard, write_bags, write_shard
+from wsi_fl.stores.bag_shards import BagShard, current_shard, write_shard
+from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.stores.checksums import HEAD, ROWS
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack

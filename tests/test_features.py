@@ -280,7 +280,7 @@ def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
     for site in study.site_names():
         x = rng.normal(size=(5 * n, 6)) + np.outer(6 * labels - 3, np.arange(6) < 3)
         write_features(study, site, x, labels, patients, splits, slides)
-    rows = ["train.data=features", "train.example=patient", "model.private=linear_head", "privacy.sigma=0.2"]
+    rows = ["train.data=features", "train.example=patient", "model.private=linear_head", "privacy.sigma=1"]
     overrides = [*rows, "model.proxy=linear_head", "train.rounds=3", "train.lr=0.05"]
     with open_data(study, "S1", study.pipeline("small", overrides)) as data:
         train_rows = data.examples("train")

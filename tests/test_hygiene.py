@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from wsi_fl import __main__ as program
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.annotations import read_annotations
-from wsi_fl.stores.bags import Bag, BagMeta, BagStore, read_shard, write_bags
+from wsi_fl.stores.bag_shards import read_shard
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.system.files import append_line, read_json, read_lines, read_lines_from

@@ -71,7 +71,9 @@ def write_site(study, site, seed, n=9):
         np.array([f"p{k // 2}" for k in range(n)]),
         np.where(np.arange(n) < 6, "train", "test"),
     )
-    meta = BagMeta(site, CLASSES, "uni sha256:0123", GridSpec(256, 0.5, 224), tumor_types={"kidney": CLASSES})
+    meta = BagMeta(
+        site, CLASSES, "uni sha256:0123", GridSpec(256, 0.5, 224), "import", tumor_types={"kidney": CLASSES}
+    )
     study.mosaic(site).parent.mkdir(parents=True, exist_ok=True)
     write_bags(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
 

@@ -31,7 +31,8 @@ from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.bags import BagStore, read_shard
+from wsi_fl.stores.bag_shards import read_shard
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import locked
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError

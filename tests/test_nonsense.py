@@ -368,6 +368,7 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
         "features": (study.features("S0"), BagStore),
     }[kind]
     with h5py.File(path, "r+") as file:
+        column = column if kind == "patches" else f"patch_{column}"
         file[column][...] = change(file[column][:])
         seal(file, opened.rows)
     told(lambda: opened(path), words)

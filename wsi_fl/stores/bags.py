@@ -1,8 +1,7 @@
-"""Bag stores: the features of some or all patches of every slide of a site, and shards of one slide. See FORMAT.md."""
+"""Bag stores: the features of some or all patches of every slide of a site. See FORMAT.md."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,9 @@ from wsi_fl import __version__
 from wsi_fl.stores.checksums import DAMAGE, ROWS, check_rows, crc_of_rows, seal, sums_of
 from wsi_fl.stores.fields import (
     VERSION,
-    Marked,
     encoded_text,
     first_line,
     json_attribute,
-    marked_columns,
-    read_marked,
     read_spec,
     require_sound,
     spec_attrs,
@@ -34,10 +30,10 @@ from wsi_fl.stores.hdf5 import created
 from wsi_fl.system.files import atomic
 from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
-BAG_FORMAT, BAG_SHARD_FORMAT = "wsi-fl bag store", "wsi-fl bag"
+BAG_FORMAT = "wsi-fl bag store"
 UNPLACED = -1
 """In the place of both coordinates of a patch where nobody knows them."""
-_FEATURES = ("features",)
+ROW_SUMMED = ("features",)
 """The dataset whose rows have checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
 _OWN = {
@@ -95,31 +91,6 @@ class Bag:
     def placed(self) -> bool:
         """Whether it is known where on the slide the patches lie."""
         return bool((self.xy_l0 != UNPLACED).any())
-
-
-@dataclass(frozen=True)
-class BagShard:
-    """The bag of one slide, by itself.
-
-    Attributes:
-        slide: its name.
-        fingerprint: SHA-256 over all that decides the content.
-        encoder: name and digest of the weights.
-        spec: of the patches.
-        bag: features and places of the m patches.
-        mpp_l0: µm per level-0 pixel of the slide; NaN where nobody said.
-        note: what people should know of it, or "".
-        unread: (x, y, reason) of chosen patches that could not be read, level-0 pixels.
-    """
-
-    slide: str
-    fingerprint: str
-    encoder: str
-    spec: GridSpec
-    bag: Bag
-    mpp_l0: float = float("nan")
-    note: str = ""
-    unread: Marked = ()
 
 
 def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
@@ -186,7 +157,7 @@ def write_bags(
         for name, dataset in _OWN.items() if patches is not None else ():
             values = getattr(patches, name)
             file[dataset] = encoded_text(values) if values.dtype.kind == "U" else values
-        seal(file, _FEATURES)
+        seal(file, ROW_SUMMED)
 
 
 def _root_attrs(meta: BagMeta) -> dict[str, Any]:
@@ -241,7 +212,7 @@ class BagStore(StoreFile):
     """
 
     format = BAG_FORMAT
-    rows = _FEATURES
+    rows = ROW_SUMMED
 
     def __init__(self, path: Path) -> None:
         self.command = "features" if path.name == "features.h5" else "mosaic"
@@ -277,8 +248,10 @@ class BagStore(StoreFile):
         if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight", *_OWN.values())):
             raise ValueError("not one value for every patch")
         self.own_labels = "patch_label" in file
-        rows = self.patches if self.own_labels else self.table
-        require_sound(rows.label, rows.patient, rows.split, len(self.meta.classes))
+        table, n_classes = self.table, len(self.meta.classes)
+        require_sound(table.label, table.slide if self.own_labels else table.patient, table.split, n_classes)
+        if self.own_labels:
+            require_sound(self.patches.label, self.patches.patient, self.patches.split, n_classes)
         self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
 
     def __len__(self) -> int:
@@ -347,77 +320,3 @@ class BagStore(StoreFile):
 
 def _text(file: h5py.File, name: str) -> NDArray[np.str_]:
     return np.asarray(file[name].asstr()[:], np.str_)
-
-
-def fingerprint(*said: Any) -> str:
-    """SHA-256 over plain values (JSON) that decide a shard's content."""
-    return hashlib.sha256(json.dumps([1, *said]).encode()).hexdigest()
-
-
-def write_shard(path: Path, shard: BagShard) -> None:
-    """Write a shard atomically."""
-    bag = shard.bag
-    columns = {name: value for name, value in vars(bag).items() if value is not None}
-    columns |= marked_columns("unread", shard.unread)
-    n_bytes = sum(value.nbytes for value in columns.values()) + len(bag.features) * 8 + 4096
-    with atomic(path) as temporary, created(temporary, n_bytes) as file:
-        file.attrs.update(
-            spec_attrs(shard.spec)
-            | {"format": BAG_SHARD_FORMAT, "version": VERSION, "tool_version": __version__}
-            | {name: getattr(shard, name) for name in ("slide", "fingerprint", "encoder", "note", "mpp_l0")}
-        )
-        for name, value in columns.items():
-            file[name] = value
-        file[ROWS] = crc_of_rows(np.ascontiguousarray(bag.features))
-        seal(file, _FEATURES)
-
-
-class _Shard(StoreFile):
-    format = BAG_SHARD_FORMAT
-    rows = _FEATURES
-
-    def __init__(self, path: Path) -> None:
-        self.command = "features" if path.parent.name == "features" else "mosaic"
-        super().__init__(path)
-
-    @property
-    def site(self) -> str:
-        return self.path.absolute().parents[1].name
-
-    def _load(self, file: h5py.File) -> None:
-        attrs, features = file.attrs, file["features"][:]
-        n = len(features)
-        check_rows(sums_of(file, n), np.arange(n), features, lambda row: f"row {row} of features")
-        others = (file[name][:] if name in file else None for name in ("cluster", "weight"))
-        self.content = BagShard(
-            **{name: str(attrs[name]) for name in ("slide", "fingerprint", "encoder", "note")},
-            spec=read_spec(attrs),
-            bag=Bag(features, file["xy_l0"][:], *others),
-            mpp_l0=float(attrs["mpp_l0"]),
-            unread=read_marked(file, "unread"),
-        )
-
-
-def read_shard(path: Path) -> BagShard:
-    """Return a shard as it was written.
-
-    Raises:
-        WsiFlError: when it is missing, damaged, of another format or version.
-    """
-    with _Shard(path) as shard:
-        return shard.content
-
-
-def current_shard(path: Path, wanted: str) -> BagShard | str:
-    """Return the shard of a slide where it is whole and has this fingerprint, else why it must be made.
-
-    Returns:
-        "" where there is no shard.
-    """
-    if not path.exists():
-        return ""
-    try:
-        shard = read_shard(path)
-    except WsiFlError as error:
-        return f"its shard was damaged ({error})"
-    return shard if shard.fingerprint == wanted else "settings, encoder or slide changed"

@@ -22,7 +22,8 @@ from wsi_fl.stages.site.rates import speed_of
 from wsi_fl.stages.work.aside import partly, reason_of
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.bags import Bag, BagShard, current_shard, write_shard
+from wsi_fl.stores.bag_shards import BagShard, current_shard, write_shard
+from wsi_fl.stores.bags import Bag
 from wsi_fl.system.files import remove_strays, write_bytes
 from wsi_fl.system.locks import locked
 from wsi_fl.system.ordered import in_order

@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
-from wsi_fl.stores.bags import read_shard
+from wsi_fl.stores.bag_shards import read_shard
 from wsi_fl.stores.checksums import DAMAGE
 from wsi_fl.stores.fields import first_line
 from wsi_fl.stores.patches import PatchStore

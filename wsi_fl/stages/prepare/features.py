@@ -18,7 +18,8 @@ from wsi_fl.stages.site.encoders import encoder_of, transform_of
 from wsi_fl.stages.site.rates import say_speed
 from wsi_fl.stages.work.console import Watcher, print_table, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.bags import BagMeta, bags_of, fingerprint, read_shard, write_bags
+from wsi_fl.stores.bag_shards import fingerprint, read_shard
+from wsi_fl.stores.bags import BagMeta, bags_of, write_bags
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError

@@ -31,7 +31,8 @@ from wsi_fl.stages.prepare.tables import first_reason, mosaic_row, say_tables
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.bags import Bag, BagMeta, fingerprint, read_shard, write_bags
+from wsi_fl.stores.bag_shards import fingerprint, read_shard
+from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.preparing import Mosaic
