@@ -1,12 +1,7 @@
 """Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
 
 import csv
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -94,40 +89,6 @@ def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp
     write_store(study, "S0", n_per_slide=14, size_px=32)
     assert features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
     assert capsys.readouterr().err.count("made again") == 4
-
-
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made, settings, after):
-    folder = study.features("S0").parent
-    shutil.rmtree(folder / "features")
-    study.features("S0").unlink()
-    sets = [part for one in settings for part in ("--set", one)]
-    command = [sys.executable, "-m", "wsi_fl", "features", "--site", "S0", *sets]
-    process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
-    while process.poll() is None:
-        if (folder / "features").exists() and len(list((folder / "features").glob("[!.]*.h5"))) >= after:
-            os.killpg(process.pid, signal.SIGKILL)
-            break
-        time.sleep(0.002)
-    process.wait()
-    features(study, site="S0", overrides=settings)
-    assert not list(folder.rglob("*.partial*"))
-    with BagStore(study.features("S0")) as one, BagStore(made.features("S0")) as other:
-        rows = np.arange(len(one.patches))
-        np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)  # threads may differ
-    again = study.features("S0").read_bytes()
-    features(study, site="S0", overrides=settings)
-    assert study.features("S0").read_bytes() == again
-
-
-def test_ranks_share_the_slides(study, made, settings, as_ranks):
-    shutil.rmtree(study.features("S0").parent / "features")
-    study.features("S0").unlink()
-    document, nothing = as_ranks(2, lambda: features(study, site="S0", overrides=settings))
-    assert document["sites"] and not nothing
-    with BagStore(study.features("S0")) as one, BagStore(made.features("S0")) as other:
-        rows = np.arange(len(one.patches))
-        np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", VECTOR_BUILDERS)

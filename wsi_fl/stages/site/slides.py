@@ -14,8 +14,7 @@ from wsi_fl.federation.preflight import Inputs
 from wsi_fl.learning.bags import allowed_classes, bag_examples, bags_at_once
 from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory
 from wsi_fl.learning.tasks import Task
-from wsi_fl.stages.site.data import Data, Table, hashed, open_bags, open_store
-from wsi_fl.stages.site.parts import divided
+from wsi_fl.stages.site.data import Data, Table, divided, hashed, open_bags, open_store
 from wsi_fl.stages.site.targets import answers, outputs_of, task_of
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
