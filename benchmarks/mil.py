@@ -25,6 +25,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ from wsi_fl.learning.metrics import auroc
 from wsi_fl.learning.survival import concordances, risk
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
-from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable
 
@@ -69,12 +69,12 @@ bootstrap = 0
 """
 
 
-def pool_of(study: Study) -> tuple[Features, NDArray[np.int64], FeatureMeta]:
+def pool_of(study: Study) -> tuple[Features, NDArray[np.int64], BagMeta]:
     """Features and labels of all patches of a study's only site, and what is known of them."""
     (site,) = study.site_names()
-    with PatchFeatures(study.features(site)) as store:
-        meta = FeatureMeta(site, store.meta.classes, {}, store.encoder, store.meta.spec)
-        return store.read(np.arange(len(store))), store.table.label, meta
+    with BagStore(study.features(site)) as store:
+        label = store.patches.label
+        return store.read(np.arange(len(label))), label, replace(store.meta, made_by="mosaic")
 
 
 def slide_of(x: Features, label: NDArray[np.int64], share: float, size: int, rng: np.random.Generator) -> Bag:
@@ -85,9 +85,7 @@ def slide_of(x: Features, label: NDArray[np.int64], share: float, size: int, rng
     return Bag(x[chosen], np.stack([np.arange(size), np.zeros(size, np.int64)], 1))
 
 
-def study_of(
-    pool: tuple[Features, NDArray[np.int64], FeatureMeta], args: Any, seed: int, folder: Path
-) -> Study:
+def study_of(pool: tuple[Features, NDArray[np.int64], BagMeta], args: Any, seed: int, folder: Path) -> Study:
     """A study of sites with as many patients for training, and half as many for testing."""
     x, label, meta = pool
     for name in ("pipelines", "sites"):
@@ -120,7 +118,7 @@ def study_of(
         (folder / f"{site}.csv").write_text(table_of_lives + "\n", encoding="utf-8")
         path = study.mosaic(site)
         path.parent.mkdir(parents=True)
-        write_features(path, meta, table, bags)
+        write_bags(path, meta, table, bags)
     return study
 
 
@@ -150,7 +148,7 @@ def known_by(study: Study) -> float | None:
     """Concordance of who knows the share of tumour of every test patient."""
     lives = []
     for site in study.site_names():
-        with FeatureStore(study.mosaic(site)) as store:
+        with BagStore(study.mosaic(site)) as store:
             tested = set(store.table.patient[store.table.split == "test"].tolist())
         with (study.root / f"{site}.csv").open(encoding="utf-8") as file:
             lives += [line for line in csv.DictReader(file) if line["patient"] in tested]

@@ -20,8 +20,7 @@ from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.learning.examples import batches
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.site.parts import examples_of
+from wsi_fl.stages.site.data import examples_of, open_store
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 

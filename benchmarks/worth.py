@@ -34,7 +34,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_right
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, bags_of, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.types import PatchTable
 
@@ -135,15 +135,15 @@ class Pool:
 
     x: NDArray[np.float32]
     label: Rows
-    meta: FeaturesMeta
+    meta: BagMeta
 
 
 def pool_of(study: Study) -> Pool:
     """The rows of a study's only site, those for training and those for tests."""
     (site,) = study.site_names()
-    with PatchFeatures(study.features(site)) as store:
-        meta = FeaturesMeta(store.meta, store.encoder)
-        return Pool(store.read(np.arange(len(store))), store.table.label, meta)
+    with BagStore(study.features(site)) as store:
+        label = store.patches.label
+        return Pool(store.read(np.arange(len(label))), label, store.meta)
 
 
 def drawn(setting: Setting, label: Rows, seed: int) -> tuple[list[Rows], Rows]:
@@ -183,13 +183,9 @@ def study_of(pool: Pool, parts: Sequence[Rows], test: Rows, folder: Path, unit: 
             split,
         )
         path = study.features(site)
-        shards = []
-        for name in dict.fromkeys(split.tolist()):
-            shards.append(path.parent / f"{name}.h5")
-            write_shard(shards[-1], "drawn", pool.x[rows[split == name]])
-        write_patch_features(
-            path, replace(pool.meta, store=replace(pool.meta.store, site=site)), table, shards
-        )
+        slides, _ = bags_of(table)
+        bags = [Bag(pool.x[rows[split == name]], table.xy_l0[split == name]) for name in slides.slide]
+        write_bags(path, replace(pool.meta, site=site), slides, bags, patches=table)
     return study
 
 

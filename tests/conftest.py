@@ -126,8 +126,7 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
     Args:
         slides: the slide of each patch; all are of one where this is left out.
     """
-    from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
-    from wsi_fl.stores.patch_features import write_shard as write_part
+    from wsi_fl.stores.bags import BagMeta
 
     n = len(labels)
     path = study.features(site)
@@ -140,12 +139,17 @@ def write_features(study: Study, site: str, x, labels, patients, splits, *slides
         np.asarray(splits),
     )
     study.store(site).unlink(missing_ok=True)
-    parts = []
-    for name in dict.fromkeys(table.slide.tolist()):
-        parts.append(path.parent / f"{name}.h5")
-        write_part(parts[-1], "x", np.asarray(x, np.float32)[table.slide == name])
-    meta = FeaturesMeta(StoreMeta(site, CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0")
-    write_patch_features(path, meta, table, parts)
+    meta = BagMeta(site, CLASSES, "tiny sha256:0", GridSpec(8, 0.5, 8), "features")
+    write_patches_as_bags(path, meta, table, np.asarray(x, np.float32))
+
+
+def write_patches_as_bags(path: Path, meta, patches: PatchTable, x) -> None:
+    """A store of the features float32[n, d] of patches, as `features` writes it."""
+    from wsi_fl.stores.bags import Bag, bags_of, write_bags
+
+    bags, _ = bags_of(patches)
+    parts = [patches.slide == name for name in bags.slide]
+    write_bags(path, meta, bags, [Bag(x[rows], patches.xy_l0[rows]) for rows in parts], patches=patches)
 
 
 REAL = "real = true\nmax_epsilon = 50.0\ndelta = 1e-5"

@@ -31,7 +31,7 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run, print_plan
 from wsi_fl.stages.training.series import train_series
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.toml import dump_toml
 from wsi_fl.types import Bags, BagTable, GridSpec, Images, UsageError, WsiFlError
@@ -82,8 +82,8 @@ def write_mosaic(
     )
     path = study.mosaic(site)
     path.parent.mkdir(parents=True, exist_ok=True)
-    meta = FeatureMeta(site, classes, TYPES, encoder, GridSpec(64, 1.0, 64))
-    write_features(path, meta, table, bags)
+    meta = BagMeta(site, classes, encoder, GridSpec(64, 1.0, 64), tumor_types=TYPES)
+    write_bags(path, meta, table, bags)
     return table, bags
 
 
@@ -337,10 +337,10 @@ def test_sites_that_bring_something_else_are_named_in_one_line(bags, changed, wo
 
 def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     table, content = write_mosaic(bags, "S1", seed=1)
-    with FeatureStore(bags.mosaic("S1")) as store:
+    with BagStore(bags.mosaic("S1")) as store:
         meta = store.meta
     table.tumor_type[3] = "lung"  # it is LGG
-    write_features(bags.mosaic("S1"), meta, table, content)
+    write_bags(bags.mosaic("S1"), meta, table, content)
     refused(lambda: run(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
     shutil.rmtree(bags.mosaic("S1").parent)
     refused(lambda: run(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
@@ -485,7 +485,7 @@ def test_predict_takes_the_bag_from_the_store_and_draws_over_the_slide(tmp_path,
     assert kept["probabilities"] == row["probabilities"] and kept["encoder"] == "densenet121 abc"
     with (study.root / row["csv"]).open() as file:
         patches = list(csv.DictReader(file))
-    with FeatureStore(study.mosaic("S0")) as store:
+    with BagStore(study.mosaic("S0")) as store:
         assert len(patches) == row["patches"] == len(store.bag(9).features)
     assert {patch["size_l0"] for patch in patches} == {"64"}
     if private == "deepset_attention":

@@ -24,12 +24,12 @@ from wsi_fl.stages.prepare.check import check
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.site.data import Patches, open_features, open_mosaic, open_store
+from wsi_fl.stages.site.data import Patches, open_bags, open_store
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores import hdf5
+from wsi_fl.stores.bag_shards import BagShard, current_shard, write_shard
+from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.stores.checksums import HEAD, ROWS
-from wsi_fl.stores.features import Bag, FeatureMeta, write_features
-from wsi_fl.stores.mosaics import MosaicShard, current_mosaic, write_mosaic
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
@@ -260,7 +260,7 @@ def test_a_changed_feature_is_named_and_mended(made, tmp_path, where, name, wsi_
         assert "patch 15, of slide S0_slide_1," in line
 
         def read():
-            with open_features(study, "S0") as store:
+            with open_bags(study, "S0", "features") as store:
                 store.read(np.array([15, 2]))
 
         refused(read, "patch 15, of slide S0_slide_1,", "wsi-fl features --site S0", error=WsiFlError)
@@ -278,7 +278,7 @@ def a_bag(seed, n=5):
     return Bag(rng.normal(size=(n, 4)).astype(np.float32), corners, np.arange(n), np.full(n, 0.2, np.float32))
 
 
-def bags_of(path, site="S0", **left_out):
+def bags_of(path, site="S0", made_by="mosaic"):
     spec, n = GridSpec(64, 1.0, 64), 3
     text = np.array([f"slide {k}" for k in range(n)])
     table = BagTable(
@@ -288,44 +288,42 @@ def bags_of(path, site="S0", **left_out):
         split=np.array(["train"] * n),
         tumor_type=np.array([""] * n),
     )
-    meta = FeatureMeta(site, ("a", "b"), {}, "tiny", spec)
-    bags = [Bag(**{**vars(a_bag(k)), **left_out}) for k in range(n)]
-    write_features(path, meta, table, bags)
+    meta = BagMeta(site, ("a", "b"), "tiny", spec, made_by)
+    write_bags(path, meta, table, [a_bag(k) for k in range(n)])
 
 
-@pytest.mark.parametrize("column", ["features", "xy_l0"])
-def test_a_changed_bag_is_named(tmp_path, column):
+def test_a_changed_bag_is_named(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     bags_of(path := study.mosaic("S0"))
-    flip(path, place_of(path, column, 7), 0x01)
-    with open_mosaic(study, "S0") as store:
+    flip(path, place_of(path, "features", 7), 0x01)
+    with open_bags(study, "S0", "mosaics") as store:
         store.bag(0), store.bag(2)
         refused(lambda: store.bag(1), "slide 1", "damaged", "wsi-fl mosaic --site S0", error=WsiFlError)
 
 
-@pytest.mark.parametrize("column", ["cluster", "weight", "label", "start"])
+@pytest.mark.parametrize("column", ["xy_l0", "cluster", "weight", "label", "start"])
 def test_a_changed_column_of_bags_is_refused(tmp_path, column):
     study = make_study(tmp_path / "study", n_sites=1)
     bags_of(path := study.mosaic("S0"))
     flip(path, place_of(path, column, 1), 0x01)
-    refused(lambda: open_mosaic(study, "S0"), "mosaic.h5", "damaged", error=WsiFlError)
+    refused(lambda: open_bags(study, "S0", "mosaics"), "mosaic.h5", "damaged", error=WsiFlError)
 
 
 def test_imported_bags_advise_import(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    bags_of(path := study.mosaic("S0"), cluster=None, weight=None)
+    bags_of(path := study.mosaic("S0"), made_by="import")
     flip(path, place_of(path, "features", 7))
-    with open_mosaic(study, "S0") as store:
+    with open_bags(study, "S0", "mosaics") as store:
         refused(lambda: store.bag(1), "wsi-fl import --site S0", error=WsiFlError)
 
 
 @pytest.mark.parametrize("column", ["features", "xy_l0", "weight"])
 def test_a_damaged_mosaic_is_made_again(tmp_path, column):
-    shard = MosaicShard("s", "", "f" * 64, "tiny", GridSpec(64, 1.0, 64), 0.5, 9, "", a_bag(0))
-    write_mosaic(path := tmp_path / "S0" / "mosaics" / "s.h5", shard)
-    assert current_mosaic(path, "f" * 64) is True
+    shard = BagShard("s", "f" * 64, "tiny", GridSpec(64, 1.0, 64), a_bag(0), 0.5)
+    write_shard(path := tmp_path / "S0" / "mosaics" / "s.h5", shard)
+    assert current_shard(path, "f" * 64).slide == "s"
     flip(path, place_of(path, column, 2), 0x01)
-    assert current_mosaic(path, "f" * 64) is False
+    assert "damaged" in current_shard(path, "f" * 64)
 
 
 # stores under another's name
@@ -337,9 +335,12 @@ def test_a_store_of_another_site_is_refused(made, tmp_path, kind):
     bags_of(study.mosaic("S0"))
     shutil.rmtree(study.store("S1").parent)
     shutil.copytree(study.store("S0").parent, study.store("S1").parent)
-    opened = {"patches": open_store, "features": open_features, "mosaics": open_mosaic}[kind]
-    refused(lambda: opened(study, "S1"), "stores/S1/", "is the store of site S0", error=WsiFlError)
-    opened(study, "S0").close()
+
+    def opened(site):
+        return open_store(study, site) if kind == "patches" else open_bags(study, site, kind)
+
+    refused(lambda: opened("S1"), "stores/S1/", "is the store of site S0", error=WsiFlError)
+    opened("S0").close()
 
 
 # checkpoints and generators

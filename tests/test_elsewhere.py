@@ -25,10 +25,10 @@ from wsi_fl.slides.choosing.outlines import outlines_of
 from wsi_fl.slides.layouts.rows import rows_of
 from wsi_fl.stages.hospitals.plans.signed import Plan, is_request
 from wsi_fl.stages.prepare.check import check
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange.clam import read_clam
 from wsi_fl.stores.exchange.stamp import read_stamp
 from wsi_fl.stores.exchange.trident import read_trident
-from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import load_pipeline
@@ -248,7 +248,7 @@ def test_a_packed_tensor_is_refused_and_a_plain_one_read(tmp_path):
 READERS = {
     "trident": read_trident,
     "tensor": read_clam,
-    "features": FeatureStore,
+    "features": BagStore,
     "patches": PatchStore,
     "JSON": read_json,
     "JSON lines": read_lines,

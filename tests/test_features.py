@@ -1,19 +1,13 @@
 """Features of every patch: what timm makes of them, whatever disturbs the making, and training on them."""
 
 import csv
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_study, refused, write_store
+from conftest import make_study, refused, write_features, write_store
 from safetensors.torch import save_file
 from test_mosaic import plain_features
 from torch.nn import functional
@@ -30,12 +24,13 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.kinds import open_data
+from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures, write_patch_features, write_shard
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.types import CLASSES, Bags, GridSpec, Images, PatchTable, UsageError, Vectors, WsiFlError
+from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 HEADS = ["train.data=features", "model.private=mlp_head", "model.proxy=linear_head", "train.rounds=2"]
 
@@ -73,16 +68,18 @@ def rows_of(path):
 
 
 def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_weights):
-    with PatchFeatures(made.features("S0")) as store, PatchStore(made.store("S0")) as patches:
-        assert len(store) == len(patches) and store.n_features == 256
-        for name in ("xy_l0", "label", "slide", "patient", "split"):
-            assert np.array_equal(getattr(store.table, name), getattr(patches.table, name))
-        rows = np.arange(len(store))
+    with BagStore(made.features("S0")) as store, PatchStore(made.store("S0")) as patches:
+        assert len(store.patches) == len(patches) and store.n_features == 256
+        for name in ("xy_l0", "label", "slide", "patient", "split", "tumor_fraction"):
+            assert np.array_equal(
+                getattr(store.patches, name), getattr(patches.table, name), equal_nan=name[0] == "t"
+            )
+        rows = np.arange(len(patches))
         expected = plain_features("test_efficientnet", tiny_weights, patches.read(rows))
         np.testing.assert_allclose(store.read(rows), expected, atol=1e-4)
         mixed = np.array([5, 0, 40, 5])
         assert np.array_equal(store.read(mixed), store.read(rows)[mixed])
-        assert "test_efficientnet sha256:" in store.encoder
+        assert "test_efficientnet sha256:" in store.meta.encoder
 
 
 def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp_path, capsys):
@@ -92,40 +89,6 @@ def test_a_second_run_makes_nothing_and_changes_are_noticed(study, settings, tmp
     write_store(study, "S0", n_per_slide=14, size_px=32)
     assert features(study, site="S0", overrides=settings)["sites"][0]["made"] == 4
     assert capsys.readouterr().err.count("made again") == 4
-
-
-@pytest.mark.parametrize("after", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, made, settings, after):
-    folder = study.features("S0").parent
-    shutil.rmtree(folder / "features")
-    study.features("S0").unlink()
-    sets = [part for one in settings for part in ("--set", one)]
-    command = [sys.executable, "-m", "wsi_fl", "features", "--site", "S0", *sets]
-    process = subprocess.Popen(command, cwd=study.root, stderr=subprocess.DEVNULL, start_new_session=True)
-    while process.poll() is None:
-        if (folder / "features").exists() and len(list((folder / "features").glob("[!.]*.h5"))) >= after:
-            os.killpg(process.pid, signal.SIGKILL)
-            break
-        time.sleep(0.002)
-    process.wait()
-    features(study, site="S0", overrides=settings)
-    assert not list(folder.rglob("*.partial*"))
-    with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
-        rows = np.arange(len(one))
-        np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)  # threads may differ
-    again = study.features("S0").read_bytes()
-    features(study, site="S0", overrides=settings)
-    assert study.features("S0").read_bytes() == again
-
-
-def test_ranks_share_the_slides(study, made, settings, as_ranks):
-    shutil.rmtree(study.features("S0").parent / "features")
-    study.features("S0").unlink()
-    document, nothing = as_ranks(2, lambda: features(study, site="S0", overrides=settings))
-    assert document["sites"] and not nothing
-    with PatchFeatures(study.features("S0")) as one, PatchFeatures(made.features("S0")) as other:
-        rows = np.arange(len(one))
-        np.testing.assert_allclose(one.read(rows), other.read(rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", VECTOR_BUILDERS)
@@ -193,9 +156,9 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     cut = [f"store.pixels={pixels}", "tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.1"]
     tile(study, site="C1", overrides=cut)
     (row,) = features(study, site="C1", overrides=settings)["sites"]
-    with PatchFeatures(study.root / row["store"]) as store, PatchStore(study.store("C1")) as patches:
-        assert len(store) == row["patches"] == len(patches) > 0
-        assert store.meta == patches.meta and store.meta.min_tissue == 0.1
+    with BagStore(study.root / row["store"]) as store, PatchStore(study.store("C1")) as patches:
+        assert len(store.patches) == row["patches"] == len(patches) > 0
+        assert store.meta.spec == patches.meta.spec and store.meta.recipe == {"min_tissue": 0.1}
     overrides = [
         *settings,
         *HEADS,
@@ -229,48 +192,20 @@ def test_settings_left_out_are_those_of_the_mosaic(study):
     assert (own.encoder, own.weights, own.input_px, own.batch_size) == ("resnet18", None, None, 32)
 
 
-def test_newer_versions_and_other_files_are_refused(tmp_path):
+def test_newer_versions_and_other_files_are_refused(study):
     import h5py
 
-    write_fixture(path := tmp_path / "features.h5")
+    path = study.features("S0")
     with h5py.File(path, "a") as file:
         file.attrs["version"] = 2
     with pytest.raises(WsiFlError, match="update wsi-fl"):
-        PatchFeatures(path)
+        BagStore(path)
     path.write_bytes(path.read_bytes()[:500])
     with pytest.raises(WsiFlError, match="HDF5"):
-        PatchFeatures(path)
+        BagStore(path)
+    path.unlink()
     with pytest.raises(WsiFlError, match="no such store"):
-        PatchFeatures(tmp_path / "none.h5")
-
-
-def write_fixture(path: Path) -> None:
-    """Features of three patches of two slides."""
-    slides = np.array(["a", "a", "b"])
-    table = PatchTable(
-        np.arange(6).reshape(3, 2),
-        np.array([0, 1, 0]),
-        np.array([0, 1, np.nan], np.float32),
-        slides,
-        np.array(["p", "p", "q"]),
-        np.array(["train", "train", "test"]),
-    )
-    values = np.arange(6, dtype=np.float32).reshape(3, 2)
-    shards = [path.parent / f"{name}.h5" for name in ("a", "b")]
-    write_shard(shards[0], "x", values[:2])
-    write_shard(shards[1], "y", values[2:])
-    meta = FeaturesMeta(StoreMeta("C1", CLASSES, GridSpec(8, 0.5, 8)), "tiny sha256:0")
-    write_patch_features(path, meta, table, shards)
-
-
-def test_shards_that_lack_a_slide_leave_the_features_that_were_there(tmp_path):
-    write_fixture(path := tmp_path / "features.h5")
-    before = path.read_bytes()
-    with PatchFeatures(path) as store:
-        meta, table = FeaturesMeta(store.meta, store.encoder), store.table
-    with pytest.raises(WsiFlError, match="2 features of 3 patches"):
-        write_patch_features(path, meta, table, [tmp_path / "a.h5"])
-    assert path.read_bytes() == before
+        BagStore(path)
 
 
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
@@ -294,3 +229,40 @@ def test_canaries_are_vectors(study):
     for row, site in zip(summary["sites"], audit(study, summary["run"])["sites"], strict=True):
         assert row["n_units"] == row["n_train"] + 10
         assert all(model["canaries"]["n"] == 10 for model in site["models"])
+
+
+@pytest.mark.parametrize("method", ["proxyfl", "oneshot"])
+def test_a_patient_is_one_row_and_one_unit(method, tmp_path):
+    study, rng, n = make_study(tmp_path / "study", n_sites=2), np.random.default_rng(0), 18
+    patients = np.repeat([f"p{k}" for k in range(n)], 5)
+    slides = [f"{name}-{k > 2}" for name in dict.fromkeys(patients) for k in range(5)]  # of 3 and 2 patches
+    labels = np.repeat(np.arange(n) % 2, 5)
+    splits = np.where(np.repeat(np.arange(n), 5) < 12, "train", "test")
+    for site in study.site_names():
+        x = rng.normal(size=(5 * n, 6)) + np.outer(6 * labels - 3, np.arange(6) < 3)
+        write_features(study, site, x, labels, patients, splits, slides)
+    rows = ["train.data=features", "train.example=patient", "model.private=linear_head", "privacy.sigma=1"]
+    overrides = [*rows, "model.proxy=linear_head", "train.rounds=3", "train.lr=0.05"]
+    with open_data(study, "S1", study.pipeline("small", overrides)) as data:
+        train_rows = data.examples("train")
+        assert train_rows.patient.tolist() == train_rows.slide.tolist() == [f"p{k}" for k in range(12)]
+        means = x.astype(np.float32).reshape(n, 5, 6).mean(axis=1)
+        np.testing.assert_allclose(train_rows.read(np.arange(12)), means[:12], atol=1e-6)
+        assert train_rows.label.tolist() == [0, 1] * 6
+    planned = dry_run(study, method=method, overrides=overrides)["sites"]
+    summary = train(study, method=method, overrides=overrides, backend="local")
+    for row, before in zip(summary["sites"], planned, strict=True):
+        assert (row["unit"], row["n_units"]) == ("patient", 12)
+        assert row["epsilon"] == before["epsilon"] > 0
+    found = evaluate(study, summary["run"])
+    assert found["examples"] == "patients"
+    assert method == "proxyfl" or found["internal"]["accuracy"]["mean"] > 0.9
+    told = [
+        row
+        for row in rows_of(study.root / summary["run"] / "sites/S1/predictions.csv")
+        if row["part"] == "S1"
+    ]
+    assert (
+        {row["patient"] for row in told} == {row["slide"] for row in told} == {f"p{k}" for k in range(12, n)}
+    )
+    refused(lambda: dry_run(study, method=method, overrides=["train.example=patient"]), "is for features")

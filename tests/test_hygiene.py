@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from wsi_fl import __main__ as program
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.annotations import read_annotations
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
+from wsi_fl.stores.bag_shards import read_shard
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.stores.mosaics import read_mosaic
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.system.files import append_line, read_json, read_lines, read_lines_from
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
@@ -160,21 +160,19 @@ def test_a_shard_that_claims_more_streams_than_fit_is_refused_by_its_slide(tmp_p
 
 def test_features_that_claim_more_than_fits_are_refused_by_their_name(tmp_path):
     path, one = tmp_path / "features.h5", np.array(["a"])
-    meta = FeatureMeta("S0", ("healthy", "tumor"), {}, "e", GridSpec(16, 1.0, 16))
+    meta = BagMeta("S0", ("healthy", "tumor"), "e", GridSpec(16, 1.0, 16))
     bag = Bag(np.zeros((2, 3), np.float32), np.zeros((2, 2), np.int64))
-    write_features(path, meta, BagTable(np.zeros(1, np.int64), one, one, one, np.array(["train"])), [bag])
+    write_bags(path, meta, BagTable(np.zeros(1, np.int64), one, one, one, np.array(["train"])), [bag])
     claimed(path, "start")
-    refused(lambda: FeatureStore(path), "features.h5", "more than fits into memory", error=WsiFlError)
+    refused(lambda: BagStore(path), "features.h5", "more than fits into memory", error=WsiFlError)
 
 
 def test_a_mosaic_that_claims_more_than_fits_is_refused_by_its_name(tmp_path):
     path = tmp_path / "mosaic.h5"
     with h5py.File(path, "w") as file:
-        file.attrs.update(
-            {"format": "wsi-fl mosaic shard", "version": 1, "size_px": 16, "mpp": 1.0, "stride_px": 16}
-        )
+        file.attrs.update({"format": "wsi-fl bag", "version": 1, "size_px": 16, "mpp": 1.0, "stride_px": 16})
         file.create_dataset("features", (MANY, 1000), np.float32, chunks=True)
-    refused(lambda: read_mosaic(path), "mosaic.h5", "more than fits into memory", error=WsiFlError)
+    refused(lambda: read_shard(path), "mosaic.h5", "more than fits into memory", error=WsiFlError)
 
 
 def test_image_data_that_claim_more_than_fits_are_refused_by_their_name(tmp_path):

@@ -16,8 +16,8 @@ from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.importing import Said, import_features
 from wsi_fl.stages.training.train import train
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.exchange import foreign
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore, write_features
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
@@ -71,9 +71,11 @@ def write_site(study, site, seed, n=9):
         np.array([f"p{k // 2}" for k in range(n)]),
         np.where(np.arange(n) < 6, "train", "test"),
     )
-    meta = FeatureMeta(site, CLASSES, {"kidney": CLASSES}, "uni sha256:0123", GridSpec(256, 0.5, 224))
+    meta = BagMeta(
+        site, CLASSES, "uni sha256:0123", GridSpec(256, 0.5, 224), "import", tumor_types={"kidney": CLASSES}
+    )
     study.mosaic(site).parent.mkdir(parents=True, exist_ok=True)
-    write_features(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
+    write_bags(study.mosaic(site), meta, table, bags, rng.uniform(0.2, 0.3, n))
 
 
 def contents(path):
@@ -186,7 +188,7 @@ def labels(path, names=("a", "b", "c", "d"), heading="slide_id,case_id,label", *
 
 
 def store_of(study):
-    return FeatureStore(study.mosaic("S0"))
+    return BagStore(study.mosaic("S0"))
 
 
 @pytest.mark.parametrize("shape", [lambda x: x, lambda x: x[None]], ids=["[n, d]", "[1, n, d]"])
@@ -363,7 +365,7 @@ def test_without_subtypes_labels_are_healthy_or_tumour(study, tmp_path):
 def test_bags_are_streamed_and_must_be_as_they_were_announced(tmp_path):
     n, m, d = 40, 1000, 256
     table = BagTable(np.zeros(n, np.int64), *(np.full(n, name) for name in ("", "x", "p", "train")))
-    meta = FeatureMeta("S", CLASSES, {}, "e", GridSpec(256, 0.5, 256))
+    meta = BagMeta("S", CLASSES, "e", GridSpec(256, 0.5, 256))
     bag = Bag(np.ones((m, d), np.float32), np.zeros((m, 2), np.int64))
 
     def made():
@@ -371,17 +373,17 @@ def test_bags_are_streamed_and_must_be_as_they_were_announced(tmp_path):
             yield Bag(np.full((m, d), k, np.float32), bag.xy_l0)
 
     tracemalloc.start()
-    write_features(tmp_path / "x.h5", meta, table, made(), sizes=[m] * n)
+    write_bags(tmp_path / "x.h5", meta, table, made(), sizes=[m] * n)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8 * m * d * 4 < n * m * d * 4
-    with FeatureStore(tmp_path / "x.h5") as store:
+    with BagStore(tmp_path / "x.h5") as store:
         assert [store.bag(k).features[0, 0] for k in (0, 7, 39)] == [0, 7, 39] and store.bag(
             0
         ).cluster is None
     for bags, sizes in (([bag] * (n - 1), [m] * n), ([bag] * n, [m] * (n - 1) + [m + 1])):
         with pytest.raises(WsiFlError):
-            write_features(tmp_path / "y.h5", meta, table, iter(bags), sizes=sizes)
+            write_bags(tmp_path / "y.h5", meta, table, iter(bags), sizes=sizes)
         assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
 
 

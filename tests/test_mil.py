@@ -15,7 +15,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.gradients import ENGINES, engine_of
 from wsi_fl.privacy.patients import summed_by_patient
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.predict_bags import answer_of, load_bag_predictor
+from wsi_fl.stages.answers.predictor import load_predictor
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import Bags, BagTable
@@ -149,11 +149,11 @@ def test_attention_of_every_head_reaches_predict(tmp_path):
         run = RunFolder(
             study.root / train(study, method="regular", overrides=overrides, backend="local")["run"]
         )
-        predictor = load_bag_predictor(
+        predictor = load_predictor(
             study, run, load_pipeline(run.path / "config.toml"), study.site("S0"), None
         )
         bag = predictor.store.bag(2)
-        attention = answer_of(predictor, bag, None).attention
+        attention = predictor.answer(bag, None).attention
         assert attention.shape == (len(bag.features),) and attention.sum() == pytest.approx(1, abs=1e-5)
 
 

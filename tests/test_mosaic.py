@@ -26,13 +26,13 @@ from wsi_fl.slides.layouts import read_site
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources
+from wsi_fl.stages.prepare.bag_labels import labelled
 from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
-from wsi_fl.stages.prepare.mosaic_labels import labelled
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import FeatureStore
-from wsi_fl.stores.mosaics import read_mosaic
+from wsi_fl.stores.bag_shards import read_shard
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import locked
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
@@ -101,7 +101,7 @@ def test_the_store_holds_what_timm_makes_of_the_slides_patches(calm, archive, we
     study, row = calm
     assert row["failed"] == [] and row["bags"] == row["slides"] == 4 == row["train"] + row["test"]
     assert sum(row["classes"].values()) == 4 and set(row["classes"]) == set(CLASSES)
-    with FeatureStore(study.root / row["store"]) as store:
+    with BagStore(study.root / row["store"]) as store:
         assert row["patches"] == sum(len(store.bag(k).features) for k in range(4))
         assert store.meta.encoder == row["encoder"] and "sha256:" in row["encoder"]
         for k, name in enumerate(store.table.slide):
@@ -122,7 +122,7 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     overrides += ["model.private=deepset", "privacy.enabled=false"]
     overrides += ["mosaic.size_px=128", "mosaic.clusters=2", "mosaic.fraction=0.9"]  # not how they were made
     run = train(study, method="regular", overrides=overrides, backend="local")["run"]
-    with FeatureStore(study.mosaic("C1")) as store:
+    with BagStore(study.mosaic("C1")) as store:
         name = str(store.table.slide[0])
     (known,) = predict(study, run, site="C1", slides=[Path(name)])["slides"]
     stranger = tmp_path / "stranger.tif"
@@ -271,7 +271,7 @@ def test_a_damaged_patch_is_left_out_and_named(study, weights, monkeypatch):
     ((name, xy),) = bad
     assert [one["slide"] for one in row["failed"]] == [name] and row["bags"] == 4
     assert "patches set aside, at level-0 pixel" in row["failed"][0]["reason"]
-    shard = read_mosaic(study.root / f"stores/C1/mosaics/{name}.h5")
+    shard = read_shard(study.root / f"stores/C1/mosaics/{name}.h5")
     assert [place[:2] for place in shard.unread] == [xy] and list(xy) not in shard.bag.xy_l0.tolist()
 
 
@@ -281,7 +281,7 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights, as
     assert not nothing  # said once
     (row,) = document["sites"]
     assert {**row, "seconds": 0} == {**alone, "seconds": 0}
-    with FeatureStore(study.mosaic("C1")) as one, FeatureStore(whole.mosaic("C1")) as other:
+    with BagStore(study.mosaic("C1")) as one, BagStore(whole.mosaic("C1")) as other:
         for k in range(len(one)):
             np.testing.assert_allclose(one.bag(k).features, other.bag(k).features, atol=1e-5)
             assert np.array_equal(one.bag(k).xy_l0, other.bag(k).xy_l0)
@@ -301,7 +301,7 @@ def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, weights, 
     (row,) = mosaic(study, site="C1", pipeline_name="sub", overrides=settings(weights))["sites"]
     assert row["classes"] == {"KIRC": 1, "KIRP": 1, "LUAD": 1} and len(row["failed"]) == 1
     assert row["failed"][0]["reason"] == "its diagnosis SKCM is none of the study's (KIRC, KIRP, LUAD)"
-    with FeatureStore(study.mosaic("C1")) as store:
+    with BagStore(study.mosaic("C1")) as store:
         assert store.table.tumor_type.tolist() == ["kidney", "kidney", "lung"]
         assert store.meta.tumor_types == {key: tuple(value) for key, value in names.items()}
 
@@ -406,7 +406,7 @@ def test_export_reads_back_as_clam_and_trident_do(calm):
     document = export(study, site="C1", form="clam")
     with (study.root / document["table"]).open() as handle:
         rows = list(csv.DictReader(handle))
-    with FeatureStore(study.mosaic("C1")) as store:
+    with BagStore(study.mosaic("C1")) as store:
         assert [row["slide_id"] for row in rows] == store.table.slide.tolist()
         for k, row in enumerate(rows):
             assert row["label"] == CLASSES[store.table.label[k]] and row["case_id"] == store.table.patient[k]

@@ -20,11 +20,9 @@ from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.site.account import planned_round
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.stores.checksums import seal
-from wsi_fl.stores.features import Bag, FeatureMeta, FeatureStore
-from wsi_fl.stores.features import write_features as write_bags
 from wsi_fl.stores.images import read_data_set
-from wsi_fl.stores.patch_features import PatchFeatures
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -367,9 +365,10 @@ def test_a_store_that_no_model_may_be_trained_on_is_refused(study, kind, column,
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train", "train", "test", "test"])
     path, opened = {
         "patches": (study.store("S0"), PatchStore),
-        "features": (study.features("S0"), PatchFeatures),
+        "features": (study.features("S0"), BagStore),
     }[kind]
     with h5py.File(path, "r+") as file:
+        column = column if kind == "patches" else f"patch_{column}"
         file[column][...] = change(file[column][:])
         seal(file, opened.rows)
     told(lambda: opened(path), words)
@@ -406,7 +405,7 @@ def test_a_store_whose_parts_are_of_another_kind_is_damage_and_check_goes_on(stu
     path, opened = study.store("S0"), PatchStore
     if where == "features.h5":
         write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train"] * 4)
-        path, opened = study.features("S0"), PatchFeatures
+        path, opened = study.features("S0"), BagStore
     with h5py.File(path.parent / where, "r+") as file:
         change(file, name)
 
@@ -430,8 +429,8 @@ def test_an_attribute_that_is_other_json_is_damage(study, said):
     write_features(study, "S0", np.eye(4), [0, 1, 0, 1], list("abcd"), ["train"] * 4)
     with h5py.File(study.features("S0"), "r+") as file:
         file.attrs["classes"] = said
-        seal(file, PatchFeatures.rows)
-    told(lambda: PatchFeatures(study.features("S0")), "features.h5: damaged")
+        seal(file, BagStore.rows)
+    told(lambda: BagStore(study.features("S0")), "features.h5: damaged")
 
 
 @pytest.mark.parametrize("column", ["label", "patient", "split", "slide"])
@@ -445,14 +444,14 @@ def test_columns_of_bags_that_do_not_fit_together_are_damage(tmp_path, column, c
         np.repeat(["train", "test"], 2),
     )
     table = BagTable(np.array([0, 1, 0, 1]), np.full(4, ""), names, names, splits)
-    meta = FeatureMeta("S0", ("low", "high"), {}, "e", GridSpec(256, 0.5, 256))
+    meta = BagMeta("S0", ("low", "high"), "e", GridSpec(256, 0.5, 256))
     bag = Bag(np.ones((2, 3), np.float32), np.zeros((2, 2), np.int64))
     path.parent.mkdir()
     write_bags(path, meta, table, [bag] * 4)
-    FeatureStore(path).close()
+    BagStore(path).close()
     with h5py.File(path, "r+") as file:
         values = cut(file[column][:])
         del file[column]
         file[column] = values
-        seal(file, FeatureStore.rows)
-    told(lambda: FeatureStore(path), "mosaic.h5: damaged")
+        seal(file, BagStore.rows)
+    told(lambda: BagStore(path), "mosaic.h5: damaged")

@@ -11,7 +11,7 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site import data
-from wsi_fl.stages.site.kinds import KINDS, kind_of
+from wsi_fl.stages.site.kinds import kind_of, open_data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.train import train
@@ -68,7 +68,7 @@ def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
 
 def test_patches_are_read_after_their_shards_were_closed(study):
     pipeline = study.pipeline("small")
-    with kind_of(pipeline)(study, "S0") as found:
+    with open_data(study, "S0", pipeline) as found:
         train = found.examples("train")
         rows = np.flatnonzero(found.store.table.split == "train")
         assert not found.store._shards
@@ -79,8 +79,5 @@ def test_every_method_and_kind_is_known_by_name(study):
     refused(lambda: Party.of(study, study.pipeline("small"), "fedsgd").method, "fedsgd", "proxyfl")
     assert all(method.name and method.does for method in METHODS.values())
     assert [name for name, method in METHODS.items() if not method.shares] == ["regular", "joint"]
-    assert {name: kind.word for name, kind in KINDS.items()} == {
-        "patches": "patches",
-        "features": "patches",
-        "mosaics": "slides",
-    }
+    words = {"patches": "patches", "features": "patches", "mosaics": "slides"}
+    assert words == {data: kind_of(study.pipeline("small", [f"train.data={data}"])).word for data in words}

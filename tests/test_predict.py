@@ -18,17 +18,19 @@ from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.choosing.grid import grid_positions
-from wsi_fl.slides.choosing.patches import plan_slide
 from wsi_fl.slides.pictures.geojson import features, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.predict_patches import Predictor, colors_of, heat_of
-from wsi_fl.stages.answers.trained import Answering, Inputs
+from wsi_fl.stages.answers.predict_slide import colors_of
+from wsi_fl.stages.answers.predictor import Predictor
+from wsi_fl.stages.answers.trained import Answering
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
+from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.training.train import train
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
@@ -177,10 +179,14 @@ class Purpleness(torch.nn.Module):
 
 def known_predictor(study, spec, model=None, input_px=32):
     site = SiteFile(name="C1", layout="camelyon17")
-    inputs = Inputs(CLASSES, spec, input_px, 0.2)
+    meta = BagMeta("C1", CLASSES, "", spec, recipe={"min_tissue": 0.2})
     run = RunFolder(study.root / "runs" / "none")
     models = Answering({"private": model or Purpleness()}, "private", torch.device("cpu"))
-    return Predictor(run, site, Pipeline(), inputs, models)
+    return Predictor(study, run, site, Pipeline(), kind_of(Pipeline()), meta, input_px, models)
+
+
+def heat_of(predictor, record):
+    return predictor.heat(record.slide, predictor.seen(record, Quiet()))
 
 
 class Quiet:
@@ -199,8 +205,8 @@ def test_outline_covers_the_painted_tumour_of_a_model_that_can_tell(trained, tmp
     image[truth] -= [0, 60, 0]
     phantom.write_pyramid(tmp_path / "purple.tif", image.clip(0, 255).astype(np.uint8), 0.5)
     spec = GridSpec(16, 1.0, 16)
-    plan = plan_slide(SlideRecord(tmp_path / "purple.tif", "purple", "", "C1", "negative", False), spec)
-    found, _ = heat_of(known_predictor(study, spec), plan, Quiet())
+    record = SlideRecord(tmp_path / "purple.tif", "purple", "", "C1", "negative", False)
+    found = heat_of(known_predictor(study, spec), record)
     outlined = np.zeros_like(truth)
     for left, top, right, bottom in found.boxes_l0[found.above]:
         outlined[top:bottom, left:right] = True
@@ -219,10 +225,10 @@ def test_pixels_are_held_a_few_batches_at_a_time(trained):
             seen.append(len(x))
             return super().forward(x)
 
-    plan = plan_slide(SlideRecord(slides[0], "s", "", "C1", "negative", False), spec)
-    found, _ = heat_of(known_predictor(study, spec, Counting(), input_px=1024), plan, Quiet())
+    record = SlideRecord(slides[0], "s", "", "C1", "negative", False)
+    found = heat_of(known_predictor(study, spec, Counting(), input_px=1024), record)
     assert max(seen) == 4 and sum(seen) == len(found.probability)  # 4 × 1024² pixels at once
-    whole, _ = heat_of(known_predictor(study, spec, input_px=64), plan, Quiet())
+    whole = heat_of(known_predictor(study, spec, input_px=64), record)
     assert np.abs(whole.probabilities - found.probabilities).max() < 1e-5
 
 

@@ -23,7 +23,7 @@ from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.targets import outputs_of, task_of
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import Bag, FeatureMeta, write_features
+from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.asking import Target
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
@@ -262,7 +262,7 @@ def write_site(study, site, seed):
     )
     path = study.mosaic(site)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_features(path, FeatureMeta(site, ("healthy", "tumor"), {}, "e", GridSpec(64, 1.0, 64)), table, bags)
+    write_bags(path, BagMeta(site, ("healthy", "tumor"), "e", GridSpec(64, 1.0, 64)), table, bags)
     time = rng.exponential(40 * np.exp(-4 * burden))
     left = rng.uniform(10, 60, N)
     return [

@@ -99,7 +99,14 @@ def test_the_file_holds_noisy_sums_and_what_is_needed_to_use_them_and_home_the_e
     with safe_open(study.release("S0"), "np") as file:
         assert list(file.keys()) == ["sums"]
         document = json.loads(file.metadata()["document"])
-    facts = {"site": "S0", "encoder": "tiny sha256:0", "n_features": D, "directions": D, "data": "features"}
+    facts = {
+        "site": "S0",
+        "encoder": "tiny sha256:0",
+        "n_features": D,
+        "directions": D,
+        "data": "features",
+        "example": "patch",
+    }
     assert facts.items() <= document.items() and document["classes"] == ["healthy", "tumor"]
     assert document.keys() - {"tensors_sha256"} == row.keys() - {"spent", "file"}
     home, file = sums_at(study.release_at_home("S0")), sums_at(study.release("S0"))

@@ -13,18 +13,17 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import check, patches_of, refused, same, train_generator
+from conftest import check, patches_of, refused, same, train_generator, write_patches_as_bags
 from PIL import Image
 from safetensors.torch import load_file
 
 from wsi_fl.stages.prepare.check import check as check_stores
 from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.site.data import Features, open_store
+from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.synthesis.gan import KIND, load_gan
 from wsi_fl.stages.synthesis.sample import sample
 from wsi_fl.stages.training.release import release
-from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features
-from wsi_fl.stores.patch_features import write_shard as write_feature_shard
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
@@ -413,12 +412,8 @@ def test_features_of_synthetic_patches_say_so_too(checked, tmp_path):
     sample(study, site="S1", n_per_class=8, name="both", as_site=True)
     with open_store(study, "both") as store:
         meta, table = store.meta, store.table
-    shard = tmp_path / "shard.h5"
-    write_feature_shard(shard, "0", np.zeros((len(table), 3), np.float32))
-    write_patch_features(study.features("both"), FeaturesMeta(meta, "e"), table, [shard])
-    with Features(study, "both") as data:
-        assert data.store.meta.generator == meta.generator
-        assert data.is_synthetic()
+    known = BagMeta("both", meta.classes, "e", meta.spec, "features", generator=meta.generator)
+    write_patches_as_bags(study.features("both"), known, table, np.zeros((len(table), 3), np.float32))
     heads = ["train.data=features", "model.private=linear_head", "model.proxy=linear_head"]
     assert (
         release(study, site="both", pipeline_name="gan", overrides=heads)["sites"][0]["guarantee"] == "none"

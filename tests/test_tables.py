@@ -8,7 +8,7 @@ from rich.console import Console
 
 from wsi_fl.slides.layouts import Sources, describe, read_site
 from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
-from wsi_fl.stages.prepare.import_labels import matched
+from wsi_fl.stages.prepare.bag_labels import matched
 from wsi_fl.stages.prepare.tables import print_tile
 from wsi_fl.stages.work import console
 from wsi_fl.study.folder import Study

@@ -32,14 +32,13 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
-from wsi_fl.stages.answers.predict_bags import _write_patches
+from wsi_fl.stages.answers.predict_slide import write_patches
 from wsi_fl.stages.answers.view import gallery
 from wsi_fl.stages.answers.view_predictions import Prediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training.train import train
-from wsi_fl.stores.features import Bag
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.view import gallery as galleries
@@ -563,25 +562,25 @@ def test_slides_are_ranked_by_what_was_said_of_them(predicted):
 
 
 def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
-    bag = Bag(np.zeros((3, 2), np.float32), np.array([[0, 0], [512, 0], [0, 512]]), None, None)
+    xy_l0 = np.array([[0, 0], [512, 0], [0, 512]])
     alone = np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     answer = Answer(CLASSES, ("luad", "lusc"), np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3]))
-    _write_patches(tmp_path / "patches.csv", bag, answer, 512.0)
+    write_patches(tmp_path / "patches.csv", xy_l0, 512.0, answer.columns)
     said = Prediction(tmp_path, {"site": "C1", "slide": "x", **answer.facts})
     assert (said.words, said.value) == ("lusc 0.70", 0.7)
     with Slide(slides_of(archive, 0)[0]) as slide:
         model, attention = (one.draw(slide) for one in said.overlays())
     assert attention["values"] == [pytest.approx([1 / 6, 1.0, 0.5], abs=1e-4)]
     assert (model["columns"], model["shown"], model["values"][1]) == (["luad", "lusc"], 1, [0.1, 0.8, 0.5])
-    _write_patches(tmp_path / "patches.csv", bag, answer, None)
+    write_patches(tmp_path / "patches.csv", xy_l0, None, answer.columns)
     assert said.overlays() == [], "nobody knows where the patches lie"
 
 
 def test_what_is_no_number_is_null_and_the_rest_is_shown(archive, tmp_path):
-    bag = Bag(np.zeros((2, 2), np.float32), np.array([[0, 0], [512, 0]]), None, None)
+    xy_l0 = np.array([[0, 0], [512, 0]])
     alone = np.array([[np.nan, 0.1], [0.2, 0.8]])
     answer = Answer(CLASSES, ("luad", "lusc"), np.array([0.3, np.nan]), alone, np.array([np.nan, 0.6]))
-    _write_patches(tmp_path / "patches.csv", bag, answer, 512.0)
+    write_patches(tmp_path / "patches.csv", xy_l0, 512.0, answer.columns)
     said = Prediction(tmp_path, {"site": "C1", "slide": "x", "class": "lusc", "probability": np.nan})
     assert (said.words, said.value) == ("lusc", None)
     exhibit = Exhibit("x", slides_of(archive, 0)[0], score=float("inf"), overlays=said.overlays())

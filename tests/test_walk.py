@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import make_study
+from conftest import make_study, write_patches_as_bags
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.comm import LocalComm
@@ -31,7 +31,7 @@ from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.release import release
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent
-from wsi_fl.stores.patch_features import FeaturesMeta, write_patch_features, write_shard
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.system.tensors import load_document
 from wsi_fl.types import WsiFlError
@@ -326,11 +326,9 @@ def write_features(study):
     """Random features of the patches of S0, for `release`."""
     with open_store(study, "S0") as store:
         meta, table = store.meta, store.table
-    rng, shards = np.random.default_rng(0), []
-    for slide in dict.fromkeys(table.slide.tolist()):
-        shards.append(study.root / "stores" / "S0" / "features" / f"{slide}.h5")
-        write_shard(shards[-1], "x", rng.normal(size=((table.slide == slide).sum(), 6)).astype(np.float32))
-    write_patch_features(study.features("S0"), FeaturesMeta(meta, "tiny sha256:0"), table, shards)
+    x = np.random.default_rng(0).normal(size=(len(table), 6)).astype(np.float32)
+    known = BagMeta("S0", meta.classes, "tiny sha256:0", meta.spec, "features")
+    write_patches_as_bags(study.features("S0"), known, table, x)
 
 
 def walk(root, seed, steps, patch):

@@ -11,8 +11,7 @@ from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report.worth import _MEANS as words_of_verdicts
 from wsi_fl.report.worth import verdict_words
 from wsi_fl.stages.answers.compare_worth import verdict
-from wsi_fl.stores.fields import StoreMeta
-from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures
+from wsi_fl.stores.bags import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "worth.py"
@@ -58,11 +57,11 @@ def test_a_drawn_study_goes_through_training_and_evaluation(worth, tmp_path):
     rng = np.random.default_rng(0)
     label = np.tile([0, 1], 60)
     x = rng.normal(size=(120, 12)) + 2 * np.outer(2 * label - 1, np.arange(12) < 2)
-    meta = FeaturesMeta(StoreMeta("S1", ("0", "1"), GridSpec(8, 0, 8)), "tiny sha256:0")
+    meta = BagMeta("S1", ("0", "1"), "tiny sha256:0", GridSpec(8, 0, 8), "features")
     pool = worth.Pool(x.astype(np.float32), label, meta)
     parts, test = worth.drawn(worth.Setting("s", 2, 20), label, 0)
     study = worth.study_of(pool, parts, test, tmp_path / "drawn", "row")
-    with PatchFeatures(study.features("S01")) as store:
+    with BagStore(study.features("S01")) as store:
         np.testing.assert_array_equal(store.read(np.arange(100)), pool.x[np.concatenate([parts[0], test])])
     lone = next(variant for variant in worth.VARIANTS if variant.name == "lone")
     found = worth.measured(study, lone, 0)

@@ -28,7 +28,7 @@ class StoreFile:
     """
 
     format: ClassVar[str]
-    command: ClassVar[str]
+    command: str = ""
     rows: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: str | Path) -> None:

@@ -6,9 +6,9 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
@@ -54,7 +54,11 @@ class Train(Section):
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
     data: Literal["patches", "features", "mosaics"] = "patches"
-    """What an example is: a patch, the features of a patch, or a slide as the bag of its mosaic's features."""
+    """What is learned from: patches, the features of all patches, or the features of mosaics."""
+    example: Literal["patch", "slide", "patient"] | None = None
+    """What an example is: a patch, all features of a slide as a bag, or a patient as the mean of all features of the
+    patient's slides. A patient is then one row, and ε per row is ε per patient. By default slides of mosaics, and
+    patches otherwise."""
     max_patches: int | None = Field(None, ge=1, le=10_000_000)
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
     default all are seen. A slide is predicted from all of its patches."""
@@ -244,6 +248,26 @@ class Pipeline(Section):
     report: Report = Report()
 
     _sites_once = field_validator("sites")(refuse_twice)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _patients_are_units(cls, said: Any) -> Any:
+        """Privacy counts patients where rows are patients and nothing else is said."""
+        train, privacy = (
+            (said.get(name) for name in ("train", "privacy")) if isinstance(said, dict) else (None, None)
+        )
+        if (
+            not isinstance(train, dict)
+            or train.get("example") != "patient"
+            or not isinstance(privacy, dict | None)
+        ):
+            return said
+        return said | {"privacy": {"unit": "patient"} | (privacy or {})}
+
+    @property
+    def example(self) -> Literal["patch", "slide", "patient"]:
+        """What a row is: as `train.example` says, else slides of mosaics and patches of everything else."""
+        return self.train.example or ("slide" if self.train.data == "mosaics" else "patch")
 
     @property
     def encoding(self) -> Mosaic:

@@ -87,6 +87,8 @@ class Answer:
         return 1 - self.alone[:, -1] if self.task.kind == "survival" else self.alone[:, self.best]
 
     @property
-    def columns(self) -> list[str]:
-        """The headings of `alone` in a table."""
-        return [COLUMNS[self.task.kind][1].format(name) for name in self.names]
+    def columns(self) -> dict[str, Floats]:
+        """What a table of patches says of each: heading → float64[m]."""
+        attention = {} if self.attention is None else {"attention": self.attention}
+        heading = COLUMNS[self.task.kind][1]
+        return attention | {heading.format(name): self.alone[:, k] for k, name in enumerate(self.names)}

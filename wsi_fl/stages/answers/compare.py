@@ -29,7 +29,7 @@ from wsi_fl.stages.answers.compare_rows import (
 from wsi_fl.stages.answers.compare_runs import Run, named
 from wsi_fl.stages.answers.compare_worth import worth
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.kinds import examples_of
+from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text
@@ -99,7 +99,7 @@ def _document(
     rows.sort(key=lambda row: inf if (mean := means[row.label]) is None else -mean)
     table = [described(row, scores) for row in rows]
     tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores, on)
-    word = examples_of(first.pipeline)
+    word = kind_of(first.pipeline).word
     return {
         "runs": [],
         "worth": None,

@@ -11,7 +11,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import Party
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
-from wsi_fl.types import Bags, GridSpec, Images, Shape, UsageError, Vectors
+from wsi_fl.types import GridSpec, Images, Shape, UsageError
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,10 @@ class Leaving:
     @property
     def shape(self) -> Shape:
         """What it takes of an example."""
-        kind = self.party.pipeline.train.data
-        if kind == "patches":
+        if self.party.kind.of_images:
             size = self.party.pipeline.train.input_px or self.spec.size_px
             return Images(int(self.facts.get("channels", 3)), size)
-        return (Vectors if kind == "features" else Bags)(int(self.facts["n_features"]))
+        return self.party.kind.shape(int(self.facts["n_features"]))
 
 
 def offered(method: Method) -> dict[str, str]:

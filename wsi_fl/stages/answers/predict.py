@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.predict_bags import load_bag_predictor, predict_bag
-from wsi_fl.stages.answers.predict_patches import load_predictor, percent, predict_patches
+from wsi_fl.stages.answers.predict_slide import percent, predict_slide
+from wsi_fl.stages.answers.predictor import Predictor, load_predictor
 from wsi_fl.stages.answers.trained import answers_with, trained_site
-from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.stages.work.console import Watcher, print_table
 from wsi_fl.stages.work.job import Job
@@ -51,17 +49,17 @@ def predict(
     told = job.watched(watcher)
     names = _names(slides)
 
-    def prepare() -> tuple[RunFolder, Pipeline, SiteFile, One]:
+    def prepare() -> tuple[RunFolder, Pipeline, SiteFile, Predictor]:
         run, pipeline, where = trained_site(study, run_name, site, overrides)
-        return run, pipeline, where, _predictor(study, run, pipeline, where, tumor_type)
+        return run, pipeline, where, load_predictor(study, run, pipeline, where, tumor_type)
 
-    run, pipeline, where, one = job.each(prepare)
+    run, pipeline, where, predictor = job.each(prepare)
     folder = out.resolve() if out is not None else run.path / "predictions" / site
     records = [
         SlideRecord(path, name, "", site, "negative", False, mpp_override=where.mpp_override)
         for path, name in zip(slides, names, strict=True)
     ]
-    outcomes = job.share(records, lambda mine: (_outcome(one, record, folder, told) for record in mine))
+    outcomes = job.share(records, lambda mine: (_outcome(predictor, record, folder, told) for record in mine))
     if not job.first:
         return {}
     return {
@@ -74,31 +72,16 @@ def predict(
     }
 
 
-def _outcome(one: One, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
+def _outcome(predictor: Predictor, record: SlideRecord, folder: Path, watcher: Watcher) -> dict[str, Any]:
     """Predict a slide; return its row, or why there is none."""
     try:
-        return {"row": one(record, folder / record.slide, watcher)}
+        return {"row": predict_slide(predictor, record, folder / record.slide, watcher)}
     except (DiskFull, UsageError):
         raise
     except Exception as error:  # one slide that a library chokes on must not end the others
         reason = reason_of(error)
     watcher.say(f"  {record.slide} failed: {reason}")
     return {"failed": {"slide": record.slide, "reason": reason}}
-
-
-One = Callable[[SlideRecord, Path, Watcher], dict[str, Any]]
-"""(slide, folder for its files, watcher) → its row of the document."""
-
-
-def _predictor(
-    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None
-) -> One:
-    """Predicts a slide as the run learned: as a bag, or patch by patch."""
-    if kind_of(pipeline).word == "slides":
-        return partial(predict_bag, study, load_bag_predictor(study, run, pipeline, site, tumor_type))
-    if tumor_type is not None:
-        raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
-    return partial(predict_patches, study, load_predictor(study, run, pipeline, site))
 
 
 def _names(slides: Sequence[Path]) -> list[str]:

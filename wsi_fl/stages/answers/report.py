@@ -19,7 +19,7 @@ from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import say
-from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Train
@@ -223,7 +223,7 @@ def _store_row(data: Data) -> dict[str, Any]:
         "test": sum(counts["test"].values()),
         "patients": len(np.unique(table.patient)),
         "slides": len(np.unique(table.slide)),
-        **(_mosaics(store) if isinstance(store, FeatureStore) else {}),
+        **(_mosaics(store) if isinstance(store, BagStore) and data.pipeline.example == "slide" else {}),
         "size_px": store.meta.spec.size_px,
         "mpp": store.meta.spec.mpp,
         "table": {split: values for split, values in counts.items() if sum(values.values())},
@@ -238,7 +238,7 @@ def _counted(data: Data) -> tuple[tuple[str, ...], NDArray[Any]]:
     return (data.classes, label) if data.task.kind == "classes" else (data.classes, np.zeros(len(label), int))
 
 
-def _mosaics(store: FeatureStore) -> dict[str, Any]:
+def _mosaics(store: BagStore) -> dict[str, Any]:
     """What the bags of a site are like."""
     sizes = store.sizes
     return {

@@ -1,4 +1,4 @@
-"""A trained site of a run: its settings, the models that answer for it, and what these expect to see."""
+"""A trained site of a run: its settings, and the models that answer for it."""
 
 from __future__ import annotations
 
@@ -21,27 +21,7 @@ from wsi_fl.stages.training.learners import architecture
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import GridSpec, Images, Shape, UsageError, Vectors, WsiFlError
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What models of patches see: those of `spec` reduced to input_px, and the classes they tell apart.
-
-    Attributes:
-        min_tissue: the least share of tissue in a patch that they are asked about.
-        n_features: d where they see a patch's features and not the patch; None elsewhere.
-    """
-
-    classes: tuple[str, ...]
-    spec: GridSpec
-    input_px: int
-    min_tissue: float
-    n_features: int | None = None
-
-    @property
-    def shape(self) -> Shape:
-        return Images(3, self.input_px) if self.n_features is None else Vectors(self.n_features)
+from wsi_fl.types import Shape, UsageError, WsiFlError
 
 
 def method_of(run: RunFolder) -> str:

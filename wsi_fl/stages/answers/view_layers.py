@@ -22,8 +22,8 @@ from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.quality import read_set_aside, tissue_of
 from wsi_fl.stages.prepare.tile import spec_of
-from wsi_fl.stages.site.data import open_mosaic, open_store
-from wsi_fl.stores.features import FeatureStore
+from wsi_fl.stages.site.data import open_bags, open_store
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -47,7 +47,7 @@ class SiteLayers:
     pipeline: Pipeline
     tissue: TissueParams
     store: PatchStore | None
-    mosaic: FeatureStore | None
+    mosaic: BagStore | None
     set_aside: Mapping[str, Mapping[str, int]]
     _rows: Mapping[str, NDArray[np.int64]]
     _bags: Mapping[str, int]
@@ -61,7 +61,7 @@ class SiteLayers:
             WsiFlError: when a store is damaged, or another site's.
         """
         store = open_store(study, site) if study.store(site).exists() else None
-        mosaic = open_mosaic(study, site) if study.mosaic(site).exists() else None
+        mosaic = open_bags(study, site, "mosaics") if study.mosaic(site).exists() else None
         aside = {} if store is None else read_set_aside(study.store(site).parent / "quality.csv")
         rows = {} if store is None else _rows_by_slide(store.table.slide)
         bags = {} if mosaic is None else {str(name): k for k, name in enumerate(mosaic.table.slide)}
@@ -163,7 +163,7 @@ def _parts(geometry: Any) -> list[Any]:
     return [part for part in shapely.get_parts(geometry) if part.geom_type == "Polygon"]
 
 
-def _mosaic(store: FeatureStore, bag: int, slide: Slide) -> Layer:
+def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
     """The patches of a bag; those of imported features may lie nobody knows where."""
     found = store.bag(bag)
     if not found.placed:

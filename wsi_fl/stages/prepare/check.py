@@ -1,6 +1,6 @@
 """`check`: every byte of a site's stores and generators read, and damage told with the command that mends it.
 
-One patch, some rows of features or one bag is in memory at a time, and nothing is written.
+One patch or one bag is in memory at a time, and nothing is written.
 """
 
 from __future__ import annotations
@@ -10,22 +10,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from typing_extensions import TypedDict
 
 from wsi_fl.stages.prepare.sources import asked_for
-from wsi_fl.stages.site.data import open_features, open_mosaic, open_store
+from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stores.bag_shards import read_shard
 from wsi_fl.stores.checksums import DAMAGE
 from wsi_fl.stores.fields import first_line
-from wsi_fl.stores.mosaics import read_mosaic
-from wsi_fl.stores.patch_features import check_shard
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 
-_ROWS = 4096
-"""Features read at a time."""
 _NAMED = 5
 """Damaged patches of a slide that are named."""
 _FOUND = (WsiFlError, *DAMAGE, MemoryError)
@@ -38,7 +34,7 @@ class Row(TypedDict):
     """What was found at a site.
 
     Attributes:
-        read: how many shards, stores' rows, bags and other files were read.
+        read: how many shards, bags and other files were read.
         damaged: a line for each damage: where, what, and what mends it.
     """
 
@@ -74,8 +70,8 @@ def _check_site(study: Study, site: str, watcher: Watcher) -> Row:
     row = Row(site=site, read=0, damaged=[], seconds=0.0)
     for path, part, shards, command in (
         (study.store(site), _patches, "slides", "tile"),
-        (study.features(site), _features, "features", "features"),
-        (study.mosaic(site), _mosaics, "mosaics", "mosaic"),
+        (study.features(site), partial(_bags, "features"), "features", "features"),
+        (study.mosaic(site), partial(_bags, "mosaics"), "mosaics", "mosaic"),
     ):
         if path.exists():
             _take(row, part(study, site), watcher)
@@ -123,22 +119,11 @@ def _read_slide(store: PatchStore, slide: str) -> None:
         )
 
 
-def _features(study: Study, site: str) -> Iterator[list[Step]]:
-    folder = study.features(site).parent / "features"
-    with open_features(study, site) as store:
-        steps: list[Step] = [
-            (f"patches from {first}", partial(store.read, np.arange(first, min(first + _ROWS, len(store)))))
-            for first in range(0, len(store), _ROWS)
-        ]
-        shards = sorted(folder.glob("*.h5"))
-        yield [*steps, *((path.stem, partial(check_shard, path, store.mend)) for path in shards)]
-
-
-def _mosaics(study: Study, site: str) -> Iterator[list[Step]]:
-    folder = study.mosaic(site).parent / "mosaics"
-    with open_mosaic(study, site) as store:
+def _bags(data: str, study: Study, site: str) -> Iterator[list[Step]]:
+    with open_bags(study, site, data) as store:
         steps: list[Step] = [(str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)]
-        yield [*steps, *((path.stem, partial(read_mosaic, path)) for path in sorted(folder.glob("*.h5")))]
+        shards = sorted((store.path.parent / data).glob("*.h5"))
+        yield [*steps, *((path.stem, partial(read_shard, path)) for path in shards)]
 
 
 def _generators(study: Study, site: str) -> Iterator[list[Step]]:

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.stages.site.data import open_mosaic
+from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.exchange import LAYOUTS, write_labels
 from wsi_fl.stores.exchange.clam import write_clam
@@ -34,7 +34,7 @@ def export(
     folder = out or study.root / "exports" / form / site
     write = partial(write_clam, tensors=True) if tensors else LAYOUTS[form].write
     table = folder / f"{site}.csv"
-    with open_mosaic(study, site) as store:
+    with open_bags(study, site, "mosaics") as store:
         files = write(store, folder)
         write_labels(store, table)
     return {

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from wsi_fl.slides.choosing.splits import assign_splits
-from wsi_fl.stages.prepare.import_labels import matched
-from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
+from wsi_fl.stages.prepare.bag_labels import Labelled, classes_of, labelled, matched, table_of
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
 from wsi_fl.stages.work.console import Silent, Watcher
+from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.stores.exchange import LAYOUTS, Layout
 from wsi_fl.stores.exchange.foreign import Facts
-from wsi_fl.stores.features import Bag, FeatureMeta, write_features
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.locks import locked
@@ -148,7 +147,7 @@ def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
     return replace(one, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
 
 
-def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) -> FeatureMeta:
+def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) -> BagMeta:
     """What holds for all slides, as all files and the command line say."""
     _agreed(looked, "features of width", lambda one: one.d)
     encoder = _settled(looked, "encoder", lambda one: one.encoder, said.encoder, "--encoder")
@@ -156,8 +155,13 @@ def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) 
     mpp = _mpp(looked, said.mpp)
     overlap = _agreed(looked, "overlap", lambda one: one.facts.overlap_px) or 0
     subtypes = {one: tuple(names) for one, names in pipeline.subtypes.items()}
-    return FeatureMeta(
-        site, classes_of(subtypes), subtypes, str(encoder), GridSpec(int(size), mpp, int(size) - overlap)
+    return BagMeta(
+        site,
+        classes_of(subtypes),
+        str(encoder),
+        GridSpec(int(size), mpp, int(size) - overlap),
+        "import",
+        subtypes,
     )
 
 
@@ -211,7 +215,7 @@ def _teller(told: Watcher, site: str, n: int, looked: Sequence[_Looked]) -> Call
 
 def _write(
     path: Path,
-    meta: FeatureMeta,
+    meta: BagMeta,
     known: Labelled,
     looked: Sequence[_Looked],
     layout: Layout,
@@ -228,12 +232,12 @@ def _write(
     table = table_of([one.record for one in looked], known)
     each = [one.mpp_l0 for one in looked]
     mpp_l0 = None if None in each else np.array(each, np.float64)
-    write_features(path, meta, table, bags(), mpp_l0, sizes=[one.n for one in looked])
+    write_bags(path, meta, table, bags(), mpp_l0, sizes=[one.n for one in looked])
 
 
 def _document(
     study: Study,
-    meta: FeatureMeta,
+    meta: BagMeta,
     known: Labelled,
     looked: Sequence[_Looked],
     failed: Sequence[SetAside],

@@ -1,40 +1,113 @@
 """`mosaic`: slides straight to features; no pixels are stored.
 
-Of every slide a few patches are chosen (Yottixel's mosaic), read and encoded; a shard per slide, then one feature
-store per site. A finished shard whose fingerprint still fits is not made again, so a killed job loses at most the
-slide in hand.
+Of every slide a few patches are chosen (Yottixel's mosaic), read and encoded.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from wsi_fl.models.encoder import Encoder, Spent
+from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.presets import warning_of
-from wsi_fl.slides.choosing.mosaic import MosaicParams
+from wsi_fl.slides.choosing.masks import mask_digest
+from wsi_fl.slides.choosing.mosaic import MosaicParams, plan_mosaic
 from wsi_fl.slides.choosing.splits import assign_splits
-from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
-from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
+from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
+from wsi_fl.slides.reading.patches import read_patches
+from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.prepare.bag_labels import Labelled, classes_of, labelled, table_of
+from wsi_fl.stages.prepare.bags import Chosen, Done, Way, quiet, speed_of_all
 from wsi_fl.stages.prepare.quality import tissue_of
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row, say_tables
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
-from wsi_fl.stages.site.rates import speed_of
 from wsi_fl.stages.work.console import Watcher, say
 from wsi_fl.stages.work.job import Job
-from wsi_fl.stores.features import FeatureMeta, write_features
-from wsi_fl.stores.mosaics import read_mosaic
+from wsi_fl.stores.bag_shards import fingerprint, read_shard
+from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.preparing import Mosaic
-from wsi_fl.system.files import remove_strays
-from wsi_fl.system.locks import locked
 from wsi_fl.types import BagTable, GridSpec, SetAside, SlideRecord, WsiFlError
+
+_LOOKERS = 4
+"""Slides looked at while another is encoded: each needs some hundred megabytes for its tissue mask."""
+
+
+class OfSlides(Way[SlideRecord]):
+    """A few patches of every slide, read from it.
+
+    Attributes:
+        params: how they are chosen, as the pipeline says.
+    """
+
+    data, sets_aside = "mosaics", True
+
+    def __init__(self, study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> None:
+        settings = pipeline.mosaic
+        spec = GridSpec(settings.size_px, settings.mpp, settings.size_px)
+        super().__init__(site, study.mosaic(site), spec, encoder, min(threads, _LOOKERS))
+        self.params = MosaicParams(**_recipe(settings), tissue=tissue_of(study, pipeline))
+        self.reader, self.threads = pipeline.slides.reader, threads
+
+    def name(self, item: SlideRecord) -> str:
+        return item.slide
+
+    def has_picture(self, slide: str) -> bool:
+        return self.shard(slide).with_suffix(".png").exists()
+
+    def wanted(self, item: SlideRecord) -> str:
+        """Over the slide (its size on disk too, for formats without quickhash), the parameters and the encoder."""
+        vouch_for(item.path, item.mpp_override, self.reader)
+        with Slide(item.path, item.mpp_override, "openslide") as slide:
+            quickhash, mpp = slide.quickhash, slide.mpp
+        size = item.path.stat().st_size if item.path.is_file() else 0
+        params, masks = self.params, self.params.tissue.masks
+        tissue = mask_digest(Path(masks), item.slide) if masks else params.tissue.method
+        how = (params.min_tissue, params.clusters, params.fraction, params.seed, tissue)
+        patches = (self.reader, self.spec.size_px, self.spec.mpp)
+        return fingerprint(item.slide, quickhash, size, mpp, *patches, *how, self.encoder.label)
+
+    def choose(self, item: SlideRecord) -> Chosen:
+        plan = plan_mosaic(item, self.spec, self.params, reader=self.reader)
+        small: list[tuple[int, NDArray[np.uint8]]] = []
+        unread: dict[int, str] = {}
+
+        def pixels() -> Iterator[NDArray[np.uint8]]:
+            how: Any = {"threads": self.threads, "reader": self.reader, "aside": unread}
+            for first, read in read_patches(plan.record, plan.kept_l0, self.spec, **how):
+                rows = islice((row for row in count(first) if row not in unread), len(read))
+                small.extend((row, small_copy(patch)) for row, patch in zip(rows, read, strict=True))
+                yield read
+
+        return Chosen(
+            item.slide,
+            plan.kept_l0,
+            pixels,
+            unread,
+            lambda: draw_mosaic(plan, small),
+            plan.kept_cluster,
+            plan.mosaic.weight,
+            plan.mpp,
+            plan.note,
+        )
+
+    def bag(self, record: SlideRecord) -> Bag:
+        """Return the mosaic of one slide, which is kept nowhere.
+
+        Raises:
+            WsiFlError: when the slide gives none.
+        """
+        chosen = self.choose(record)
+        return chosen.bag(encode(chosen.pixels(), self.encoder))
 
 
 def mosaic(
@@ -60,7 +133,7 @@ def mosaic(
             say_tables(one.site.name, one.said)
         if job.first and (unusual := warning_of(settings.encoder, settings.size_px, settings.mpp)):
             say(f"  {unusual}", "yellow")
-        return known, encoder_of(study, settings, job.threads, tell=say if job.first else _quiet)
+        return known, encoder_of(study, settings, job.threads, tell=say if job.first else quiet)
 
     known, encoder = job.each(prepare)
     made = [_make_site(*one, encoder, job, told) for one in known]
@@ -70,62 +143,40 @@ def mosaic(
 def _make_site(
     listed: Listed, known: Labelled, encoder: Encoder, job: Job, watcher: Watcher
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All ranks make mosaics, each its share; the first one holds the lock and writes the store.
+    """Make the mosaics of one site.
 
     Returns:
-        What the site has, and how fast it was made.
+        What the site has, and how fast it was made; both empty on all ranks but the first.
     """
     began = time.perf_counter()
     study, name, settings = listed.study, listed.site.name, listed.pipeline.mosaic
-    folder = study.mosaic(name).parent
+    way = OfSlides(study, listed.pipeline, name, encoder, job.threads)
     records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)
-    work = work_of(study, listed.pipeline, name, encoder, job.threads)
-    n, failed = len(records), [*listed.aside, *known.aside]
-    with job.first_holds(locked(folder, name)):
-        done = job.share(
-            records,
-            lambda mine: map(asdict, write_mosaics(mine, work)),
-            lambda done, one: watcher.update(name, done, n, one.slide),
-        )
-        made = [Done(**{**one, "spent": Spent(**one["spent"])}) for one in done]
-        failed += [SetAside(one.slide, one.reason) for one in made if one.reason]
-        kept = [record for record, one in zip(records, made, strict=True) if one.whole]
+    aside = [*listed.aside, *known.aside]
 
-        def write() -> tuple[BagTable, int]:
-            if not kept:
-                raise WsiFlError(f"site {name}: no slide gave a mosaic; {first_reason(failed)}")
-            written = _write_store(listed, known, kept, encoder.label)
-            remove_strays((folder / "mosaics",), {record.slide for record in kept})
-            return written
+    def write(done: list[Done]) -> BagTable:
+        kept = [record for record, one in zip(records, done, strict=True) if one.patches]
+        if not kept:
+            failed = [*aside, *(SetAside(one.slide, one.reason) for one in done if one.reason)]
+            raise WsiFlError(f"site {name}: no slide gave a mosaic; {first_reason(failed)}")
+        return _write_store(way, listed, known, kept)
 
-        written = job.first_does(write)
-    if written is None:
+    made, table = way.make(records, write, job, watcher)
+    if table is None:
         return {}, {}
-    table, n_patches = written
-    seconds = time.perf_counter() - began
-    spent = sum((one.spent for one in made), Spent())
     row = mosaic_row(
         study,
         name,
         table,
-        n_patches=n_patches,
+        n_patches=sum(one.patches for one in made),
         encoder=encoder.label,
         classes=classes_of(listed.pipeline.subtypes),
-        failed=failed,
-        notes=[{"slide": one.slide, "note": one.note} for one in made if one.whole and one.note],
-        n_slides=n + len(listed.aside) + len(known.aside),
-        seconds=seconds,
+        failed=[*aside, *(SetAside(one.slide, one.reason) for one in made if one.reason)],
+        notes=[{"slide": one.slide, "note": one.note} for one in made if one.patches and one.note],
+        n_slides=len(records) + len(aside),
+        seconds=time.perf_counter() - began,
     )
-    n_made, patches = sum(one.made > 0 for one in made), sum(one.made for one in made)
-    return row | {"transform": transform_of(encoder)}, speed_of(name, spent, n_made, patches, seconds)
-
-
-def _quiet(_: str) -> None:
-    """Tell nobody: the first rank tells for all."""
-
-
-def spec_of(pipeline: Pipeline) -> GridSpec:
-    return GridSpec(pipeline.mosaic.size_px, pipeline.mosaic.mpp, pipeline.mosaic.size_px)
+    return row | {"transform": transform_of(encoder)}, speed_of_all(name, made, began)
 
 
 def _recipe(settings: Mosaic) -> dict[str, Any]:
@@ -133,24 +184,13 @@ def _recipe(settings: Mosaic) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction", "seed")}
 
 
-def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> Work:
-    """How mosaics are made, as the pipeline says."""
-    params = MosaicParams(**_recipe(pipeline.mosaic), tissue=tissue_of(study, pipeline))
-    folder = study.mosaic(site).parent
-    return Work(folder, spec_of(pipeline), params, pipeline.slides.reader, threads, encoder)
-
-
-def _write_store(
-    listed: Listed, known: Labelled, kept: Sequence[SlideRecord], label: str
-) -> tuple[BagTable, int]:
-    """Write `mosaic.h5` of all shards, in the order of the slides; return its table and how many patches it holds."""
-    study, name = listed.study, listed.site.name
-    folder = study.mosaic(name).parent
-    shards = [read_mosaic(mosaic_path(folder, record.slide)) for record in kept]
+def _write_store(way: OfSlides, listed: Listed, known: Labelled, kept: Sequence[SlideRecord]) -> BagTable:
+    """Write `mosaic.h5` of all shards, in the order of the slides; return its table."""
+    shards = [read_shard(way.shard(record.slide)) for record in kept]
     table = table_of(kept, known)
     subtypes = {one: tuple(names) for one, names in listed.pipeline.subtypes.items()}
     recipe = _recipe(listed.pipeline.mosaic)
-    meta = FeatureMeta(name, classes_of(subtypes), subtypes, label, spec_of(listed.pipeline), recipe)
+    meta = BagMeta(way.site, classes_of(subtypes), way.encoder.label, way.spec, "mosaic", subtypes, recipe)
     mpp_l0 = np.array([shard.mpp_l0 for shard in shards])
-    write_features(study.mosaic(name), meta, table, [shard.bag for shard in shards], mpp_l0)
-    return table, sum(len(shard.bag.features) for shard in shards)
+    write_bags(way.path, meta, table, [shard.bag for shard in shards], mpp_l0)
+    return table

@@ -1,52 +1,45 @@
-"""What a site's store holds for a run, as `train.data` says: patches, their features, or mosaics of whole slides."""
+"""What a site's store holds for a run; patches as pixels."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.federation.preflight import Inputs
-from wsi_fl.learning.examples import Examples, in_memory
-from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.learning.examples import IN_MEMORY_BYTES, Examples, in_memory, resized
+from wsi_fl.learning.folds import folds_of
+from wsi_fl.learning.tasks import CLASSES, Task, strata
 from wsi_fl.runs.site import PIXELS
-from wsi_fl.stages.site.parts import divided, pictures, rows_of
 from wsi_fl.stages.site.slide_pixels import SlidePixels
-from wsi_fl.stores.features import FeatureStore
-from wsi_fl.stores.patch_features import PatchFeatures
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.types import BagTable, Images, PatchTable, Shape, UsageError, Vectors, WsiFlError
+from wsi_fl.study.pipeline import Pipeline, Train
+from wsi_fl.types import BagTable, Images, PatchTable, Shape, UsageError, WsiFlError
 
-_HASHED = 4096
-"""Rows of features hashed at a time."""
-
-Store = PatchStore | FeatureStore | PatchFeatures
+Store = PatchStore | BagStore
 Table = PatchTable | BagTable
-Opened = TypeVar("Opened", PatchStore, FeatureStore, PatchFeatures)
+Opened = TypeVar("Opened", PatchStore, BagStore)
+
+
+AnyTable = TypeVar("AnyTable", bound=PatchTable | BagTable)
 
 
 class Data:
     """A site's store, open, as the models of a pipeline see it; a context manager.
 
     Attributes:
-        word: what its examples are called.
-        cut_by: the command, and the section of a pipeline, by which slides become what it holds.
-        of_images: whether models see pixels.
         study, site, store: where it is, whose, and the open file.
     """
 
-    word: ClassVar[str] = "patches"
-    cut_by: ClassVar[Literal["tile", "mosaic"]] = "tile"
-    of_images: ClassVar[bool] = False
     store: Store
 
     def __init__(self, study: Study, site: str, pipeline: Pipeline | None = None) -> None:
@@ -91,11 +84,6 @@ class Data:
     @property
     def shape(self) -> Shape:
         """What models see of an example."""
-        raise NotImplementedError
-
-    @staticmethod
-    def path(study: Study, site: str) -> Path:
-        """Return where a site's store of this kind is, or would be."""
         raise NotImplementedError
 
     def examples(self, split: str) -> Examples:
@@ -144,7 +132,6 @@ class Data:
 class Patches(Data):
     """Patches as pixels."""
 
-    of_images = True
     store: PatchStore
 
     def _opened(self) -> PatchStore:
@@ -153,10 +140,6 @@ class Patches(Data):
     @property
     def shape(self) -> Images:
         return Images(self.store.channels, self.pipeline.train.input_px or self.store.meta.spec.size_px)
-
-    @staticmethod
-    def path(study: Study, site: str) -> Path:
-        return study.store(site)
 
     def examples(self, split: str) -> Examples:
         found = pictures(rows_of(self.store, self.table, split), self.shape.size_px)
@@ -177,75 +160,20 @@ class Patches(Data):
         return super().facts() | facts | pixels_digest(self.store)
 
 
-class Features(Data):
-    """The features of patches."""
-
-    store: PatchFeatures
-
-    def _opened(self) -> PatchFeatures:
-        return open_features(self.study, self.site)
-
-    @property
-    def shape(self) -> Vectors:
-        return Vectors(self.store.n_features)
-
-    @staticmethod
-    def path(study: Study, site: str) -> Path:
-        return study.features(site)
-
-    def examples(self, split: str) -> Examples:
-        return in_memory(rows_of(self.store, self.table, split), chunk=_HASHED)
-
-    def inputs(self) -> Inputs:
-        return {"n_features": self.store.n_features, "encoder": self.store.encoder}
-
-    def digest(self) -> str:
-        digest = hashed(self.store.table, self.store.table.xy_l0)
-        digest.update(self.store.encoder.encode())
-        for first in range(0, len(self.store), _HASHED):
-            rows = np.arange(first, min(first + _HASHED, len(self.store)))
-            digest.update(self.store.read(rows).tobytes())
-        return digest.hexdigest()
-
-    def is_synthetic(self) -> bool:
-        return self.store.meta.generator is not None
-
-    def facts(self) -> dict[str, Any]:
-        return super().facts() | {"min_tissue": self.store.meta.min_tissue, **self.inputs()}
-
-    def require_current(self) -> None:
-        if not self.study.store(self.site).exists():
-            return
-        with open_store(self.study, self.site) as patches:
-            meta, table = patches.meta, patches.table
-        columns = ("slide", "xy_l0", "label", "patient", "split")
-        if (meta.spec, meta.classes) != (self.store.meta.spec, self.store.meta.classes) or any(
-            not np.array_equal(getattr(table, name), getattr(self.store.table, name)) for name in columns
-        ):
-            raise UsageError(
-                f"{self.study.relative(self.store.path)}: features of patches as they were before the site was tiled "
-                f"again; run `wsi-fl features --site {self.site}`"
-            )
-
-
 def open_store(study: Study, site: str) -> PatchStore:
     """Open the patch store of a site.
 
     Raises:
-        WsiFlError: when there is none, or it is another site's; so do `open_features` and `open_mosaic`.
+        WsiFlError: when there is none, or it is another site's; so does `open_bags`.
     """
     path = _there(study, site, study.store(site), "tile")
     return _own(PatchStore(path, SlidePixels(study, site)), study, site)
 
 
-def open_features(study: Study, site: str) -> PatchFeatures:
-    """Open the features of a site's patches."""
-    return _own(PatchFeatures(_there(study, site, study.features(site), "features")), study, site)
-
-
-def open_mosaic(study: Study, site: str) -> FeatureStore:
-    """Open the feature store of a site's mosaics."""
-    return _own(FeatureStore(_there(study, site, study.mosaic(site), "mosaic")), study, site)
+def open_bags(study: Study, site: str, data: str) -> BagStore:
+    """Open the bag store of a site's patches (`data` = "features") or mosaics ("mosaics")."""
+    path, command = (study.features, "features") if data == "features" else (study.mosaic, "mosaic")
+    return _own(BagStore(_there(study, site, path(site), command)), study, site)
 
 
 def _own(store: Opened, study: Study, site: str) -> Opened:
@@ -289,3 +217,41 @@ def hashed(table: Table, known: NDArray[Any]) -> hashlib._Hash:
     for column in (known, table.label, table.slide, table.patient, table.split):
         digest.update(np.ascontiguousarray(column).tobytes())
     return digest
+
+
+def divided(table: AnyTable, train: Train, site: str, task: Task = CLASSES) -> AnyTable:
+    """Return a store's table, with the splits of the run's fold in place of its own where the run is one of folds.
+
+    Args:
+        task: what the labels of the table are the truth of.
+
+    Raises:
+        UsageError: when the site's patients cannot be divided.
+    """
+    if train.folds is None or train.fold is None:
+        return table
+    try:
+        kind = strata(table.label, task)
+        fold = folds_of(table.patient, kind, n_folds=train.folds, seed=train.seed, stratified=train.stratify)
+    except UsageError as error:
+        raise UsageError(f"site {site}: {error}") from None
+    return replace(table, split=np.where(fold == train.fold - 1, "test", "train"))
+
+
+def examples_of(
+    store: PatchStore, split: str, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES
+) -> Examples:
+    """Return the patches of one split of the store, reduced to input_px, in memory where they fit."""
+    return pictures(rows_of(store, store.table, split), input_px, in_memory_bytes)
+
+
+def pictures(found: Examples, input_px: int | None, in_memory_bytes: int = IN_MEMORY_BYTES) -> Examples:
+    """Return the same patches, reduced to input_px, in memory where they fit."""
+    return in_memory(resized(found, input_px) if input_px else found, in_memory_bytes)
+
+
+def rows_of(store: PatchStore, table: PatchTable, split: str) -> Examples:
+    """Return the rows of one split of the table, which is the store's or that of a fold."""
+    rows = np.flatnonzero(table.split == split)
+    some = table.take(rows)
+    return Examples(lambda chosen: store.read(rows[chosen]), some.label, some.slide, some.patient)

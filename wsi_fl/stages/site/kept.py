@@ -5,10 +5,10 @@ from __future__ import annotations
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import SITE_FILE, SiteFolder
 from wsi_fl.stages.work.console import say
-from wsi_fl.stores.features import FeatureMeta
+from wsi_fl.stores.bags import BagMeta
 from wsi_fl.study.folder import Study
 from wsi_fl.system.ranks import launched_ranks
-from wsi_fl.types import Bags, GridSpec, UsageError
+from wsi_fl.types import GridSpec, UsageError
 
 
 def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
@@ -43,12 +43,10 @@ def as_begun(study: Study, run: RunFolder, *, goes_on: bool = False) -> Study:
     return seen
 
 
-def remembered_mosaics(folder: SiteFolder) -> tuple[FeatureMeta, Bags]:
-    """Return what the mosaics were like that a site's models learned from, and what these see."""
+def remembered_bags(folder: SiteFolder) -> BagMeta:
+    """Return what the patches or bags were like that a site's models learned from."""
     facts = folder.store_facts()
-    types = {kind: tuple(classes) for kind, classes in facts["tumor_types"].items()}
-    spec = GridSpec(**facts["spec"])
-    meta = FeatureMeta(
-        folder.path.name, tuple(facts["classes"]), types, facts["encoder"], spec, facts["recipe"]
-    )
-    return meta, Bags(facts["n_features"])
+    types = {kind: tuple(classes) for kind, classes in facts.get("tumor_types", {}).items()}
+    classes, spec = tuple(facts["classes"]), GridSpec(**facts["spec"])
+    recipe = facts.get("recipe", {"min_tissue": facts.get("min_tissue")})
+    return BagMeta(folder.path.name, classes, facts.get("encoder", ""), spec, "", types, recipe)

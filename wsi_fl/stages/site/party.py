@@ -13,16 +13,13 @@ from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kinds import examples_of, kind_of, open_data
+from wsi_fl.stages.site.kinds import Kind, kind_of, open_data
 from wsi_fl.stages.site.sums import RUN, Sums, releases_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import UsageError
-
-LINEAR = {"features": "linear_head", "mosaics": "mean_head"}
-"""The linear head on what `train.data` says."""
 
 
 def method_for(name: str, pipeline: Pipeline) -> Method:
@@ -44,13 +41,14 @@ def _of_one_release(name: str, pipeline: Pipeline) -> Pipeline:
     Raises:
         UsageError: where sites train on pixels.
     """
-    if pipeline.train.data not in LINEAR:
+    linear = kind_of(pipeline).linear
+    if linear is None:
         raise UsageError(
             f"{name} shares sums of features; compute them with `wsi-fl features` (or `wsi-fl mosaic`) and set "
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
-    model = {"private": LINEAR[pipeline.train.data], "proxy": f"{SHARED}:{pipeline.model.directions}"}
+    model = {"private": linear, "proxy": f"{SHARED}:{pipeline.model.directions}"}
     answer = "stack" if pipeline.predict.with_ == "auto" else pipeline.predict.with_
     return pipeline.model_copy(
         update={
@@ -113,14 +111,14 @@ class Party:
         return method_for(self.name, self.pipeline)
 
     @cached_property
-    def kind(self) -> type[Data]:
-        """The kind of store that all of them train on."""
+    def kind(self) -> Kind:
+        """What all of them learn from."""
         return kind_of(self.pipeline)
 
     @property
     def examples(self) -> str:
         """What an example is, in the plural: patches, slides or patients."""
-        return examples_of(self.pipeline)
+        return self.kind.word
 
     @property
     def by_files(self) -> bool:

@@ -28,7 +28,7 @@ class Facts(BaseModel):
 
     Attributes:
         site: whose sums they are.
-        data: what a row is, as `train.data` says it.
+        data, example: what a row is, as `train.data` and `train.example` say it.
         encoder, n_features: of the features.
         classes: of the labels.
         asks: what `[target]` asked, in full; empty for what stores are labelled with.
@@ -43,6 +43,7 @@ class Facts(BaseModel):
 
     site: str
     data: Literal["features", "mosaics"]
+    example: Literal["patch", "slide", "patient"]
     encoder: str
     n_features: int = Field(ge=1)
     classes: list[str] = Field(min_length=2)
@@ -161,6 +162,7 @@ def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
     projection = projection_of(data.shape.n_features, pipeline.model.directions)
     return {
         "data": pipeline.train.data,
+        "example": pipeline.example,
         "encoder": data.inputs()["encoder"],
         "n_features": data.shape.n_features,
         "classes": list(data.classes),

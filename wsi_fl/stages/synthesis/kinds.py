@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.models.lpips import RANDOM, Lpips, load_lpips, nearest_lpips, nearest_other_lpips
-from wsi_fl.stages.site.parts import examples_of
+from wsi_fl.stages.site.data import examples_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore

@@ -12,7 +12,7 @@ from wsi_fl.federation.methods import FILES, SHARED, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
-from wsi_fl.stages.site.party import LINEAR, Party
+from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.training.tracking import require_trackers
 from wsi_fl.stages.work.console import say
@@ -160,9 +160,9 @@ def _check_releases(party: Party) -> None:
             raise WsiFlError(f"no site of this run has its store here; {party.names[0]} could be the first")
     if pipeline.train.start == RUN and row.starts:
         role = "proxy" if row.travels == "proxy" else "private"
-        linear = LINEAR.get(pipeline.train.data)
+        linear = party.kind.linear
         if linear is None or getattr(pipeline.model, role) != linear:
-            wanted = " or ".join(f"{name!r} (train.data = {data!r})" for data, name in LINEAR.items())
+            wanted = repr(linear) if linear else "'linear_head', and train.data = 'features'"
             raise UsageError(f"train.start = 'oneshot' is for linear heads: set model.{role} = {wanted}")
         if missing := [name for name in party.names if name not in party.releases]:
             raise WsiFlError(missing_release(party.study, missing[0]))

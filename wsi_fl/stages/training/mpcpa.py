@@ -22,8 +22,7 @@ from wsi_fl.federation.star_exchange import StarExchange
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
-from wsi_fl.stages.site.data import Patches
-from wsi_fl.stages.site.parts import examples_of
+from wsi_fl.stages.site.data import Patches, examples_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.synthesis.check import check_generator
 from wsi_fl.stages.synthesis.ddpm import KIND as DDPM

@@ -180,7 +180,7 @@ def _rows_of(party: Party) -> tuple[Examples, Units]:
     name = party.names[0]
     train, _ = learned_from(party, name)
     if not len(train):
-        raise WsiFlError(f"site {name}: its store has no training {party.data(name).word}")
+        raise WsiFlError(f"site {name}: its store has no training {party.examples}")
     return train, units_of(party.pipeline, train, name)
 
 

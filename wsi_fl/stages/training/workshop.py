@@ -77,7 +77,7 @@ def build_site(party: Party, index: int) -> Site:
         folder.log(data.without_answer)
     train, validation = learned_from(party, name)
     if not len(train):
-        raise WsiFlError(f"site {name}: its store has no training {data.word}")
+        raise WsiFlError(f"site {name}: its store has no training {party.examples}")
     tests = {"own": data.held_out}
     if len(party.sites) > 1 and party.may_merge:
         tests["merged"] = party.merged()

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange.clam import find_clam, read_clam, write_clam
 from wsi_fl.stores.exchange.foreign import Foreign, mpp_of_each
 from wsi_fl.stores.exchange.stamp import find_stamp, read_stamp, write_stamp
 from wsi_fl.stores.exchange.trident import find_trident, read_trident, write_trident
-from wsi_fl.stores.features import FeatureStore
 from wsi_fl.system.files import write_text
 
 
@@ -28,7 +28,7 @@ class Layout:
 
     find: Callable[[Path], dict[str, Path]]
     read: Callable[[Path], Foreign]
-    write: Callable[[FeatureStore, Path], list[Path]]
+    write: Callable[[BagStore, Path], list[Path]]
 
 
 LAYOUTS = {
@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 
 
-def write_labels(store: FeatureStore, path: Path) -> None:
+def write_labels(store: BagStore, path: Path) -> None:
     """Write the table of a store's slides: case_id, slide_id and label as CLAM reads them, and what else is known."""
     lines = io.StringIO(newline="")
     table = csv.writer(lines, lineterminator="\n")

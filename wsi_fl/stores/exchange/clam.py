@@ -11,9 +11,9 @@ import warnings
 from pathlib import Path
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, is_zipfile
 
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange.foreign import Facts, Foreign, by_slide, checked_features, mpp_of_each
 from wsi_fl.stores.exchange.trident import attrs_of, read_trident, write_bag
-from wsi_fl.stores.features import FeatureStore
 from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -77,7 +77,7 @@ def _refuse_packed(path: Path) -> None:
         )
 
 
-def write_clam(store: FeatureStore, folder: Path, *, tensors: bool = False) -> list[Path]:
+def write_clam(store: BagStore, folder: Path, *, tensors: bool = False) -> list[Path]:
     """Write `h5_files/<slide>.h5` for every bag, with the attributes that TRIDENT's readers want; return their paths.
 
     Args:

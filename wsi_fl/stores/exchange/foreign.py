@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.stores import hdf5
-from wsi_fl.stores.features import UNPLACED, Bag, FeatureStore
+from wsi_fl.stores.bags import UNPLACED, Bag, BagStore
 from wsi_fl.stores.fields import first_line, too_large
 from wsi_fl.stores.own import is_own, own_dataset
 from wsi_fl.types import UsageError, WsiFlError
@@ -178,7 +178,7 @@ def by_slide(files: Iterable[Path]) -> dict[str, Path]:
     return found
 
 
-def mpp_of_each(store: FeatureStore) -> NDArray[np.float64]:
+def mpp_of_each(store: BagStore) -> NDArray[np.float64]:
     """Return [s] µm per level-0 pixel of each slide.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.exchange.foreign import (
     Facts,
     Foreign,
@@ -25,7 +26,6 @@ from wsi_fl.stores.exchange.foreign import (
     text_of,
     write_besides,
 )
-from wsi_fl.stores.features import FeatureStore
 from wsi_fl.stores.hdf5 import created
 from wsi_fl.stores.own import own_dataset
 from wsi_fl.system.files import atomic
@@ -75,7 +75,7 @@ def _tile_um(attrs: Mapping[str, Any], name: str) -> float:
     return size
 
 
-def write_stamp(store: FeatureStore, folder: Path) -> list[Path]:
+def write_stamp(store: BagStore, folder: Path) -> list[Path]:
     """Write `<encoder>/<slide>.h5` for every bag; return their paths.
 
     STAMP's own features are float16; these keep float32. Attributes of our own say the slide's resolution and overlap.

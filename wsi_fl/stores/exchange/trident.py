@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.stores.bags import Bag, BagStore
 from wsi_fl.stores.exchange.foreign import (
     MAGNIFIED,
     Facts,
@@ -25,7 +26,6 @@ from wsi_fl.stores.exchange.foreign import (
     text_of,
     write_besides,
 )
-from wsi_fl.stores.features import Bag, FeatureStore
 from wsi_fl.stores.hdf5 import created
 from wsi_fl.stores.own import own_dataset
 from wsi_fl.system.files import atomic
@@ -86,7 +86,7 @@ def facts_of(attrs: Mapping[str, Any], encoder: str | None) -> Facts:
     )
 
 
-def write_trident(store: FeatureStore, folder: Path) -> list[Path]:
+def write_trident(store: BagStore, folder: Path) -> list[Path]:
     """Write `features_<encoder>/<slide>.h5` for every bag; return their paths.
 
     TRIDENT's magnifications are rounded; `mpp` and `mpp_level0` beside them are exact.

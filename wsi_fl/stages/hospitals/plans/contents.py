@@ -239,7 +239,7 @@ class Learned(TypedDict):
     """What models are trained on; None where only the hospitals' stores know.
 
     Attributes:
-        data: `train.data`.
+        data, example: `train.data` and what a row is, `train.example`.
         asks: what models answer, in words.
         classes: the classes; of numbers and survival what each output is called.
         channels, size_px: of patches as models see them.
@@ -248,6 +248,7 @@ class Learned(TypedDict):
     """
 
     data: Literal["patches", "features", "mosaics"]
+    example: Literal["patch", "slide", "patient"]
     asks: str
     classes: list[str] | None
     channels: int | None
@@ -298,6 +299,7 @@ def _of_settings(pipeline: Pipeline) -> Learned:
 def _learned(pipeline: Pipeline, classes: list[str] | None, shape: Shape | None) -> Learned:
     return {
         "data": pipeline.train.data,
+        "example": pipeline.example,
         "asks": question(pipeline.target),
         "classes": classes,
         "channels": shape.channels if isinstance(shape, Images) else None,
@@ -314,4 +316,4 @@ def shape_of(learned: Learned) -> Shape | None:
         return Images(learned["channels"], learned["size_px"])
     if learned["n_features"] is None:
         return None
-    return (Bags if learned["data"] == "mosaics" else Vectors)(learned["n_features"])
+    return (Bags if learned["example"] == "slide" else Vectors)(learned["n_features"])

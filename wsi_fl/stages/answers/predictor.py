@@ -1,0 +1,326 @@
+"""What answers for a site about new slides: how these are cut into patches, and what its models say of them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
+from wsi_fl.learning.examples import Examples, resized, unlabelled
+from wsi_fl.models.bags import BagModel
+from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
+from wsi_fl.slides.choosing.quality import Segmenter
+from wsi_fl.slides.pictures.heat import Heat, patch_boxes
+from wsi_fl.slides.reading.patches import read_patches
+from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.answers.bag_answers import Answer
+from wsi_fl.stages.answers.trained import Answering, answering
+from wsi_fl.stages.prepare.mosaic import OfSlides
+from wsi_fl.stages.prepare.quality import params_of, segmenter_of
+from wsi_fl.stages.site.data import open_bags
+from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.site.kept import remembered_bags
+from wsi_fl.stages.site.kinds import Kind, kind_of
+from wsi_fl.stages.site.targets import task_of
+from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.bags import Bag, BagMeta, BagStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.site import SiteFile
+from wsi_fl.types import Images, SlideRecord, UsageError, WsiFlError
+
+_BATCH, _BATCH_PIXELS = 256, 1 << 22
+"""Images a model sees at once: as many as `evaluate` shows it, fewer where they are large."""
+_THUMBNAIL_PX = 1200
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A slide as pictures of it show it.
+
+    Attributes:
+        path: of its file.
+        thumbnail: uint8[h, w, 3], and `downsample` level-0 pixels per pixel of it.
+        mpp: µm per level-0 pixel.
+    """
+
+    path: Path
+    thumbnail: NDArray[np.uint8]
+    downsample: float
+    mpp: float
+    size_l0: tuple[int, int]
+    quickhash: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The m patches of a slide that a model was asked about.
+
+    Attributes:
+        xy_l0: int64[m, 2].
+        said: float64[m, classes], of each patch alone; None for bags, of which all is said at once.
+        bag: their features; None where models are asked about each patch.
+        base: None where the slide's file is not at hand, or nobody knows where the patches lie.
+        n_aside: how many could not be read.
+    """
+
+    xy_l0: NDArray[np.int64]
+    said: Floats | None
+    bag: Bag | None
+    base: Base | None
+    n_aside: int = 0
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What answers for one site, and how slides are cut for it, whatever the pipeline says now.
+
+    Attributes:
+        meta: of the patches or bags that it learned from.
+        input_px: the size that pixels are reduced to.
+        store: the mosaics of the site, if it learned from such and they lie here.
+        tumor_type: of all slides that are predicted; None for what the store says of each.
+        segmenter: tells faults, where the pipeline names one.
+    """
+
+    study: Study
+    run: RunFolder
+    site: SiteFile
+    pipeline: Pipeline
+    kind: Kind
+    meta: BagMeta
+    input_px: int
+    models: Answering
+    store: BagStore | None = None
+    tumor_type: str | None = None
+    segmenter: Segmenter | None = None
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The encoder of a run on features.
+
+        Raises:
+            WsiFlError: when it has other weights by now.
+        """
+        mosaics = self.kind.data == "mosaics"
+        settings, section = (
+            (self.pipeline.mosaic, "mosaic") if mosaics else (self.pipeline.encoding, "features")
+        )
+        encoder = encoder_of(self.study, settings, len(os.sched_getaffinity(0)), section)
+        if encoder.label != self.meta.encoder:
+            raise WsiFlError(
+                f"{self.run.name} learned from features of {self.meta.encoder}, but {section}.encoder and "
+                f"{section}.weights now are {encoder.label}; put the weights of then back"
+            )
+        return encoder
+
+    def seen(self, record: SlideRecord, watcher: Watcher) -> Seen:
+        """Return the patches of a slide: of its mosaic, or all of them.
+
+        Raises:
+            WsiFlError: when there is no such slide, it has no patches, or the encoder is another one.
+        """
+        return self._mosaic(record) if self.kind.data == "mosaics" else self._all_patches(record, watcher)
+
+    def _mosaic(self, record: SlideRecord) -> Seen:
+        """From the site's store, else made now with the run's parameters and encoder."""
+        row, path = self._row_of(record), slide_file(self.study, self.site, record)
+        if self.store is not None and row is not None:
+            bag = self.store.bag(row)
+        elif path is None:
+            raise WsiFlError(
+                f"{record.path}: no such slide, and none of that name among {record.site}'s mosaics"
+            )
+        else:
+            way = OfSlides(
+                self.study, self.pipeline, self.site.name, self.encoder, len(os.sched_getaffinity(0))
+            )
+            way.spec, way.params = self.meta.spec, replace(way.params, **self.meta.recipe)
+            bag = way.bag(replace(record, path=path))
+        base = self._base(record, path) if path and bag.placed else None
+        if self.kind.example != "patch":
+            return Seen(bag.xy_l0, None, bag, base)
+        return Seen(bag.xy_l0, self.models.probabilities(unlabelled(bag.features)), None, base)
+
+    def _base(self, record: SlideRecord, path: Path) -> Base:
+        reader = self.pipeline.slides.reader
+        vouch_for(path, record.mpp_override, reader)
+        with Slide(path, record.mpp_override, reader) as slide:
+            thumbnail, downsample = slide.thumbnail(_THUMBNAIL_PX)
+            return Base(path, thumbnail, downsample, slide.mpp, slide.size_l0, slide.quickhash)
+
+    def _all_patches(self, record: SlideRecord, watcher: Watcher) -> Seen:
+        watcher.update(record.slide, 0, 1, "finding tissue")
+        reader, least = self.pipeline.slides.reader, self.meta.recipe.get("min_tissue")
+        params = params_of(self.study, self.pipeline)
+        if least is not None:
+            params = replace(params, min_tissue=float(least))
+        vouch_for(record.path, record.mpp_override, reader)
+        plan = plan_slide(record, self.meta.spec, params, reader=reader, segmenter=self.segmenter)
+        aside: dict[int, str] = {}
+        parts, features = [], []
+        with torch.inference_mode():
+            for images in self._batches(plan, aside):
+                shown = images if self.kind.of_images else encode([images], self.encoder)
+                if self.kind.example == "patch":
+                    parts.append(self.models.probabilities(unlabelled(shown), len(images)))
+                else:
+                    features.append(shown)
+                watcher.update(record.slide, sum(map(len, parts or features)), len(plan.xy_l0))
+        if not parts and not features:
+            raise WsiFlError(next(iter(aside.values())))
+        xy_l0 = np.delete(plan.xy_l0, list(aside), axis=0)
+        bag = Bag(np.concatenate(features), xy_l0) if features else None
+        base = Base(record.path, plan.thumbnail, plan.downsample, plan.mpp, plan.size_l0, plan.quickhash)
+        return Seen(xy_l0, np.concatenate(parts) if parts else None, bag, base, len(aside))
+
+    def _batches(self, plan: SlidePlan, aside: dict[int, str]) -> Iterator[NDArray[np.uint8]]:
+        """Images uint8[b, input_px, input_px, 3], reduced as for training, few at a time; row → why it is missing."""
+        size = max(1, min(_BATCH, _BATCH_PIXELS // self.input_px**2))
+        waiting: list[NDArray[np.uint8]] = []
+        threads, reader = len(os.sched_getaffinity(0)), self.pipeline.slides.reader
+        for _, pixels in read_patches(
+            plan.record, plan.xy_l0, plan.spec, threads=threads, reader=reader, aside=aside
+        ):
+            if not len(pixels):
+                continue
+            waiting.append(resized(unlabelled(pixels), self.input_px).read(np.arange(len(pixels))))
+            if sum(map(len, waiting)) >= size:
+                yield np.concatenate(waiting)
+                waiting = []
+        if waiting:
+            yield np.concatenate(waiting)
+
+    def heat(self, slide: str, seen: Seen) -> Heat:
+        """Return what models of patches say of each of them.
+
+        Raises:
+            WsiFlError: when they give no numbers, or nobody knows where the patches lie.
+        """
+        assert seen.said is not None
+        if not np.isfinite(seen.said).all():
+            raise WsiFlError(f"{slide}: the model gives no numbers; it did not train well")
+        if (base := seen.base) is None:
+            raise WsiFlError(f"{slide}: nobody knows where its patches lie, or its file is not here")
+        boxes = patch_boxes(seen.xy_l0, self.meta.spec, base.mpp, base.size_l0)
+        return Heat(boxes, self.meta.classes, seen.said, self.pipeline.predict.threshold)
+
+    def answer(self, bag: Bag, tumor_type: str | None) -> Answer:
+        """Return what models of slides or patients say of a bag, of the classes that a tumour type may have.
+
+        Raises:
+            WsiFlError: when the features are not the model's, or it gives no numbers.
+        """
+        task, features = task_of(self.pipeline.target), bag.features
+        allowed = allowed_classes(np.array([tumor_type or ""]), self.meta.classes, self.meta.tumor_types)[0]
+        whole = (
+            [features] if self.kind.example == "slide" else [features.mean(axis=0, dtype=np.float64)[None]]
+        )
+
+        def asked(bags: Sequence[NDArray[np.float32]]) -> Floats:
+            examples: Examples = unlabelled_bags(bags, allowed, task)
+            if self.kind.example != "slide":
+                rows = np.concatenate(bags).astype(np.float32)
+                examples = replace(examples, read=lambda chosen: rows[chosen])
+            return self.models.probabilities(examples)
+
+        with torch.inference_mode():
+            of_all, alone = asked(whole)[0], asked([patch[None] for patch in features])
+            attention = self._attention(bag) if self.kind.example == "slide" else None
+        if not np.isfinite(of_all).all() or not np.isfinite(alone).all():
+            raise WsiFlError("the model gives no numbers; it did not train well")
+        return Answer(task, self.meta.classes, of_all, alone, attention)
+
+    def _attention(self, bag: Bag) -> Floats | None:
+        """float64[m], of two models the mean; None unless every model that is asked weighs its patches."""
+        x = torch.from_numpy(packed([bag.features])).to(self.models.device)
+        weights = [model.attention(x) if isinstance(model, BagModel) else None for model in self.models.asked]
+        known = [one[0].double().cpu().numpy() for one in weights if one is not None]
+        return np.mean(known, axis=0) if len(known) == len(weights) else None
+
+    def tumor_type_of(self, record: SlideRecord) -> str | None:
+        """Return the tumour type as asked for, else as the store has it; None where nothing is known."""
+        row = self._row_of(record)
+        if self.tumor_type is not None or self.store is None or row is None:
+            return self.tumor_type
+        return str(self.store.table.tumor_type[row]) or None
+
+    def _row_of(self, record: SlideRecord) -> int | None:
+        """Where the slide stands in the store; it may be given by file or by name."""
+        slides = np.empty(0, np.str_) if self.store is None else self.store.table.slide
+        for name in (record.path.name, record.slide):
+            if len(found := np.flatnonzero(slides == name)):
+                return int(found[0])
+        return None
+
+
+def load_predictor(
+    study: Study, run: RunFolder, pipeline: Pipeline, site: SiteFile, tumor_type: str | None = None
+) -> Predictor:
+    """Load the trained models of a site, and open its mosaics where it learned from such.
+
+    Raises:
+        UsageError: when the run knows no such tumour type, its mosaics have another encoder by now, or it learned from
+            images that are no slides.
+        WsiFlError: when the encoder has other weights by now.
+    """
+    kind, folder = kind_of(pipeline), run.site(site.name)
+    meta, facts = remembered_bags(folder), folder.store_facts()
+    if kind.data != "mosaics" and (meta.spec.mpp <= 0 or facts.get("channels", 3) != 3):
+        raise UsageError(
+            f"site {site.name}: {run.name} learned from images, not slides; predict reads slides"
+        )
+    if tumor_type is not None and kind.data != "mosaics":
+        raise UsageError("--tumor-type is for runs on mosaics (train.data); this one learned from patches")
+    if tumor_type is not None and tumor_type not in meta.tumor_types:
+        known = ", ".join(meta.tumor_types) or "none"
+        raise UsageError(f"unknown tumour type {tumor_type!r}; known: {known}")
+    size = (kind.of_images and pipeline.train.input_px) or meta.spec.size_px
+    shape = Images(3, size) if kind.of_images else kind.shape(int(facts["n_features"]))
+    models = answering(run, pipeline, site, meta.classes, shape, device_of_rank())
+    store = _mosaics(study, run, site.name, meta) if kind.data == "mosaics" else None
+    segmenter = None if kind.data == "mosaics" else segmenter_of(study, pipeline)
+    found = Predictor(study, run, site, pipeline, kind, meta, size, models, store, tumor_type, segmenter)
+    if kind.data == "features":
+        found.encoder  # noqa: B018 refused now; of a mosaic it is needed only where a slide is not in the store
+    return found
+
+
+def _mosaics(study: Study, run: RunFolder, site: str, meta: BagMeta) -> BagStore | None:
+    """The site's mosaics, where they lie here."""
+    if not study.mosaic(site).exists():
+        return None
+    store = open_bags(study, site, "mosaics")
+    if store.meta.encoder != meta.encoder:
+        raise UsageError(
+            f"site {site}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from {meta.encoder}; run "
+            "`wsi-fl mosaic` with that encoder, or train a new run"
+        )
+    return store
+
+
+def slide_file(study: Study, site: SiteFile, record: SlideRecord) -> Path | None:
+    """Return the slide's file: as given, else among the site's slides; None where it is in neither place."""
+    if record.path.exists():
+        return record.path
+    patterns = [site.slides] if isinstance(site.slides, str) else site.slides or []
+    root = Study(Path(glob.escape(str(study.root))))
+    for pattern in patterns:
+        for found in glob.iglob(str(root.resolve(pattern)), recursive=True):  # noqa: PTH207 may be absolute
+            if record.path.name in (Path(found).name, Path(found).stem):
+                return Path(found)
+    return None

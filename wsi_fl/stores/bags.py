@@ -1,0 +1,322 @@
+"""Bag stores: the features of some or all patches of every slide of a site. See FORMAT.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl import __version__
+from wsi_fl.stores.checksums import DAMAGE, ROWS, check_rows, crc_of_rows, seal, sums_of
+from wsi_fl.stores.fields import (
+    VERSION,
+    encoded_text,
+    first_line,
+    json_attribute,
+    read_spec,
+    require_sound,
+    spec_attrs,
+)
+from wsi_fl.stores.file import StoreFile
+from wsi_fl.stores.hdf5 import created
+from wsi_fl.system.files import atomic
+from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
+
+BAG_FORMAT = "wsi-fl bag store"
+UNPLACED = -1
+"""In the place of both coordinates of a patch where nobody knows them."""
+ROW_SUMMED = ("features",)
+"""The dataset whose rows have checksums."""
+_TEXTS = ("slide", "patient", "split", "tumor_type")
+_OWN = {
+    "label": "patch_label",
+    "patient": "patch_patient",
+    "split": "patch_split",
+    "tumor_fraction": "tumor_fraction",
+}
+"""Column of a table of patches → its dataset, where patches do not take their slide's."""
+
+Features = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class BagMeta:
+    """What holds for a whole bag store.
+
+    Attributes:
+        classes: what labels hold positions in.
+        encoder: name and digest of the weights of what made the features.
+        spec: of the patches under the features.
+        made_by: the command that made it, "mosaic", "features" or "import".
+        tumor_types: tumour type → the classes it may have; empty where nothing is known beforehand.
+        recipe: the settings by which patches were chosen, by name; empty where the store does not say.
+        generator: of synthetic patches, see `StoreMeta`; None for patches of slides and images.
+    """
+
+    site: str
+    classes: tuple[str, ...]
+    encoder: str
+    spec: GridSpec
+    made_by: str = "mosaic"
+    tumor_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    generator: str | None = None
+
+
+@dataclass(frozen=True)
+class Bag:
+    """The features of m patches of one slide.
+
+    Attributes:
+        features: float32[m, d].
+        xy_l0: int64[m, 2] top-left corners in level-0 pixels; all −1 where nobody knows them.
+        cluster: int64[m] colour group of each patch in a mosaic; None where there are no groups.
+        weight: float32[m] share of the slide's tissue that each patch stands for; None where each stands for itself.
+    """
+
+    features: Features
+    xy_l0: NDArray[np.int64]
+    cluster: NDArray[np.int64] | None = None
+    weight: NDArray[np.float32] | None = None
+
+    @property
+    def placed(self) -> bool:
+        """Whether it is known where on the slide the patches lie."""
+        return bool((self.xy_l0 != UNPLACED).any())
+
+
+def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
+    """Return (the slides of a table of patches as bags, how many patches each has).
+
+    A slide whose patches are of several classes has the last of them: one with any tumour is a tumour. Where its
+    patches are of several patients, it is nobody's.
+
+    Args:
+        patches: one or more.
+
+    Raises:
+        ValueError: when the patches of a slide do not lie together.
+    """
+    first = np.flatnonzero(np.r_[True, patches.slide[1:] != patches.slide[:-1]])
+    slides, sizes = patches.slide[first], np.diff([*first, len(patches)])
+    if len(set(slides.tolist())) < len(slides):
+        raise ValueError("the patches of a slide do not lie together")
+    alone = [len(set(part.tolist())) == 1 for part in np.split(patches.patient, first[1:])]
+    patient = np.where(alone, patches.patient[first], "")
+    label = np.maximum.reduceat(patches.label, first)
+    return BagTable(label, np.full(len(first), ""), slides, patient, patches.split[first]), sizes
+
+
+def write_bags(
+    path: Path,
+    meta: BagMeta,
+    table: BagTable,
+    bags: Iterable[Bag],
+    mpp_l0: NDArray[np.float64] | None = None,
+    *,
+    sizes: Sequence[int] | NDArray[np.int64] | None = None,
+    patches: PatchTable | None = None,
+) -> None:
+    """Write a bag store atomically, holding one bag at a time.
+
+    Args:
+        bags: in the table's order; groups and weights are written where all bags have them.
+        mpp_l0: [s] µm per level-0 pixel of each slide, where it is known.
+        sizes: [s] patches of each bag; needed where `bags` is no sequence.
+        patches: the labels, patients and splits of all patches, where they do not take their slide's.
+
+    Raises:
+        WsiFlError: when the bags are not as many, as long or as wide as they should be.
+    """
+    if sizes is None:
+        bags = list(bags)
+        sizes = [len(bag.features) for bag in bags]
+    waiting = iter(bags)
+    first = next(waiting, None)
+    if len(sizes) != len(table) or first is None:
+        raise WsiFlError(f"{path}: got {len(sizes)} bags, expected {len(table)}, at least one")
+    start = np.cumsum([0, *sizes], dtype=np.int64)
+    n, d = int(start[-1]), first.features.shape[1]
+    with atomic(path) as temporary, created(temporary, n * (d * 4 + 96) + len(table) * 1024) as file:
+        file.attrs.update(_root_attrs(meta))
+        _write_patches(file, chain((first,), waiting), start, d)
+        file["start"] = start
+        file["label"] = table.label
+        for name in _TEXTS:
+            file[name] = encoded_text(getattr(table, name))
+        if mpp_l0 is not None:
+            file["mpp_l0"] = mpp_l0.astype(np.float64, copy=False)
+        for name, dataset in _OWN.items() if patches is not None else ():
+            values = getattr(patches, name)
+            file[dataset] = encoded_text(values) if values.dtype.kind == "U" else values
+        seal(file, ROW_SUMMED)
+
+
+def _root_attrs(meta: BagMeta) -> dict[str, Any]:
+    said = {
+        "format": BAG_FORMAT,
+        "version": VERSION,
+        "tool_version": __version__,
+        "site": meta.site,
+        "made_by": meta.made_by,
+        "classes": json.dumps(meta.classes),
+        "tumor_types": json.dumps(dict(meta.tumor_types)),
+        "encoder": meta.encoder,
+        "recipe": json.dumps(dict(meta.recipe)),
+    }
+    return spec_attrs(meta.spec) | said | ({} if meta.generator is None else {"generator": meta.generator})
+
+
+def _write_patches(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
+    """The columns of the patches, one bag after another; one that some bag lacks is left out."""
+    n = int(start[-1])
+    sums = file.create_dataset(ROWS, (n,), np.uint32)
+    written = {
+        "features": file.create_dataset("features", (n, d), np.float32),
+        "xy_l0": file.create_dataset("xy_l0", (n, 2), np.int64),
+        "cluster": file.create_dataset("cluster", (n,), np.int64),
+        "weight": file.create_dataset("weight", (n,), np.float32),
+    }
+    done = 0
+    for bag, first, last in zip(bags, start, start[1:], strict=False):
+        if bag.features.shape != (last - first, d):
+            raise WsiFlError(
+                f"{file.filename}: bag {done} is {bag.features.shape}, expected {(int(last - first), d)}"
+            )
+        for name in [name for name in written if getattr(bag, name) is None]:
+            del written[name], file[name]
+        for name, column in written.items():
+            column[first:last] = getattr(bag, name)
+        sums[first:last] = crc_of_rows(np.ascontiguousarray(bag.features, np.float32))
+        done += 1
+    if done < len(start) - 1:
+        raise WsiFlError(f"{file.filename}: got {done} bags, expected {len(start) - 1}")
+
+
+class BagStore(StoreFile):
+    """A bag store, read-only.
+
+    Attributes:
+        meta: of its bags.
+        table: the columns of its s bags.
+        n_features: d.
+        mpp_l0: float64[s] µm per level-0 pixel of each slide; None where the store does not say.
+    """
+
+    format = BAG_FORMAT
+    rows = ROW_SUMMED
+
+    def __init__(self, path: Path) -> None:
+        self.command = "features" if path.name == "features.h5" else "mosaic"
+        super().__init__(path)
+
+    @property
+    def mend(self) -> str:
+        return f"{super().mend}, as before" if self.command == "import" else super().mend
+
+    def _load(self, file: h5py.File) -> None:
+        attrs = file.attrs
+        self.command = str(attrs["made_by"])
+        known = json_attribute(attrs, "tumor_types", dict)
+        self.meta = BagMeta(
+            str(attrs["site"]),
+            tuple(json_attribute(attrs, "classes", list)),
+            str(attrs["encoder"]),
+            read_spec(attrs),
+            self.command,
+            {name: tuple(classes) for name, classes in known.items()},
+            json_attribute(attrs, "recipe", dict),
+            str(attrs["generator"]) if "generator" in attrs else None,
+        )
+        self.table = BagTable(
+            file["label"][:], **{name: _text(file, name) for name in ("tumor_type", *_TEXTS[:3])}
+        )
+        self._start: NDArray[np.int64] = file["start"][:]
+        n, self.n_features = file["features"].shape
+        self._sums = sums_of(file, n)
+        whole = len(self._start) == len(self.table) + 1 and self._start[0] == 0 and self._start[-1] == n
+        if not whole or (np.diff(self._start) < 1).any() or file["xy_l0"].shape != (n, 2):
+            raise ValueError("start does not divide the features into bags")
+        if any(name in file and file[name].shape != (n,) for name in ("cluster", "weight", *_OWN.values())):
+            raise ValueError("not one value for every patch")
+        self.own_labels = "patch_label" in file
+        table, n_classes = self.table, len(self.meta.classes)
+        require_sound(table.label, table.slide if self.own_labels else table.patient, table.split, n_classes)
+        if self.own_labels:
+            require_sound(self.patches.label, self.patches.patient, self.patches.split, n_classes)
+        self.mpp_l0: NDArray[np.float64] | None = file["mpp_l0"][:] if "mpp_l0" in file else None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[s] patches of each slide."""
+        return np.diff(self._start)
+
+    @property
+    def bag_of_patch(self) -> NDArray[np.int64]:
+        """int64[n], the bag of each patch."""
+        return np.repeat(np.arange(len(self)), self.sizes)
+
+    @cached_property
+    def patches(self) -> PatchTable:
+        """The columns of all n patches; they take their slide's label, patient and split where they have no own."""
+        file, bag = self._file, self.bag_of_patch
+        own = (
+            {"label": file["patch_label"][:], "tumor_fraction": file["tumor_fraction"][:]}
+            | {name: _text(file, _OWN[name]) for name in ("patient", "split")}
+            if self.own_labels
+            else {name: getattr(self.table, name)[bag] for name in ("label", "patient", "split")}
+            | {"tumor_fraction": np.full(len(bag), np.nan, np.float32)}
+        )
+        return PatchTable(file["xy_l0"][:], slide=self.table.slide[bag], **own)
+
+    def rows_of(self, k: int) -> slice:
+        """Return which patches the k-th bag holds."""
+        return slice(int(self._start[k]), int(self._start[k + 1]))
+
+    def bag(self, k: int) -> Bag:
+        """Return the features of the k-th slide.
+
+        Raises:
+            WsiFlError: when they are damaged.
+        """
+        rows = self.rows_of(k)
+        columns = (self._file[name][rows] if name in self._file else None for name in ("cluster", "weight"))
+        return Bag(self.read(np.arange(rows.start, rows.stop)), self._file["xy_l0"][rows], *columns)
+
+    def read(self, rows: NDArray[np.int64]) -> Features:
+        """Return float32[b, d] of these patches, in the order asked for; WsiFlError names the first that is damaged."""
+        try:
+            return self._read(rows)
+        except DAMAGE as error:
+            raise WsiFlError(f"{self.path}: damaged ({first_line(error)}); {self.mend}") from None
+
+    def _read(self, rows: NDArray[np.int64]) -> Features:
+        data = self._file["features"]
+        if not len(rows):
+            return np.empty((0, self.n_features), np.float32)
+        wanted, place = np.unique(rows, return_inverse=True)
+        if wanted[-1] - wanted[0] + 1 == len(wanted):  # HDF5 takes its time over scattered rows
+            found: Features = data[int(wanted[0]) : int(wanted[-1]) + 1]
+        else:
+            found = data[wanted]
+        check_rows(self._sums, wanted, found, self._named)
+        return found if len(found) == len(rows) and (np.diff(rows) > 0).all() else found[place]
+
+    def _named(self, row: int) -> str:
+        bag = int(np.searchsorted(self._start, row, side="right")) - 1
+        return f"the features of patch {row}, of slide {self.table.slide[bag]},"
+
+
+def _text(file: h5py.File, name: str) -> NDArray[np.str_]:
+    return np.asarray(file[name].asstr()[:], np.str_)
