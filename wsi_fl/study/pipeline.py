@@ -6,14 +6,33 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from wsi_fl.study.asking import Target
 from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
-from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Store, Tile, Tissue
-from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, refuse_twice
+from wsi_fl.study.preparing import Features, Mosaic, Slides, Store, Tile, Tissue
+from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, goes, refuse_twice
+
+_FOLDS = goes(
+    needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
+    excludes=dict.fromkeys(
+        ("train.releases", "train.start = oneshot", "a method of synthetic patches"),
+        "it rests on the training part of the stores' own split, of which a fold tests some patients",
+    ),
+)
+_NO_CLASSES = goes(
+    excludes=dict.fromkeys(
+        (
+            "a method of sums",
+            "train.balance",
+            "audit.canaries",
+            "predict.with = stack",
+            "train.start = oneshot",
+        ),
+        "it works with classes alone",
+    )
+)
 
 
 class Train(Section):
@@ -58,14 +77,21 @@ class Train(Section):
     max_patches: int | None = Field(None, ge=1, le=10_000_000)
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
     default all are seen. A slide is predicted from all of its patches."""
-    folds: int | None = Field(None, ge=2, le=1000)
+    folds: int | None = Field(None, ge=2, le=1000, json_schema_extra=_FOLDS)
     """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
     `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""
-    stratify: bool = False
+    stratify: bool = Field(
+        False,
+        json_schema_extra=goes(
+            excludes={"privacy.enabled": "who is in a fold would depend on all other patients"}
+        ),
+    )
     """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
     there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
     from the name alone."""
-    fold: int | None = Field(None, ge=1, le=1000)
+    fold: int | None = Field(
+        None, ge=1, le=1000, json_schema_extra=goes(needs={"train.folds": "it says how many folds there are"})
+    )
     """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
     """Name of a site that takes no part in training, and whose slides are the test set of all models.
@@ -80,8 +106,53 @@ class Train(Section):
     start: Literal["fresh", "oneshot"] = "fresh"
     """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
     in `releases/` make, which must be there for every site. It must be a linear head on features."""
-    after_budget: Literal["train", "stop"] = "train"
-    """Whether a site's private model goes on learning once the site's budget is spent and it has left the graph."""
+
+    @model_validator(mode="after")
+    def _one_of_the_folds(self) -> Self:
+        if self.fold and self.folds and self.fold > self.folds:
+            raise ValueError(f"train.fold = {self.fold}: there are train.folds = {self.folds} folds")
+        return self
+
+
+class Target(Section):
+    """What models of slides learn to answer: a column of a table as classes or as a number, or the time of an event.
+
+    Without it they answer what the stores are labelled with. It is for `train.data = "mosaics"`. The table is the
+    site's own, `clinical` in its site file.
+    """
+
+    column: str | None = None
+    """Name of the column that holds the answer, with `classes` or `range`."""
+    classes: list[str] | None = Field(None, min_length=2, max_length=10_000)
+    """The values of the column, in order, that models tell apart. All sites agree on them, so that no site's table
+    decides."""
+    ignore: list[str] = Field([])
+    """Values of the column whose slides are left out, like those without a value."""
+    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(
+        None, min_length=2, max_length=2, json_schema_extra=_NO_CLASSES
+    )
+    """Smallest and largest number of the column. With it models answer a number within this range."""
+    time: str | None = None
+    """Name of the column that holds the time until the event, or until the patient was last seen without it."""
+    event: str | None = None
+    """Name of the column that says whether the event was seen: 1 or 0, yes or no, dead or alive."""
+    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = Field(
+        None, min_length=1, max_length=1000, json_schema_extra=_NO_CLASSES
+    )
+    """Ends of the intervals in which the event may happen, rising, in the unit of `time`. Times after the last end are
+    not told apart. Ten or fewer are usual."""
+    per: Literal["slide", "patient"] = "slide"
+    """What one example is: a slide, or all slides of a patient as one bag. Survival is always asked per patient."""
+
+    @property
+    def of(self) -> str:
+        """Return what one example is: survival is asked of patients whatever `per` says."""
+        return "patient" if self.intervals else self.per
+
+    @property
+    def asked(self) -> bool:
+        """Return whether anything is asked beside what stores are labelled with."""
+        return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))
 
 
 class Model(Section):
@@ -144,7 +215,12 @@ class Privacy(Section):
     max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
     patient."""
-    noise: Literal["own", "shared"] = "own"
+    noise: Literal["own", "shared"] = Field(
+        "own",
+        json_schema_extra=goes(
+            needs={"a method of sums": "only what is released once is added up; use oneshot"}
+        ),
+    )
     """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
     `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
     its ε rests on the other sites. A real site must allow it by name (`allow = ["shared"]`)."""
@@ -170,7 +246,17 @@ class Privacy(Section):
 class Audit(Section):
     """What is planted in training so that `audit` can attack the run."""
 
-    canaries: int = Field(0, ge=0, le=1_000_000)
+    canaries: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        json_schema_extra=goes(
+            excludes={
+                "a method without differential privacy": "they test what differential privacy promises",
+                "train.releases": "they need new releases; set train.releases = false",
+            }
+        ),
+    )
     """Number of meaningless examples (canaries) planted among each site's training rows. A coin decides for each
     whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""
 
@@ -188,27 +274,12 @@ class Evaluate(Section):
 
 
 class Predict(Section):
-    """Which model answers, and how its answer is drawn."""
+    """Which model answers."""
 
-    without_effect = ("threshold", "top_k")
     with_: Literal["auto", "private", "proxy", "mean", "stack"] = Field("auto", alias="with")
     """Which model answers: the private one, the proxy, or the mean of both. `auto` takes what does best on the site's
     validation split, or the private model without one. `stack` mixes both with the weight that suits the site's own
     rows, and lets all classes count alike; it needs `train.tune`, or a validation split."""
-
-    threshold: float = Field(0.5, gt=0, le=1)
-    """Probability from which on a patch is outlined and counted as tumour."""
-    top_k: int = Field(20, ge=1, le=1_000_000)
-    """Number of highest patches whose mean is a slide's score."""
-
-
-class Report(Section):
-    """What is written of a run besides its own files."""
-
-    without_effect = ("",)
-    trackers: list[Literal["tensorboard", "mlflow"]] = Field([])
-    """Trackers that get the metrics of every site when a run ends, as local files in its folder `tracking/`. Each needs
-    the extra of its name; nothing is sent anywhere."""
 
 
 class Pipeline(Section):
@@ -219,7 +290,6 @@ class Pipeline(Section):
     slides: Slides = Slides()
     tile: Tile = Tile()
     tissue: Tissue = Tissue()
-    quality: Quality = Quality()
     store: Store = Store()
     subtypes: dict[str, list[str]] = Field({})
     """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,
@@ -241,7 +311,6 @@ class Pipeline(Section):
     mpcpa: Mpcpa = Mpcpa()
     lpips: Lpips = Lpips()
     replay: Replay = Replay()
-    report: Report = Report()
 
     _sites_once = field_validator("sites")(refuse_twice)
 

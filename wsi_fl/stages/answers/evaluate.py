@@ -66,7 +66,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     if not any(len(part) for part, _ in parts.values()):
         command = party.kind.cut_by
-        raise WsiFlError(f"no site has test {party.examples}; {command} with {command}.test_fraction above 0")
+        raise WsiFlError(f"no site has test {party.examples}; {command} with slides.test_fraction above 0")
     rows, answers = [], []
     taking_part = [site for site in sites if site.name not in lost]
     for index, site in enumerate(taking_part):

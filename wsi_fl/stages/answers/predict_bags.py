@@ -222,7 +222,7 @@ def _picture(predictor: BagPredictor, record: SlideRecord, slide: Slide, bag: Ba
     boxes = patch_boxes(bag.xy_l0, spec, slide.mpp, slide.size_l0)
     (said, more), (shown, legend) = answer.words, answer.legend
     values = np.stack([1 - answer.heat, answer.heat], axis=1)
-    heat = Heat(boxes, ("other", shown), values, predictor.pipeline.predict.threshold)
+    heat = Heat(boxes, ("other", shown), values)
     caption = Caption(
         record.slide,
         f"{predictor.run.name} · {predictor.site.name} · mosaic of {len(boxes)} patches of {spec.size_px} px "

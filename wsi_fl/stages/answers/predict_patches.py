@@ -19,7 +19,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
 from wsi_fl.slides.choosing.quality import Segmenter
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
-from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heat import TOP_K, Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import vouch_for
@@ -125,9 +125,8 @@ def predict_patches(
     heat, aside = heat_of(predictor, plan, watcher)
     if aside:
         plan = replace(plan, xy_l0=np.delete(plan.xy_l0, list(aside), axis=0))
-    settings = predictor.pipeline.predict
     kind = leading(heat)
-    slide_score = score(heat, kind, settings.top_k)
+    slide_score = score(heat, kind)
     colors = colors_of(heat.classes)
     files = {
         "heatmap": folder / "heatmap.png",
@@ -153,10 +152,10 @@ def predict_patches(
         | row
         | {
             "class": heat.classes[kind],
-            "classes": {heat.classes[k]: score(heat, k, settings.top_k) for k in heat.shown},
+            "classes": {heat.classes[k]: score(heat, k) for k in heat.shown},
             "regions": len(heat.regions),
-            "threshold": settings.threshold,
-            "top_k": settings.top_k,
+            "threshold": heat.threshold,
+            "top_k": TOP_K,
             "size_px": plan.spec.size_px,
             "mpp": plan.spec.mpp,
             "stride_px": plan.spec.stride_px,
@@ -193,7 +192,7 @@ def heat_of(predictor: Predictor, plan: SlidePlan, watcher: Watcher) -> tuple[He
     if not np.isfinite(predicted).all():
         raise WsiFlError(f"{plan.record.slide}: the model gives no numbers; it did not train well")
     boxes = patch_boxes(np.delete(plan.xy_l0, list(aside), axis=0), plan.spec, plan.mpp, plan.size_l0)
-    return Heat(boxes, inputs.classes, predicted, predictor.pipeline.predict.threshold), aside
+    return Heat(boxes, inputs.classes, predicted), aside
 
 
 def _batches(
@@ -225,7 +224,6 @@ def colors_of(classes: Sequence[str]) -> list[Color]:
 def _caption(
     predictor: Predictor, plan: SlidePlan, heat: Heat, found: dict[str, float], kind: int
 ) -> Caption:
-    settings = predictor.pipeline.predict
     n = len(plan.xy_l0)
     name = heat.classes[kind]
     return Caption(
@@ -233,8 +231,8 @@ def _caption(
         f"{predictor.run.name} · {predictor.site.name} · {n} patches of {plan.spec.size_px} px "
         f"at {plan.spec.mpp:g} µm",
         f"{name} {found['top_k_mean']:.2f}",
-        f"mean of the {min(settings.top_k, n)} highest; highest {found['max']:.2f}; "
-        f"{percent(found['fraction'])} of patches at {settings.threshold:g} or more",
+        f"mean of the {min(TOP_K, n)} highest; highest {found['max']:.2f}; "
+        f"{percent(found['fraction'])} of patches at {heat.threshold:g} or more",
     )
 
 

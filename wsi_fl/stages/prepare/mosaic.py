@@ -17,7 +17,7 @@ import numpy as np
 from wsi_fl.models.encoder import Encoder, Spent
 from wsi_fl.models.presets import warning_of
 from wsi_fl.slides.choosing.mosaic import MosaicParams
-from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.slides.choosing.splits import SEED, assign_splits
 from wsi_fl.stages.prepare.mosaic_labels import Labelled, classes_of, labelled, table_of
 from wsi_fl.stages.prepare.mosaic_slides import Done, Work, mosaic_path, write_mosaics
 from wsi_fl.stages.prepare.quality import tissue_of
@@ -76,9 +76,9 @@ def _make_site(
         What the site has, and how fast it was made.
     """
     began = time.perf_counter()
-    study, name, settings = listed.study, listed.site.name, listed.pipeline.mosaic
+    study, name = listed.study, listed.site.name
     folder = study.mosaic(name).parent
-    records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)
+    records = assign_splits(known.records, test_fraction=listed.pipeline.slides.test_fraction)
     work = work_of(study, listed.pipeline, name, encoder, job.threads)
     n, failed = len(records), [*listed.aside, *known.aside]
     with job.first_holds(locked(folder, name)):
@@ -130,7 +130,7 @@ def spec_of(pipeline: Pipeline) -> GridSpec:
 
 def _recipe(settings: Mosaic) -> dict[str, Any]:
     """The settings by which patches are chosen, named as in `MosaicParams`."""
-    return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction", "seed")}
+    return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction")} | {"seed": SEED}
 
 
 def work_of(study: Study, pipeline: Pipeline, site: str, encoder: Encoder, threads: int) -> Work:

@@ -33,7 +33,6 @@ def encoder_of(
         settings.encoder,
         weights,
         input_px=settings.input_px,
-        batch_size=settings.batch_size,
         device=device_of_rank(),
         section=section,
         cache=study.root / "weights",

@@ -87,9 +87,10 @@ class Party:
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
         """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
+        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
         if method_for(method, pipeline).once:
             pipeline = _of_one_release(pipeline)
-        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
+            sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
         if pipeline.train.left_out is not None:
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
         return Party(study, pipeline, method, folder, sites)

@@ -66,7 +66,6 @@ def schedule_of(party: Party) -> Schedule:
         graph=graph_of(party),
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
-        train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
         colluding=(
             pipeline.privacy.colluding
