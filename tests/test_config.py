@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from wsi_fl.federation.methods import METHODS
 from wsi_fl.stages.training.checks import traits_of
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.reference import keys, page
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
@@ -227,7 +227,7 @@ def test_toml_values_load_back(value):
 
 
 PIPELINES = st.builds(
-    Pipeline.model_validate,
+    pipeline_model().model_validate,
     st.fixed_dictionaries(
         {},
         optional={

@@ -6,14 +6,16 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from functools import cache
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
-from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
+from wsi_fl.plugins import entries
 from wsi_fl.study.preparing import Features, Mosaic, Slides, Store, Tile, Tissue
 from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, goes, refuse_twice
 
+S = TypeVar("S", bound=Section)
 _FOLDS = goes(
     needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
     excludes=dict.fromkeys(
@@ -305,12 +307,6 @@ class Pipeline(Section):
     audit: Audit = Audit()
     evaluate: Evaluate = Evaluate()
     predict: Predict = Predict()
-    synthesis: Synthesis = Synthesis()
-    gan: Gan = Gan()
-    ddpm: Ddpm = Ddpm()
-    mpcpa: Mpcpa = Mpcpa()
-    lpips: Lpips = Lpips()
-    replay: Replay = Replay()
 
     _sites_once = field_validator("sites")(refuse_twice)
 
@@ -321,3 +317,30 @@ class Pipeline(Section):
         if "encoder" in own and own["encoder"] != self.mosaic.encoder:
             own = {"weights": None, "input_px": None} | own
         return self.mosaic.model_copy(update=own)
+
+    def section(self, kind: type[S]) -> S:
+        """Return the section of a kind that has joined; its defaults where this pipeline was made without it."""
+        return next((value for _, value in self if isinstance(value, kind)), kind())
+
+
+_JOINED: dict[str, type[Section]] = {}
+
+
+def join(name: str, section: type[Section]) -> None:
+    """Add a section to pipelines, as an entry point of the group `wsi_fl.settings` does: name → its model.
+
+    Raises:
+        ValueError: when pipelines have a key of this name.
+    """
+    if name in Pipeline.model_fields:
+        raise ValueError(f"[{name}] is a section of every pipeline")
+    _JOINED[name] = section
+    pipeline_model.cache_clear()
+
+
+@cache
+def pipeline_model() -> type[Pipeline]:
+    """Return the model of a whole pipeline: the core's sections, then those that have joined, by name."""
+    joined = sorted((entries("wsi_fl.settings") | _JOINED).items())
+    fields: Any = {name: (section, section()) for name, section in joined}
+    return create_model("Pipeline", __base__=Pipeline, __doc__=Pipeline.__doc__, **fields)

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_or_repr
 from wsi_fl.types import UsageError
@@ -75,7 +75,7 @@ def page() -> str:
 
 def _sections() -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return (title, introduction, keys) of the top of a pipeline, of each of its sections and of a site file."""
-    schema, site = Pipeline.model_json_schema(), SiteFile.model_json_schema()
+    schema, site = pipeline_model().model_json_schema(), SiteFile.model_json_schema()
     found: list[tuple[str, str, list[dict[str, Any]]]] = [("Top of a pipeline", schema["description"], [])]
     for name, field in schema["properties"].items():
         if "$ref" not in field:

@@ -85,12 +85,21 @@ def clash(settings: Section, traits: Collection[str]) -> str:
 
 def _holds(settings: Section, traits: Collection[str], condition: str) -> bool:
     key, _, wanted = condition.partition(" = ")
+    if "." not in key:
+        return condition in traits
+    value = value_of(settings, key)
+    return str(value) == wanted if wanted else bool(value)
+
+
+def value_of(settings: Section, key: str) -> Any:
+    """Return the value of a key, "train.rounds"; None where its section has not joined.
+
+    Raises:
+        KeyError: for an unknown key of a section that is there.
+    """
     name, _, last = key.partition(".")
     section = getattr(settings, name, None)
-    if not isinstance(section, Section):
-        return condition in traits
-    value = next(value for one, value in section.model_dump(by_alias=True).items() if one == last)
-    return str(value) == wanted if wanted else bool(value)
+    return section.model_dump(by_alias=True)[last] if isinstance(section, Section) else None
 
 
 def _refuse_strange(value: object, key: str = "") -> None:

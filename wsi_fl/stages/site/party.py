@@ -18,6 +18,7 @@ from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import value_of
 from wsi_fl.types import UsageError
 
 LINEAR = {"features": "linear_head", "mosaics": "mean_head"}
@@ -32,7 +33,7 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
         UsageError: for an unknown method.
     """
     if name == "replay":
-        return replay(pipeline.replay.variant, pipeline.train.seed)
+        return replay(value_of(pipeline, "replay.variant"), pipeline.train.seed)
     if name == RUN:
         return oneshot(released=pipeline.train.releases)
     if name not in METHODS:

@@ -10,6 +10,7 @@ from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import Party
+from wsi_fl.study.generating import Replay
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -23,7 +24,7 @@ def agreed_buffer(party: Party, index: int) -> Buffer | None:
     if party.method.carries is None or not isinstance(data, Patches):
         return None
     seen, n_classes = data.shape, len(data.classes)
-    shape = BufferShape(party.pipeline.replay.buffer, seen.size_px, seen.channels, n_classes)
+    shape = BufferShape(party.pipeline.section(Replay).buffer, seen.size_px, seen.channels, n_classes)
     known = party.run.site(data.site).buffer()
     if known is not None:
         values, provenance = known
@@ -38,7 +39,7 @@ def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffe
     from wsi_fl.stages.synthesis.synthetic import as_pixels
     from wsi_fl.synthesis.sampling import balanced_labels
 
-    study, site, settings = party.study, data.site, party.pipeline.replay
+    study, site, settings = party.study, data.site, party.pipeline.section(Replay)
     folder, document = GAN.trained(study, site)
     if not learned_from(data.store, document["store"]):
         raise UsageError(

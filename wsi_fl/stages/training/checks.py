@@ -16,7 +16,7 @@ from wsi_fl.stages.site.party import LINEAR, Party
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import Allowed, SiteFile
-from wsi_fl.study.toml import clash
+from wsi_fl.study.toml import clash, value_of
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 
@@ -223,7 +223,7 @@ def _check_bare(party: Party) -> None:
             wanted = ", ".join(f'"{content}"' for content in method.leaves)
             raise UsageError(
                 f"sites/{site.name}.toml: a {shut[0]} without differential privacy may not leave this site; "
-                f"replay.variant = {pipeline.replay.variant!r} needs allow = [{wanted}] there"
+                f"replay.variant = {value_of(pipeline, 'replay.variant')!r} needs allow = [{wanted}] there"
             )
     if pipeline.topology.graph is not None or pipeline.topology.self_weight:
         raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")

@@ -44,6 +44,7 @@ from wsi_fl.stages.training.tuning import Tuned, learner_of, tuned_for
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import value_of
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import Images, WsiFlError
 
@@ -247,7 +248,9 @@ def brought(site: Site, party: Party) -> Brought:
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
         "graph": _graph_digest(party),
-        "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
+        "buffer": [value_of(pipeline, "replay.variant"), *astuple(site.buffer.shape)]
+        if site.buffer
+        else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),

@@ -8,6 +8,7 @@ from wsi_fl.federation.buffers import BufferShape
 from wsi_fl.privacy.terms import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import Party
+from wsi_fl.study.generating import Ddpm, Replay
 from wsi_fl.types import Images, Shape
 
 FLOAT_BYTES = 4
@@ -114,8 +115,8 @@ def _sums(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
 
 
 def _buffer(party: Party, shape: Shape | None, n_classes: int | None) -> Leaving:
-    n, rounds = party.pipeline.replay.buffer, party.pipeline.train.rounds
-    central = party.pipeline.replay.variant == "central"
+    n, rounds = party.pipeline.section(Replay).buffer, party.pipeline.train.rounds
+    central = party.pipeline.section(Replay).variant == "central"
     n_bytes = None
     if isinstance(shape, Images) and n_classes is not None:
         n_bytes = BufferShape(n, shape.size_px, shape.channels, n_classes).n_bytes
@@ -275,7 +276,7 @@ def _denoiser_bytes(party: Party, shape: Shape | None, n_classes: int | None) ->
         return None
     from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser  # diffusers takes seconds to import
 
-    settings = party.pipeline.ddpm
+    settings = party.pipeline.section(Ddpm)
     network = build_denoiser(
         DdpmShape(settings.resolution, shape.channels, n_classes, tuple(settings.channels), settings.layers)
     )
