@@ -355,8 +355,8 @@ def test_a_generator_must_be_there_checked_and_of_this_store(study):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("topology.graph=star", "orders the sites anew"),
-        ("topology.self_weight=0.5", "orders the sites anew"),
+        ("topology.graph=star", "orders sites anew"),
+        ("topology.self_weight=0.5", "orders sites anew"),
         ('sites=["S1"]', "two sites or more"),
         ("train.data=features", "train.data = 'patches'"),
     ],

@@ -23,6 +23,7 @@ _FOLDS = goes(
         "it rests on the training part of the stores' own split, of which a fold tests some patients",
     ),
 )
+_GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
 _NO_CLASSES = goes(
     excludes=dict.fromkeys(
         (
@@ -74,7 +75,10 @@ class Train(Section):
     these and random colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
-    data: Literal["patches", "features", "mosaics"] = "patches"
+    data: Literal["patches", "features", "mosaics"] = Field(
+        "patches",
+        json_schema_extra=goes(excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}),
+    )
     """What an example is: a patch, the features of a patch, or a slide as the bag of its mosaic's features."""
     max_patches: int | None = Field(None, ge=1, le=10_000_000)
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
@@ -176,10 +180,10 @@ class Model(Section):
 class Topology(Section):
     """Who sends to whom."""
 
-    graph: str | None = None
+    graph: str | None = Field(None, json_schema_extra=_GRAPH)
     """The graph of each round: `none`, `star`, `ring`, `exponential`, `random`, or the path of a JSON file of edges.
     By default it is the method's own."""
-    self_weight: float = Field(0.0, ge=0, lt=1)
+    self_weight: float = Field(0.0, ge=0, lt=1, json_schema_extra=_GRAPH)
     """Share of its own model that a site keeps when it passes the rest on. With 0 models are passed on whole; with 0.5
     they are averaged."""
 

@@ -93,6 +93,7 @@ def traits_of(method: Method) -> set[str]:
         "a method of sums": method.once,
         "a method of synthetic patches": method.generated or method.carries is not None,
         "a method without differential privacy": method.generated or method.bare,
+        "a method that orders sites anew": method.bare,
     }
     return {trait for trait, has in traits.items() if has}
 
@@ -197,8 +198,6 @@ def _check_models_may_leave(sites: Sequence[SiteFile]) -> None:
 def _check_generated(party: Party) -> None:
     """Generators and the models that learned from their images leave without differential privacy, if at all."""
     method = party.name
-    if not party.kind.of_images:
-        raise UsageError(f"{method} generates images; set train.data = 'patches'")
     if party.pipeline.privacy.enabled:
         raise UsageError(f"{method} has no differential privacy and claims none; set privacy.enabled=false")
     needed: tuple[Allowed, ...] = ("generator", "model")
@@ -225,14 +224,8 @@ def _check_bare(party: Party) -> None:
                 f"sites/{site.name}.toml: a {shut[0]} without differential privacy may not leave this site; "
                 f"replay.variant = {value_of(pipeline, 'replay.variant')!r} needs allow = [{wanted}] there"
             )
-    if pipeline.topology.graph is not None or pipeline.topology.self_weight:
-        raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")
-    if method.carries is None:
-        return
-    if len(sites) < 2:
+    if method.carries is not None and len(sites) < 2:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
-    if not party.kind.of_images:
-        raise UsageError("a buffer holds patches; use train.data = 'patches'")
 
 
 def tell_who_is_left_out(party: Party) -> None:
