@@ -389,7 +389,8 @@ def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
     assert shard(study, slide).read_bytes() == whole
 
 
-def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt):
+def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatch):
+    monkeypatch.setattr("wsi_fl.slides.choosing.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
     study, _ = hurt
     overrides = [*SETTINGS, "tile.qc={blur=0}"]
     refused(
