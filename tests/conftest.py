@@ -27,6 +27,7 @@ from wsi_fl.stores.contents import PIXELS
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
+from wsi_fl.study.generating import Synthesis
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
@@ -309,7 +310,7 @@ def train_generator(study, *, site, overrides=(), **given):
     from wsi_fl.stages.synthesis.train import train_generator
 
     pipeline = study.pipeline(study.pipeline_name(None), overrides)
-    return train_generator(study, pipeline, kind_of(pipeline.synthesis.generator), site, **given)
+    return train_generator(study, pipeline, kind_of(pipeline.section(Synthesis).generator), site, **given)
 
 
 def check(study, *, site, overrides=()):
@@ -318,7 +319,7 @@ def check(study, *, site, overrides=()):
     from wsi_fl.stages.synthesis.kinds import kind_of
 
     pipeline = study.pipeline(study.pipeline_name(None), overrides)
-    return check_generator(study, pipeline, kind_of(pipeline.synthesis.generator), site)
+    return check_generator(study, pipeline, kind_of(pipeline.section(Synthesis).generator), site)
 
 
 @pytest.fixture(scope="session")

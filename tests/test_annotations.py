@@ -89,14 +89,10 @@ def test_unknown_groups_are_listed_unless_named(tmp_path):
     with pytest.raises(WsiFlError, match=r"a\.xml: unknown annotation groups dcis, stroma; ") as failure:
         read_annotations(path)
     assert "\n" not in str(failure.value)
-    named = read_annotations(path, tumor_groups=("DCIS", "tumor"), ignored_groups=("stroma",))
+    named = read_annotations(path, {"DCIS": "tumor", "stroma": "ignored"})
     assert named.tumor.area == 10_000
-    assert (
-        read_annotations(
-            path, tumor_groups=("dcis",), hole_groups=("stroma",), ignored_groups=("tumor",)
-        ).tumor.area
-        == 8_400
-    )
+    otherwise = {"dcis": "tumor", "stroma": "hole", "tumor": "ignored"}
+    assert read_annotations(path, otherwise).tumor.area == 8_400
 
 
 @pytest.mark.parametrize(
@@ -260,7 +256,7 @@ def test_files_of_other_tools_read_once_their_groups_are_named(name):
     with pytest.raises(WsiFlError, match="unknown annotation groups"):
         read_annotations(SHARED / name)
     groups = ("UT", "I", "artifact", "aberrant_positive_columnar", "unsure")
-    annotations = read_annotations(SHARED / name, tumor_groups=groups, unsure_groups=())
+    annotations = read_annotations(SHARED / name, dict.fromkeys(groups, "tumor"))
     assert annotations.tumor.is_valid
     assert annotations.tumor.area > 0
 
@@ -268,9 +264,7 @@ def test_files_of_other_tools_read_once_their_groups_are_named(name):
 @needs_shared
 def test_asap_and_geojson_of_the_same_region_agree():
     areas = [
-        read_annotations(
-            SHARED / name, tumor_groups=("unsure",), unsure_groups=(), ignored_groups=(other,)
-        ).tumor.area
+        read_annotations(SHARED / name, {"unsure": "tumor", other: "ignored"}).tumor.area
         for name, other in (
             ("asap_example.xml", "aberrant_positive_columnar"),
             ("asap_example.geojson", "artifact"),

@@ -10,8 +10,11 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wsi_fl.federation.methods import METHODS
+from wsi_fl.stages.training.checks import traits_of
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
+from wsi_fl.study.reference import keys, page
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, toml_value
 
@@ -224,7 +227,7 @@ def test_toml_values_load_back(value):
 
 
 PIPELINES = st.builds(
-    Pipeline.model_validate,
+    pipeline_model().model_validate,
     st.fixed_dictionaries(
         {},
         optional={
@@ -332,5 +335,14 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
 
 
 def test_a_list_says_how_it_is_written(study):
-    words = ("tile.tumor_groups", 'write a list, tumor_groups = ["Carcinoma"]')
-    refused(lambda: study.pipeline("p", ["tile.tumor_groups=Carcinoma"]), *words)
+    words = ("target.classes", 'write a list, classes = ["Carcinoma"]')
+    refused(lambda: study.pipeline("p", ["target.classes=Carcinoma"]), *words)
+
+
+def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explained():
+    rows = {row["key"]: row for row in keys()}
+    conditions = {said for row in rows.values() for said in (*row["needs"], *row["excludes"])}
+    traits = {trait for method in METHODS.values() for trait in traits_of(method)}
+    assert {said.split(" = ")[0] for said in conditions} <= rows.keys() | traits
+    assert rows["train.fold"]["needs"] == {"train.folds": "it says how many folds there are"}
+    assert "Not with a method without differential privacy: they test what" in page()

@@ -106,7 +106,7 @@ def test_folds_that_look_at_others_are_refused_under_noise(study):
     refused(
         lambda: train(study, method="regular", overrides=overrides, backend="local"),
         "train.stratify",
-        "ε does not cover",
+        "excludes privacy.enabled",
     )
 
 
@@ -256,11 +256,11 @@ def test_folds_are_refused_where_they_would_not_be_what_they_seem(study, monkeyp
             backend="local",
         )
 
-    refused(folded(), "train.folds = 3 is a series of runs", "--folds 3")
+    refused(folded(), "train.folds = 3 needs train.fold", "--folds N")
     refused(folded("train.fold=4"), "there are train.folds = 3")
     refused(
         lambda: train(study, method="regular", overrides=["train.fold=1"], backend="local"),
-        "belongs to train.folds",
+        "train.fold = 1 needs train.folds",
     )
     refused(folded("train.fold=1", "train.releases=true", method="oneshot"), "train.releases", "own split")
     refused(folded("train.fold=1", "train.folds=13"), "12 patients cannot be divided into 13 folds")

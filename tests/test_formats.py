@@ -196,7 +196,7 @@ def test_tile_cuts_the_same_patches_from_each_format(written, picture, tmp_path)
     (study.root / "sites" / "G.toml").write_text(
         f'name = "G"\nreal = false\nslides = "{slides}/*"\nlayout = "generic"\nlabels = "slides.csv"\n'
     )
-    settings = ["tile.size_px=64", f"tile.mpp={mpp}", "tile.balance=false", "tile.test_fraction=0"]
+    settings = ["tile.size_px=64", f"tile.mpp={mpp}", "tile.balance=false", "slides.test_fraction=0"]
     row = tile(study, site="G", overrides=settings)["sites"][0]
     assert row["patches"] > 20 and not row["failed"], row["failed"]
     import h5py

@@ -56,8 +56,8 @@ def test_a_deeply_nested_toml_file_is_refused_by_its_name(tmp_path, folder, text
 
 def test_a_deeply_nested_override_is_refused_without_being_repeated(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
-    with pytest.raises(WsiFlError, match=r"--set tile\.tumor_groups: .*nested too deeply") as caught:
-        study.pipeline("small", [f"tile.tumor_groups={NESTED}"])
+    with pytest.raises(WsiFlError, match=r"--set target\.classes: .*nested too deeply") as caught:
+        study.pipeline("small", [f"target.classes={NESTED}"])
     assert len(str(caught.value)) < 200
 
 

@@ -85,8 +85,8 @@ def test_every_number_has_bounds(model):
     [
         ("train.seed=-5", ("train.seed", "0")),
         ("train.seed=18446744073709551616", ("train.seed", "9223372036854775807")),
-        ("tile.seed=-1", ("tile.seed",)),
-        (f"tile.seed={'9' * 5000}", ("tile.seed", "digits")),
+        ("train.seed=-1", ("train.seed",)),
+        (f"train.seed={'9' * 5000}", ("train.seed", "digits")),
         ("train.input_px=1000000", ("train.input_px", "4096")),
         ("privacy.sigma=1e-300", ("privacy.sigma", "at least 0.001")),
         ("privacy.clip=1e-300", ("privacy.clip",)),

@@ -387,16 +387,13 @@ def test_a_slide_that_fails_is_named_and_the_others_go_on(trained, blank, tmp_pa
     assert errors == ["wsi-fl: error: no slide could be predicted; see above"]
 
 
-def test_threshold_can_be_set_anew_and_nothing_else(trained, tmp_path):
+def test_who_answers_can_be_set_anew_and_nothing_else(trained, tmp_path):
     study, run, slides = trained
     where = {"site": "C1", "slides": slides[:1], "out": tmp_path}
-    (row,) = predict(study, run, **where, overrides=["predict.threshold=1", "predict.top_k=1"])["slides"]
-    assert row["score"]["fraction"] == 0
-    assert row["score"]["top_k_mean"] == row["score"]["max"]
+    (row,) = predict(study, run, **where, overrides=["predict.with=private"])["slides"]
+    assert json.loads((study.root / row["json"]).read_text())["with"] == "private"
     refused(lambda: predict(study, run, **where, overrides=["train.lr=1"]), "only predict.*")
-    refused(
-        lambda: predict(study, run, **where, overrides=["predict.treshold=1"]), "did you mean 'threshold'"
-    )
+    refused(lambda: predict(study, run, **where, overrides=["predict.wit=mean"]), "did you mean 'with'")
 
 
 def test_bad_input_ends_in_one_line(copied, tmp_path):

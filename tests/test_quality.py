@@ -372,9 +372,9 @@ def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
     with h5py.File(shard(study, slide)) as file:
         assert len(file["label"]) < n
         some = len(file["aside_reason"])
-    tile(study, site="C1", overrides=[*QC, "quality.max_pen=1", "quality.max_blur=1", "quality.max_black=1"])
+    tile(study, site="C1", overrides=[*SETTINGS, "tile.qc={pen=1,black=1,blur=1}"])
     assert shard(study, slide).read_bytes() == plain  # nothing set aside: the very same shard
-    tile(study, site="C1", overrides=[*QC, "quality.max_pen=0.6"])
+    tile(study, site="C1", overrides=[*SETTINGS, "tile.qc={pen=0.6,black=0.05,blur=0.4}"])
     with h5py.File(shard(study, slide)) as file:
         assert 0 < len(file["aside_reason"]) < some
 
@@ -389,9 +389,10 @@ def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
     assert shard(study, slide).read_bytes() == whole
 
 
-def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt):
+def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatch):
+    monkeypatch.setattr("wsi_fl.slides.choosing.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
     study, _ = hurt
-    overrides = [*SETTINGS, 'tile.qc=["blur"]', "quality.min_sharpness=10"]
+    overrides = [*SETTINGS, "tile.qc={blur=0}"]
     refused(
         lambda: tile(study, site="C1", overrides=overrides), "set aside", "blur", "tile.qc", error=WsiFlError
     )
@@ -420,7 +421,7 @@ def masked(study, tmp_path, write):
     folder.mkdir()
     for path in sorted((study.root.parent / "archive").rglob("*.tif")):
         write(folder, path.stem)
-    return [*SETTINGS, f'tissue.masks="{folder}"']
+    return [*SETTINGS, f'tissue.method="{folder}"']
 
 
 def outlined(folder, slide):
@@ -506,4 +507,6 @@ def test_a_changed_mask_is_noticed_and_what_is_no_mask_is_named(hurt, tmp_path):
     Image.fromarray(np.zeros((10, 90), np.uint8)).save(path)
     row = tile(study, site="C1", overrides=overrides)["sites"][0]
     assert any("not of the slide's shape" in one["reason"] for one in row["failed"])
-    refused(lambda: tile(study, site="C1", overrides=[*SETTINGS, 'tissue.masks="nowhere"']), "no such folder")
+    refused(
+        lambda: tile(study, site="C1", overrides=[*SETTINGS, 'tissue.method="no/where"']), "no such folder"
+    )

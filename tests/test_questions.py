@@ -2,6 +2,7 @@
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,8 @@ from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.targets import outputs_of, task_of
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
-from wsi_fl.study.asking import Target
 from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Target
 from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
 
 sksurv = pytest.importorskip("sksurv.metrics", reason="without the extra `survival`")
@@ -503,9 +504,9 @@ def test_a_site_without_a_table_or_with_another_ones_is_told(study):
     ("overrides", "said"),
     [
         (["train.data=features"], "set train.data = 'mosaics'"),
-        (["train.balance=true"], "train.balance works with classes alone"),
-        (["audit.canaries=4"], "audit.canaries works with classes alone"),
-        (["predict.with=stack"], "predict.with = 'stack' works with classes alone"),
+        (["train.balance=true"], "excludes train.balance: it works with classes alone"),
+        (["audit.canaries=4"], "excludes audit.canaries: it works with classes alone"),
+        (["predict.with=stack"], "excludes predict.with = stack: it works with classes alone"),
     ],
 )
 def test_what_works_with_classes_alone_is_refused_for_other_questions(study, overrides, said):
@@ -513,7 +514,8 @@ def test_what_works_with_classes_alone_is_refused_for_other_questions(study, ove
         lambda: train(study, method="proxyfl", overrides=[*SURVIVAL, OPEN, *overrides], backend="local"), said
     )
     if "canaries" in said:
-        refused(lambda: train(study, method="oneshot", overrides=[*NUMBER], backend="local"), "classes alone")
+        with_sums = partial(train, study, method="oneshot", overrides=[*NUMBER], backend="local")
+        refused(with_sums, "target.range", "excludes a method of sums")
 
 
 def test_a_lone_hospital_tunes_by_the_score_of_the_question(study):

@@ -36,6 +36,7 @@ from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.training.workshop import build_site, start_models
 from wsi_fl.study.folder import Study, shipped
+from wsi_fl.study.generating import Replay
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
@@ -354,8 +355,8 @@ def test_a_generator_must_be_there_checked_and_of_this_store(study):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("topology.graph=star", "orders the sites anew"),
-        ("topology.self_weight=0.5", "orders the sites anew"),
+        ("topology.graph=star", "orders sites anew"),
+        ("topology.self_weight=0.5", "orders sites anew"),
         ('sites=["S1"]', "two sites or more"),
         ("train.data=features", "train.data = 'patches'"),
     ],
@@ -578,5 +579,5 @@ def test_the_shipped_pipeline_is_the_paper_s(tmp_path):
     assert (pipeline.model.private, pipeline.train.lr, pipeline.train.augment) == ("resnet18", 1e-4, "flips")
     assert (pipeline.train.rounds, pipeline.train.epochs_per_round) == (100, 100)
     assert pipeline.train.optimizer_after_exchange == "reset"
-    assert (pipeline.replay.variant, pipeline.replay.buffer) == ("replay", 512)
-    assert (pipeline.privacy.enabled, pipeline.replay.unchecked) == (False, False)
+    assert (pipeline.section(Replay).variant, pipeline.section(Replay).buffer) == ("replay", 512)
+    assert (pipeline.privacy.enabled, pipeline.section(Replay).unchecked) == (False, False)

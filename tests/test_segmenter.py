@@ -22,7 +22,7 @@ from wsi_fl.types import UsageError, WsiFlError
 
 ARCHITECTURE = "lraspp_mobilenet_v3_large"
 FACTS = {"architecture": ARCHITECTURE, "classes": ["tissue", "fold", "pen"], "mpp": 2.0}
-SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false", "quality.max_fold=0.3"]
+SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.balance=false"]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_shares_are_those_of_the_plain_network(study, model, tmp_path):
 
 def test_tile_sets_aside_what_the_segmenter_finds_and_measures_the_rest(study, model, tmp_path):
     path = saved(tmp_path, model)
-    qc = [*SETTINGS, 'tile.qc=["fold","blur"]', f"quality.segmenter={str(path)!r}"]
+    qc = [*SETTINGS, "tile.qc={fold=0.3,blur=0.4}", f"tile.segmenter={str(path)!r}"]
     tile(study, site="C1", overrides=qc)
     segmenter = load_segmenter(path)
     with Slide(sorted(study.root.parent.rglob("*.tif"))[0]) as slide:
@@ -116,12 +116,12 @@ def test_a_segmenter_that_is_missing_damaged_or_knows_no_fault_asked_for_is_refu
 
     def tiled(kinds):
         return tile(
-            study, site="C1", overrides=[*SETTINGS, f"tile.qc={kinds}", f"quality.segmenter={str(path)!r}"]
+            study, site="C1", overrides=[*SETTINGS, f"tile.qc={kinds}", f"tile.segmenter={str(path)!r}"]
         )
 
     refused(lambda: tiled('["blur"]'), "tissue, fold, pen", "blur", error=UsageError)
     path.write_bytes(path.read_bytes()[:1000])
     refused(lambda: tiled('["fold"]'), "faults.safetensors", "not a readable", error=WsiFlError)
     path.unlink()
-    refused(lambda: tiled('["fold"]'), "quality.segmenter", "No such file", error=UsageError)
+    refused(lambda: tiled('["fold"]'), "tile.segmenter", "No such file", error=UsageError)
     tiled("[]")  # nothing is looked for, so nothing is read

@@ -27,7 +27,7 @@ from wsi_fl.stores.bags import BagMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.generating import Gan
 from wsi_fl.synthesis.folder import GeneratorFolder
 from wsi_fl.synthesis.layers import upsampled
 from wsi_fl.synthesis.sampling import to_pixels
@@ -262,7 +262,7 @@ def test_patches_are_never_enlarged(trained):
 
 
 def test_the_paper_is_the_default():
-    gan = Pipeline().gan
+    gan = Gan()
     assert (gan.iterations, gan.privacy_iterations) == (800_000, 150_000)
     assert (gan.resolution, gan.batch_size, gan.lr) == (256, 32, 0.0025)
 

@@ -80,20 +80,9 @@ def _setting(_: Path, rng: random.Random) -> Words:
 @functools.cache
 def _keys() -> list[str]:
     """All keys of a pipeline, with their sections."""
-    from pydantic import BaseModel
+    from wsi_fl.study.reference import keys
 
-    from wsi_fl.study.pipeline import Pipeline
-
-    found = []
-    for name, field in Pipeline.model_fields.items():
-        section = field.annotation
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            found += [
-                f"{field.alias or name}.{one.alias or key}" for key, one in section.model_fields.items()
-            ]
-        else:
-            found.append(field.alias or name)
-    return found
+    return [row["key"] for row in keys() if not row["key"].startswith("site.")]
 
 
 def _value(rng: random.Random) -> str:

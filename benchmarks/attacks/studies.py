@@ -16,11 +16,12 @@ from attacks.running import Ended, run
 from wsi_fl.stores.hdf5 import opened
 
 PIPELINE = """
+[slides]
+test_fraction = 0.3
 [tile]
 size_px = 32
 mpp = 2.0
 balance = false
-test_fraction = 0.3
 [features]
 encoder = "test_efficientnet"
 weights = "weights/tiny.safetensors"

@@ -31,7 +31,7 @@ Answering = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="predict.with (auto, private, proxy, mean or stack), predict.threshold or predict.top_k. Repeatable.",
+        help="predict.with (auto, private, proxy, mean or stack). Repeatable.",
     ),
 ]
 Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
+from wsi_fl.study.generating import Synthesis
 
 if TYPE_CHECKING:
     from wsi_fl.stages.synthesis.kinds import Kind
@@ -41,7 +42,7 @@ def _chosen(
     study = find_study()
     of_kind = [f"synthesis.generator={generator}"] if generator else []
     pipeline = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
-    return study, pipeline, kind_of(pipeline.synthesis.generator)
+    return study, pipeline, kind_of(pipeline.section(Synthesis).generator)
 
 
 @app.command()

@@ -139,11 +139,9 @@ def _train_and_record(
     From its checkpoint on a round under differential privacy is final, also where nothing leaves the site.
     """
     began = time.perf_counter()
-    site.losses = {}
-    if site.active or schedule.train_after_leaving:
-        before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
-        site.losses = _train_round(site, method, schedule, round_, report)
-        _freeze_diverged(site, before, round_)
+    before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
+    site.losses = _train_round(site, method, schedule, round_, report)
+    _freeze_diverged(site, before, round_)
     for role, learner in site.learners.items():
         if not np.isfinite(learner.vector()).all():
             raise WsiFlError(

@@ -43,7 +43,6 @@ class Schedule:
         answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
             "stack" for the mixture of both that suits its own rows.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
-        train_after_leaving: whether what is not accounted for goes on learning once the budget is spent.
         insecure_seed: fixed noise, for tests alone.
         colluding: how many sites may put together what they know, where noise is added once in all; None where each
             site adds its own.
@@ -60,7 +59,6 @@ class Schedule:
     graph: Topology | None = None
     answer: str = "private"
     reset_optimizer: bool = False
-    train_after_leaving: bool = True
     insecure_seed: int | None = None
     colluding: int | None = None
 

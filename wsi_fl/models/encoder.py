@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -71,7 +71,7 @@ class Encoder:
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.name, self.batch_size, self._tell = name, batch_size, tell
-        self.device, self._halved = device or torch.device("cpu"), False
+        self.device = device or torch.device("cpu")
         weights = None if weights is None else Path(weights)
         if name in PRESETS:
             network, parts = _of_preset(name, weights, input_px, cache, tell)
@@ -92,9 +92,10 @@ class Encoder:
         Raises:
             EncoderError: when the device's memory does not hold them, or a feature is no number.
         """
-        try:
+        features: NDArray[np.float32] | None = None
+        with suppress(torch.OutOfMemoryError):
             features = self._features(patches)
-        except torch.OutOfMemoryError:
+        if features is None:  # what the attempt held is free by now
             features = self._in_halves(patches)
         if not np.isfinite(features).all():
             raise EncoderError(f"{self.label}: gives features that are no numbers; check its weights")
@@ -107,21 +108,15 @@ class Encoder:
             return features
 
     def _in_halves(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """Encode a batch that was too large in two parts, from now on all; a second time it is an error."""
+        """Encode a batch that was too large in parts, which are halved until they fit; so are all batches to come."""
         n, size = len(patches), f"of {patches.shape[1]} px"
-        half = self.batch_size // 2 if not self._halved else self.batch_size
-        try:
-            if n == 1 or half == 0 or (self._halved and n <= half):
-                raise torch.OutOfMemoryError
-            if not self._halved:
-                self._halved, self.batch_size = True, half
-                self._tell(f"{self.device}: no memory for {n} patches {size} at once; goes on with {half}")
-            return np.concatenate([self._features(patches[k : k + half]) for k in range(0, n, half)])
-        except torch.OutOfMemoryError:
-            tried = min(n, half) or 1
-            raise EncoderError(
-                f"{self.device}: no memory for {tried} patches {size}; lower batch_size"
-            ) from None
+        if n == 1:
+            raise EncoderError(f"{self.device}: no memory for a patch {size}; lower input_px")
+        if (half := n // 2) < self.batch_size:
+            self.batch_size = half
+            self._tell(f"{self.device}: no memory for {n} patches {size} at once; goes on with {half}")
+        size_now = self.batch_size
+        return np.concatenate([self(patches[k : k + size_now]) for k in range(0, n, size_now)])
 
     def prepared(self, pixels: torch.Tensor) -> torch.Tensor:
         """float32[b, 3, h, w], resized and normalised, of uint8[b, h, w, 3]."""

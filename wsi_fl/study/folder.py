@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wsi_fl.runs.site import SITE_FILE
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import PROMISES, SiteFile, as_agreed
 from wsi_fl.study.toml import toml_or_repr, toml_value, validated
 from wsi_fl.system.files import ordinary
@@ -186,7 +186,7 @@ class Study:
         for override in overrides:
             _override(values, override)
         label = self._label(path) + (" with --set" if overrides else "")
-        return validated(Pipeline, values, label)
+        return validated(pipeline_model(), values, label)
 
     def _pipeline_path(self, name: str) -> Path:
         if name.endswith(".toml"):
@@ -228,7 +228,7 @@ def _shown(value: Any) -> str:
 
 def load_pipeline(path: Path) -> Pipeline:
     """Return the complete pipeline that a run keeps."""
-    return validated(Pipeline, _read_toml(path), path.name)
+    return validated(pipeline_model(), _read_toml(path), path.name)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class Mpcpa(Section):
     classifiers."""
 
 
-class Lpips(Section):
+class LpipsKeys(Section):
     """The perceptual distance between images (LPIPS) and the memory of comparisons."""
 
     without_effect = ("",)

@@ -6,14 +6,36 @@ docs/configuration.md and in `wsi-fl config`.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
-from wsi_fl.study.asking import Target
-from wsi_fl.study.generating import Ddpm, Gan, Lpips, Mpcpa, Replay, Synthesis
-from wsi_fl.study.preparing import Features, Mosaic, Quality, Slides, Store, Tile, Tissue
-from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, refuse_twice
+from wsi_fl.plugins import entries
+from wsi_fl.study.preparing import Features, Mosaic, Slides, Store, Tile, Tissue
+from wsi_fl.study.toml import LEAST_SIGMA, MOST_SEED, Section, SiteName, goes, refuse_twice
+
+S = TypeVar("S", bound=Section)
+_FOLDS = goes(
+    needs={"train.fold": "a run tests one fold; `wsi-fl train --folds N` trains a run for each"},
+    excludes=dict.fromkeys(
+        ("train.releases", "train.start = oneshot", "a method of synthetic patches"),
+        "it rests on the training part of the stores' own split, of which a fold tests some patients",
+    ),
+)
+_GRAPH = goes(excludes={"a method that orders sites anew": "its graph is another in every round"})
+_NO_CLASSES = goes(
+    excludes=dict.fromkeys(
+        (
+            "a method of sums",
+            "train.balance",
+            "audit.canaries",
+            "predict.with = stack",
+            "train.start = oneshot",
+        ),
+        "it works with classes alone",
+    )
+)
 
 
 class Train(Section):
@@ -53,7 +75,10 @@ class Train(Section):
     these and random colour changes (`stain`)."""
     input_px: int | None = Field(None, ge=8, le=4096)
     """Size to which patches are reduced for training, in pixels. By default they stay as stored."""
-    data: Literal["patches", "features", "mosaics"] = "patches"
+    data: Literal["patches", "features", "mosaics"] = Field(
+        "patches",
+        json_schema_extra=goes(excludes={"a method of synthetic patches": "it needs train.data = 'patches'"}),
+    )
     """What is learned from: patches, the features of all patches, or the features of mosaics."""
     example: Literal["patch", "slide", "patient"] | None = None
     """What an example is: a patch, all features of a slide as a bag, or a patient as the mean of all features of the
@@ -62,14 +87,21 @@ class Train(Section):
     max_patches: int | None = Field(None, ge=1, le=10_000_000)
     """Largest number of patches of a slide in one training step, drawn anew in each step; for bags of features. By
     default all are seen. A slide is predicted from all of its patches."""
-    folds: int | None = Field(None, ge=2, le=1000)
+    folds: int | None = Field(None, ge=2, le=1000, json_schema_extra=_FOLDS)
     """Number of folds of a cross-validation. The patients of every site are divided into as many folds, drawn by
     `train.seed`, in place of the store's own split. `wsi-fl train --folds N` trains a run for each fold."""
-    stratify: bool = False
+    stratify: bool = Field(
+        False,
+        json_schema_extra=goes(
+            excludes={"privacy.enabled": "who is in a fold would depend on all other patients"}
+        ),
+    )
     """Whether folds hold all classes alike, and as many patients. Whose fold a patient is in then depends on who else
     there is, which ε does not cover, so it is refused under differential privacy. By default a patient's fold follows
     from the name alone."""
-    fold: int | None = Field(None, ge=1, le=1000)
+    fold: int | None = Field(
+        None, ge=1, le=1000, json_schema_extra=goes(needs={"train.folds": "it says how many folds there are"})
+    )
     """Which of `train.folds` is the test part of a run, counted from 1; all other patients are for training."""
     left_out: SiteName | None = None
     """Name of a site that takes no part in training, and whose slides are the test set of all models.
@@ -84,8 +116,53 @@ class Train(Section):
     start: Literal["fresh", "oneshot"] = "fresh"
     """Where the model that travels starts: at random weights (`fresh`), or with `oneshot` from the head that the sums
     in `releases/` make, which must be there for every site. It must be a linear head on features."""
-    after_budget: Literal["train", "stop"] = "train"
-    """Whether a site's private model goes on learning once the site's budget is spent and it has left the graph."""
+
+    @model_validator(mode="after")
+    def _one_of_the_folds(self) -> Self:
+        if self.fold and self.folds and self.fold > self.folds:
+            raise ValueError(f"train.fold = {self.fold}: there are train.folds = {self.folds} folds")
+        return self
+
+
+class Target(Section):
+    """What models of slides learn to answer: a column of a table as classes or as a number, or the time of an event.
+
+    Without it they answer what the stores are labelled with. It is for `train.data = "mosaics"`. The table is the
+    site's own, `clinical` in its site file.
+    """
+
+    column: str | None = None
+    """Name of the column that holds the answer, with `classes` or `range`."""
+    classes: list[str] | None = Field(None, min_length=2, max_length=10_000)
+    """The values of the column, in order, that models tell apart. All sites agree on them, so that no site's table
+    decides."""
+    ignore: list[str] = Field([])
+    """Values of the column whose slides are left out, like those without a value."""
+    range: list[Annotated[float, Field(ge=-1e30, le=1e30)]] | None = Field(
+        None, min_length=2, max_length=2, json_schema_extra=_NO_CLASSES
+    )
+    """Smallest and largest number of the column. With it models answer a number within this range."""
+    time: str | None = None
+    """Name of the column that holds the time until the event, or until the patient was last seen without it."""
+    event: str | None = None
+    """Name of the column that says whether the event was seen: 1 or 0, yes or no, dead or alive."""
+    intervals: list[Annotated[float, Field(ge=0, le=1e9)]] | None = Field(
+        None, min_length=1, max_length=1000, json_schema_extra=_NO_CLASSES
+    )
+    """Ends of the intervals in which the event may happen, rising, in the unit of `time`. Times after the last end are
+    not told apart. Ten or fewer are usual."""
+    per: Literal["slide", "patient"] = "slide"
+    """What one example is: a slide, or all slides of a patient as one bag. Survival is always asked per patient."""
+
+    @property
+    def of(self) -> str:
+        """Return what one example is: survival is asked of patients whatever `per` says."""
+        return "patient" if self.intervals else self.per
+
+    @property
+    def asked(self) -> bool:
+        """Return whether anything is asked beside what stores are labelled with."""
+        return any((self.column, self.classes, self.range, self.time, self.event, self.intervals))
 
 
 class Model(Section):
@@ -107,10 +184,10 @@ class Model(Section):
 class Topology(Section):
     """Who sends to whom."""
 
-    graph: str | None = None
+    graph: str | None = Field(None, json_schema_extra=_GRAPH)
     """The graph of each round: `none`, `star`, `ring`, `exponential`, `complete`, `random`, or the path of a JSON file
     of edges. By default it is the method's own."""
-    self_weight: float = Field(0.0, ge=0, lt=1)
+    self_weight: float = Field(0.0, ge=0, lt=1, json_schema_extra=_GRAPH)
     """Share of its own model that a site keeps when it passes the rest on. With 0 models are passed on whole; with 0.5
     they are averaged."""
 
@@ -148,7 +225,12 @@ class Privacy(Section):
     max_rows: int = Field(32, ge=1, le=1_000_000)
     """Largest number of rows of one patient in one step, drawn anew in each step. It matters where the unit is a
     patient."""
-    noise: Literal["own", "shared"] = "own"
+    noise: Literal["own", "shared"] = Field(
+        "own",
+        json_schema_extra=goes(
+            needs={"a method of sums": "only what is released once is added up; use oneshot"}
+        ),
+    )
     """Whose noise protects what `oneshot` releases. With `own` each site adds all of it, and trusts nobody. With
     `shared` the sites add it together and mask their sums, so that only the sum of all can be read: less noise, but
     its ε rests on the other sites. A real site must allow it by name (`allow = ["shared"]`)."""
@@ -174,7 +256,17 @@ class Privacy(Section):
 class Audit(Section):
     """What is planted in training so that `audit` can attack the run."""
 
-    canaries: int = Field(0, ge=0, le=1_000_000)
+    canaries: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        json_schema_extra=goes(
+            excludes={
+                "a method without differential privacy": "they test what differential privacy promises",
+                "train.releases": "they need new releases; set train.releases = false",
+            }
+        ),
+    )
     """Number of meaningless examples (canaries) planted among each site's training rows. A coin decides for each
     whether it is in or out; from how well `audit` tells them apart follows a lower bound on ε."""
 
@@ -192,27 +284,12 @@ class Evaluate(Section):
 
 
 class Predict(Section):
-    """Which model answers, and how its answer is drawn."""
+    """Which model answers."""
 
-    without_effect = ("threshold", "top_k")
     with_: Literal["auto", "private", "proxy", "mean", "stack"] = Field("auto", alias="with")
     """Which model answers: the private one, the proxy, or the mean of both. `auto` takes what does best on the site's
     validation split, or the private model without one. `stack` mixes both with the weight that suits the site's own
     rows, and lets all classes count alike; it needs `train.tune`, or a validation split."""
-
-    threshold: float = Field(0.5, gt=0, le=1)
-    """Probability from which on a patch is outlined and counted as tumour."""
-    top_k: int = Field(20, ge=1, le=1_000_000)
-    """Number of highest patches whose mean is a slide's score."""
-
-
-class Report(Section):
-    """What is written of a run besides its own files."""
-
-    without_effect = ("",)
-    trackers: list[Literal["tensorboard", "mlflow"]] = Field([])
-    """Trackers that get the metrics of every site when a run ends, as local files in its folder `tracking/`. Each needs
-    the extra of its name; nothing is sent anywhere."""
 
 
 class Pipeline(Section):
@@ -223,7 +300,6 @@ class Pipeline(Section):
     slides: Slides = Slides()
     tile: Tile = Tile()
     tissue: Tissue = Tissue()
-    quality: Quality = Quality()
     store: Store = Store()
     subtypes: dict[str, list[str]] = Field({})
     """The diagnoses that each tumour type may have, for studies of whole slides. With it the classes are diagnoses,
@@ -239,13 +315,6 @@ class Pipeline(Section):
     audit: Audit = Audit()
     evaluate: Evaluate = Evaluate()
     predict: Predict = Predict()
-    synthesis: Synthesis = Synthesis()
-    gan: Gan = Gan()
-    ddpm: Ddpm = Ddpm()
-    mpcpa: Mpcpa = Mpcpa()
-    lpips: Lpips = Lpips()
-    replay: Replay = Replay()
-    report: Report = Report()
 
     _sites_once = field_validator("sites")(refuse_twice)
 
@@ -276,3 +345,30 @@ class Pipeline(Section):
         if "encoder" in own and own["encoder"] != self.mosaic.encoder:
             own = {"weights": None, "input_px": None} | own
         return self.mosaic.model_copy(update=own)
+
+    def section(self, kind: type[S]) -> S:
+        """Return the section of a kind that has joined; its defaults where this pipeline was made without it."""
+        return next((value for _, value in self if isinstance(value, kind)), kind())
+
+
+_JOINED: dict[str, type[Section]] = {}
+
+
+def join(name: str, section: type[Section]) -> None:
+    """Add a section to pipelines, as an entry point of the group `wsi_fl.settings` does: name → its model.
+
+    Raises:
+        ValueError: when pipelines have a key of this name.
+    """
+    if name in Pipeline.model_fields:
+        raise ValueError(f"[{name}] is a section of every pipeline")
+    _JOINED[name] = section
+    pipeline_model.cache_clear()
+
+
+@cache
+def pipeline_model() -> type[Pipeline]:
+    """Return the model of a whole pipeline: the core's sections, then those that have joined, by name."""
+    joined = sorted((entries("wsi_fl.settings") | _JOINED).items())
+    fields: Any = {name: (section, section()) for name, section in joined}
+    return create_model("Pipeline", __base__=Pipeline, __doc__=Pipeline.__doc__, **fields)

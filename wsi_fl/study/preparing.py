@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from wsi_fl.study.toml import MOST_SEED, Section
+from wsi_fl.study.toml import Section
+
+Fault = Literal["pen", "black", "fold", "bubble", "blur"]
+USUAL_SHARES: dict[str, float] = {"pen": 0.05, "black": 0.05, "fold": 0.25, "bubble": 0.25, "blur": 0.4}
+"""How much of a patch may be at fault where only the fault is named; docs/quality.md says what that finds."""
+TissueMethod = Literal["auto", "saturation", "density", "texture"]
 
 
 class Slides(Section):
@@ -16,6 +21,9 @@ class Slides(Section):
     reader: Literal["auto", "native", "openslide"] = "auto"
     """What decodes the pixels. `native` decodes a slide's own JPEG tiles, `openslide` leaves everything to OpenSlide,
     and `auto` decodes natively where that gives the same pixels as OpenSlide."""
+    test_fraction: float = Field(0.2, ge=0, lt=1)
+    """Share of patients that are held out for testing by `tile`, `mosaic` and `import`, where the site prescribes no
+    split."""
 
 
 class Tile(Section):
@@ -31,65 +39,56 @@ class Tile(Section):
     overlap."""
     min_tissue: float = Field(0.2, ge=0, le=1)
     """Smallest share of a patch that must be tissue; patches with less are left out."""
-    min_tumor: float = Field(0.5, gt=0, le=1)
-    """Smallest share of a patch that must lie inside a tumour outline for the patch to be labelled tumour."""
-    tumor_groups: list[str] | None = None
-    """Names of the annotation groups that outline tumour. By default `metastases`, `metastasis`, `tumor`, `tumour`,
-    `_0` and `_1`, which Camelyon, ASAP and QuPath use."""
-    hole_groups: list[str] | None = None
-    """Names of the annotation groups that outline holes in a tumour. By default the names that Camelyon, ASAP and
-    QuPath use."""
-    ignored_groups: list[str] = Field([])
-    """Names of annotation groups that say nothing about tumour and are passed over."""
+    groups: dict[str, Literal["tumor", "hole", "unsure", "ignored"]] = Field({})
+    """What annotation groups outline, such as {DCIS = "tumor", stroma = "ignored"}: tumour, holes in it, what is not
+    sure, or nothing that counts. The names that Camelyon, ASAP and QuPath use are known."""
     balance: bool = True
     """Whether a site keeps equally many patches of each label. The choice looks at all of the site's slides, so a
     guarantee that must also cover tiling needs `false`."""
     max_per_slide: int | None = Field(None, ge=1, le=1_000_000_000)
     """Largest number of patches that are kept of one slide, drawn at random. By default there is no limit."""
-    qc: list[Literal["pen", "black", "fold", "bubble", "blur"]] = Field([])
-    """Faults for which patches are set aside: ink of a marker, places that were not scanned, folds, air bubbles, and
-    what is out of focus. By default nothing is looked for. Thresholds are in `[quality]`."""
-    test_fraction: float = Field(0.2, ge=0, lt=1)
-    """Share of patients that are held out for testing where the site prescribes no split."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
-    """Seed of the random choices of `tile`: the test patients and the patches that are kept."""
-
-
-class Quality(Section):
-    """How much of a patch may be at fault before `tile.qc` sets it aside."""
-
-    without_effect = ("",)
-    max_pen: float = Field(0.05, ge=0, le=1)
-    """Largest share of a patch that may be ink."""
-    max_black: float = Field(0.05, ge=0, le=1)
-    """Largest share of a patch that may be black."""
-    max_fold: float = Field(0.25, ge=0, le=1)
-    """Largest share of a patch that may be a fold: tissue that absorbs 1.6 times as much light as the slide's usual
-    tissue."""
-    max_bubble: float = Field(0.25, ge=0, le=1)
-    """Largest share of a patch that may lie within a closed grey rim, as air bubbles have."""
-    max_blur: float = Field(0.4, ge=0, le=1)
-    """Largest share of a patch's tissue that may be out of focus."""
-    min_sharpness: float = Field(0.35, ge=0, le=10)
-    """Tissue is out of focus where it has less fine detail than this for each of coarse detail, at 2 µm per pixel.
-    Sharp tissue has 0.5 to 2, tissue blurred by a Gaussian of 2 µm 0.13 to 0.28."""
+    qc: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field({})
+    """Faults for which patches are set aside, and the largest share of a patch that may be at fault: ink of a marker,
+    places that were not scanned, folds, air bubbles, and what is out of focus. A list, ["pen", "blur"], takes the usual
+    shares: 0.05 of pen and black, 0.25 of folds and bubbles, 0.4 of blur. By default nothing is looked for."""
     segmenter: str | None = None
     """Path of a safetensors file with a torchvision segmentation model of your own, which tells those faults of
     `tile.qc` that it knows. Its header says what it is (docs/quality.md). By default all faults are told by classical
     measures."""
+
+    @field_validator("qc", mode="before")
+    @classmethod
+    def _with_usual_shares(cls, asked: object) -> object:
+        """Return what a list of faults stands for."""
+        if not isinstance(asked, list):
+            return asked
+        return {str(fault): USUAL_SHARES.get(fault, 1.0) for fault in asked}
 
 
 class Tissue(Section):
     """How tissue is told from background, by `tile`, `mosaic` and `predict`."""
 
     without_effect = ("",)
-    method: Literal["auto", "saturation", "density", "texture"] = "auto"
+    method: str = "auto"
     """What tells tissue: `saturation` suits ordinary stains, `density` (of light that is absorbed) pale ones and
     immunohistochemistry, and `texture` tissue that hardly absorbs light. `auto` takes density where saturation would
-    miss more than a twentieth of it; `tile` says on how many slides."""
-    masks: str | None = None
-    """Folder with masks that others made: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's
-    `contours_geojson`), or SLIDE.png over the whole slide, white on tissue. A slide without one is set aside."""
+    miss more than a twentieth of it; `tile` says on how many slides. Or the path of a folder with masks that others
+    made, such as masks/C1: SLIDE.geojson with outlines in level-0 pixels (QuPath, TRIDENT's `contours_geojson`), or
+    SLIDE.png over the whole slide, white on tissue. A slide without one is set aside."""
+
+    @field_validator("method")
+    @classmethod
+    def _known_or_folder(cls, method: str) -> str:
+        if method not in get_args(TissueMethod) and "/" not in method:
+            raise ValueError(
+                f"use {', '.join(map(repr, get_args(TissueMethod)))}, or a folder of masks, 'masks/C1'"
+            )
+        return method
+
+    @property
+    def masks(self) -> str | None:
+        """The folder of masks that others made; None to find tissue here."""
+        return self.method if self.method not in get_args(TissueMethod) else None
 
 
 class Store(Section):
@@ -124,12 +123,6 @@ class Mosaic(Section):
     input_px: int | None = Field(None, ge=32, le=4096)
     """Size to which patches are resized for the encoder, in pixels. By default they stay as read, unless the encoder
     takes one size alone."""
-    batch_size: int = Field(32, ge=1, le=100_000)
-    """Number of patches that go through the encoder together."""
-    test_fraction: float = Field(0.2, ge=0, lt=1)
-    """Share of patients that are held out for testing where the site prescribes no split."""
-    seed: int = Field(0, ge=0, le=MOST_SEED)
-    """Seed of the grouping by colour and of the choice of test patients."""
 
 
 class Features(Section):
@@ -143,5 +136,3 @@ class Features(Section):
     input_px: int | None = Field(None, ge=32, le=4096)
     """Size to which patches are resized for the encoder, in pixels. By default `mosaic.input_px`, if the encoder is
     the same."""
-    batch_size: int | None = Field(None, ge=1, le=100_000)
-    """Number of patches that go through the encoder together. By default `mosaic.batch_size`."""

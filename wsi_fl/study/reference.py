@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_or_repr
 from wsi_fl.types import UsageError
@@ -34,7 +34,8 @@ def keys(prefix: str = "") -> list[dict[str, Any]]:
         prefix: a key, a section, or "" for all keys.
 
     Returns:
-        Per key a JSON-ready mapping with `key`, `type` in words, `default` (None where there is none) and `meaning`.
+        Per key a JSON-ready mapping with `key`, `type` in words, `default` (None where there is none), `meaning`, and
+        what it `needs` and `excludes`: condition → why.
 
     Raises:
         UsageError: when no key has this name.
@@ -56,7 +57,7 @@ def keys(prefix: str = "") -> list[dict[str, Any]]:
 def print_keys(document: Mapping[str, Any]) -> None:
     """Print keys for people, each with its type, its default and its meaning."""
     for row in document["keys"]:
-        print(f"{row['key']}: {row['type']}; default: {_default(row)}\n    {row['meaning']}\n")
+        print(f"{row['key']}: {row['type']}; default: {_default(row)}\n    {_meaning(row)}\n")
 
 
 def page() -> str:
@@ -64,7 +65,7 @@ def page() -> str:
     parts = [_INTRODUCTION]
     for title, about, rows in _sections():
         table = [
-            f"| `{row['key'].removeprefix('site.')}` | {row['type']} | {_default(row, '`')} | {row['meaning']} |"
+            f"| `{row['key'].removeprefix('site.')}` | {row['type']} | {_default(row, '`')} | {_meaning(row)} |"
             for row in rows
         ]
         parts += [f"## {title}\n", f"{about}\n", "| key | type | default | meaning |\n|---|---|---|---|"]
@@ -74,7 +75,7 @@ def page() -> str:
 
 def _sections() -> list[tuple[str, str, list[dict[str, Any]]]]:
     """Return (title, introduction, keys) of the top of a pipeline, of each of its sections and of a site file."""
-    schema, site = Pipeline.model_json_schema(), SiteFile.model_json_schema()
+    schema, site = pipeline_model().model_json_schema(), SiteFile.model_json_schema()
     found: list[tuple[str, str, list[dict[str, Any]]]] = [("Top of a pipeline", schema["description"], [])]
     for name, field in schema["properties"].items():
         if "$ref" not in field:
@@ -94,7 +95,20 @@ def _row(key: str, field: Mapping[str, Any]) -> dict[str, Any]:
         "type": kind,
         "default": field.get("default"),
         "meaning": _plain(field.get("description", "")),
+        "needs": field.get("needs", {}),
+        "excludes": field.get("excludes", {}),
     }
+
+
+def _meaning(row: Mapping[str, Any]) -> str:
+    """Return what a key means, and what it goes with."""
+    parts = [row["meaning"]]
+    for does, word in (("needs", "Needs"), ("excludes", "Not with")):
+        why: dict[str, list[str]] = {}
+        for condition, reason in row[does].items():
+            why.setdefault(reason, []).append(condition)
+        parts += [f"{word} {', '.join(conditions)}: {reason}." for reason, conditions in why.items()]
+    return " ".join(parts)
 
 
 def _kind(field: Mapping[str, Any]) -> str:

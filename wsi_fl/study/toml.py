@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import tomli_w
@@ -32,7 +32,7 @@ def refuse_twice(names: list[str] | None) -> list[str] | None:
 
 
 class Section(BaseModel):
-    """A table of settings; the docstring of each key is its meaning for people."""
+    """A table of settings; the docstring of each key is its meaning for people, and `goes` says what it goes with."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -47,6 +47,59 @@ class Section(BaseModel):
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Beginnings of its keys that make no other method: they change nothing about what is learned from a given store or
     answered, repeat it, or are told of anyway; "" for all."""
+
+
+def goes(*, needs: Mapping[str, str] | None = None, excludes: Mapping[str, str] | None = None) -> Any:
+    """Return what a key says of others, as its `json_schema_extra`: it is refused without what it needs, or beside what
+    it excludes, once it is set to anything but its default.
+
+    Args:
+        needs: condition → why. A condition is a key that is set ("train.folds"), a key with one value
+            ("predict.with = stack"), or what a method is ("a method of sums").
+        excludes: the same.
+    """
+    return {"needs": dict(needs or {}), "excludes": dict(excludes or {})}
+
+
+def clash(settings: Section, traits: Collection[str]) -> str:
+    """Return in one line what the first key that is set lacks, or does not go with; "" where all go together.
+
+    Args:
+        settings: whose sections hold the keys.
+        traits: what the method is, among the conditions that keys name.
+    """
+    for name, section in settings:
+        for key, field in type(section).model_fields.items() if isinstance(section, Section) else ():
+            said, value = field.json_schema_extra, getattr(section, key)
+            if not isinstance(said, dict) or value == field.get_default(call_default_factory=True):
+                continue
+            here = f"{name}.{field.alias or key} = {toml_or_repr(value)}"
+            for does, wanted in (("needs", True), ("excludes", False)):
+                conditions = said.get(does, {})
+                assert isinstance(conditions, dict)
+                for condition, why in conditions.items():
+                    if _holds(settings, traits, condition) is not wanted:
+                        return f"{here} {does} {condition}: {why}"
+    return ""
+
+
+def _holds(settings: Section, traits: Collection[str], condition: str) -> bool:
+    key, _, wanted = condition.partition(" = ")
+    if "." not in key:
+        return condition in traits
+    value = value_of(settings, key)
+    return str(value) == wanted if wanted else bool(value)
+
+
+def value_of(settings: Section, key: str) -> Any:
+    """Return the value of a key, "train.rounds"; None where its section has not joined.
+
+    Raises:
+        KeyError: for an unknown key of a section that is there.
+    """
+    name, _, last = key.partition(".")
+    section = getattr(settings, name, None)
+    return section.model_dump(by_alias=True)[last] if isinstance(section, Section) else None
 
 
 def _refuse_strange(value: object, key: str = "") -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -16,11 +17,15 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.outlines import Geometry, outlines_of, polygons, shortened
 from wsi_fl.types import WsiFlError
 
-TUMOR_GROUPS = ("metastases", "metastasis", "tumor", "tumour", "_0", "_1")
-HOLE_GROUPS = ("normal", "exclusion", "_2")
-UNSURE_GROUPS = ("none", "unsure", "ignore*")
+Outlined: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
+"""What a group of outlines says of what it holds; nothing that counts where it is ignored."""
+_OUTCOMES: tuple[Outlined, Outlined] = ("tumor", "unsure")
+_KNOWN: dict[str, Outlined] = {
+    **dict.fromkeys(("metastases", "metastasis", "tumor", "tumour", "_0", "_1"), "tumor"),
+    **dict.fromkeys(("normal", "exclusion", "_2"), "hole"),
+    **dict.fromkeys(("none", "unsure", "ignore*"), "unsure"),
+}
 """What Camelyon16, Camelyon17, ASAP and QuPath call them; compared without regard to case."""
-
 _MAX_VERTICES = 128
 _MAX_DEPTH = 40
 _NO_GROUP = ("", "none")
@@ -28,9 +33,6 @@ _NAMED = 5
 """Unknown groups that a message names; it counts the others."""
 _NAME_CHARS = 40
 """The longest name that a message repeats from a file."""
-
-_Role: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]
-_OUTCOMES: tuple[_Role, _Role] = ("tumor", "unsure")
 
 
 @dataclass(frozen=True)
@@ -58,46 +60,36 @@ class Annotations:
         return shapely.STRtree(_pieces(self.unsure))
 
 
-def read_annotations(
-    path: Path,
-    *,
-    tumor_groups: Collection[str] = TUMOR_GROUPS,
-    hole_groups: Collection[str] = HOLE_GROUPS,
-    unsure_groups: Collection[str] = UNSURE_GROUPS,
-    ignored_groups: Collection[str] = (),
-) -> Annotations:
-    """The outlines of an ASAP XML or GeoJSON file, told apart by content.
+def read_annotations(path: Path, named: Mapping[str, Outlined] = MappingProxyType({})) -> Annotations:
+    """Return the outlines of an ASAP XML or GeoJSON file, told apart by content.
 
     Holes are painted last, as Camelyon17 asks: they are taken out of all tumour. An outline without a group
     (ASAP's `None`, QuPath without classification or name) is tumour in a file that names no group at all; in a
     file that does, nobody has said what it is, and it counts as unsure. Outlines that cross themselves are
     repaired so that everything they go around is inside; what has no area is dropped.
 
+    Args:
+        named: what groups outline, by name without regard to case, beside those of Camelyon16, Camelyon17, ASAP and
+            QuPath.
+
     Raises:
-        WsiFlError: when the file is missing or malformed, or holds a group that no argument names.
+        WsiFlError: when the file is missing or malformed, or holds a group that nobody knows.
     """
     outlines = list(outlines_of(path))
     groups = Counter(group for group, _ in outlines)
-    roles: dict[str, _Role] = {_key(group): "ignored" for group in ignored_groups}
-    named: tuple[tuple[_Role, Collection[str]], ...] = (
-        ("unsure", unsure_groups),
-        ("hole", hole_groups),
-        ("tumor", tumor_groups),
-    )
-    for role, members in named:
-        roles |= {_key(group): role for group in members}
+    roles = _KNOWN | {_key(group): role for group, role in named.items()}
     if all(_key(group) in _NO_GROUP for group in groups):
         roles |= dict.fromkeys(_NO_GROUP, "tumor")
     roles.setdefault("", roles.get("none", "unsure"))
     unknown = sorted({group for group in groups if _key(group) not in roles})
     if unknown:
+        example = shortened(unknown[0], _NAME_CHARS)
         raise WsiFlError(
-            f"{path}: unknown annotation groups {_counted(unknown)}; known are tumor ({', '.join(tumor_groups)}), "
-            f"holes ({', '.join(hole_groups)}), unsure ({', '.join(unsure_groups)}); name them in tile.tumor_groups, "
-            "tile.hole_groups or tile.ignored_groups"
+            f"{path}: unknown annotation groups {_counted(unknown)}; known are {', '.join(roles)}; say in tile.groups "
+            f'what each outlines: {{"{example}" = "tumor"}}, or "hole", "unsure", "ignored"'
         )
 
-    def area(role: _Role) -> Geometry:
+    def area(role: Outlined) -> Geometry:
         return shapely.union_all([geometry for group, geometry in outlines if roles[_key(group)] == role])
 
     holes = area("hole")

@@ -28,7 +28,7 @@ def mask_file(folder: Path, slide: str) -> Path:
         if (path := folder / f"{slide}{suffix}").is_file():
             return path
     raise WsiFlError(
-        f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.masks names the folder"
+        f"{folder}: no mask of {slide} ({slide}.geojson or {slide}.png); tissue.method names the folder"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.slides.choosing.annotations import (
-    HOLE_GROUPS,
-    TUMOR_GROUPS,
     Annotations,
+    Outlined,
     read_annotations,
     tumor_fraction,
     unsure_fraction,
@@ -49,9 +48,7 @@ class PlanParams:
     min_tissue: float = 0.2
     min_tumor: float = 0.5
     tissue: TissueParams = field(default_factory=TissueParams)
-    tumor_groups: Collection[str] = TUMOR_GROUPS
-    hole_groups: Collection[str] = HOLE_GROUPS
-    ignored_groups: Collection[str] = ()
+    groups: Mapping[str, Outlined] = field(default_factory=dict)
     quality: QualityParams = field(default_factory=QualityParams)
 
 
@@ -237,12 +234,7 @@ def _annotations_of(record: SlideRecord, size_l0: tuple[int, int], params: PlanP
         raise WsiFlError(
             f"{record.path.name}: its supervision is {record.supervision} but it has no annotation"
         )
-    annotations = read_annotations(
-        record.annotation,
-        tumor_groups=params.tumor_groups,
-        hole_groups=params.hole_groups,
-        ignored_groups=params.ignored_groups,
-    )
+    annotations = read_annotations(record.annotation, params.groups)
     inside = shapely.intersects(annotations.tumor, shapely.box(0, 0, *size_l0))
     if record.positive and not inside:
         found = (
@@ -288,7 +280,7 @@ def _why_none(
         f"{rows.sum()} of {len(tissue)} grid positions hold {params.min_tissue:.0%} tissue, of these "
         f"{touching.sum()} are less than {params.min_tumor:.0%} tumour, {(rows & (unsure > 0)).sum()} touch outlines "
         f"without a group and {(rows & (tumor == 0)).sum()} lie outside on a slide whose supervision is "
-        f"{record.supervision}; lower tile.min_tumor or tile.size_px"
+        f"{record.supervision}; lower tile.size_px"
     )
 
 

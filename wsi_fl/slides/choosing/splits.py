@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 
 from wsi_fl.types import SlideRecord, UsageError
 
+SEED = 0
+"""Of the random choices among slides and patches. Whoever wants other test patients names them in a table, or trains
+in folds."""
 
-def assign_splits(records: Sequence[SlideRecord], *, test_fraction: float, seed: int) -> list[SlideRecord]:
+
+def assign_splits(
+    records: Sequence[SlideRecord], *, test_fraction: float, seed: int = SEED
+) -> list[SlideRecord]:
     """The records with a split each; all slides of a patient share it.
 
     Where the archive prescribes splits it must do so for every slide. Otherwise about `test_fraction` of the

@@ -13,6 +13,12 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.types import GridSpec
 
+THRESHOLD = 0.5
+"""From here on a patch is outlined: of two classes it is the more likely one. The probabilities themselves are in
+patches.csv, for whoever has a better operating point."""
+TOP_K = 20
+"""Patches whose mean is a slide's score: enough that one odd patch does not decide, few enough for a small lesion."""
+
 
 @dataclass(frozen=True)
 class Heat:
@@ -31,7 +37,7 @@ class Heat:
     boxes_l0: NDArray[np.int64]
     classes: tuple[str, ...]
     probabilities: NDArray[np.float64]
-    threshold: float
+    threshold: float = THRESHOLD
 
     @cached_property
     def kind(self) -> NDArray[np.int64]:
@@ -106,7 +112,7 @@ def patch_boxes(
     return np.concatenate([xy_l0, far], axis=1)
 
 
-def score(heat: Heat, kind: int, top_k: int) -> dict[str, float]:
+def score(heat: Heat, kind: int, top_k: int = TOP_K) -> dict[str, float]:
     """One class over the slide: highest probability, mean of the top_k highest, fraction of all patches above.
 
     Of more than two classes, only the patches in which the class is the most probable count.

@@ -77,7 +77,7 @@ def settings(method: str, pipeline: Pipeline) -> dict[str, Any]:
     if pipeline.train.tune and not pipeline.privacy.enabled and pipeline.model.private in FITTED:
         without += OF_ROUNDS
     if not pipeline.privacy.enabled:
-        without += ["privacy.", "train.after_budget"]
+        without += ["privacy."]
     elif pipeline.privacy.target_epsilon is not None:  # every site has its own
         without += ["privacy.sigma", "train.batch_size"]
     if pipeline.privacy.enabled and pipeline.privacy.mode == "strict":

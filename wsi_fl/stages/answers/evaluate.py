@@ -32,6 +32,7 @@ from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import value_of
 from wsi_fl.types import BagTable, WsiFlError
 
 TestPart = tuple[Examples, dict[str, NDArray[Any]]]
@@ -66,7 +67,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
     parts = {site.name: _test_part(party.data(site.name)) for site in sites}
     if not any(len(part) for part, _ in parts.values()):
         command = party.kind.cut_by
-        raise WsiFlError(f"no site has test {party.examples}; {command} with {command}.test_fraction above 0")
+        raise WsiFlError(f"no site has test {party.examples}; {command} with slides.test_fraction above 0")
     rows, answers = [], []
     taking_part = [site for site in sites if site.name not in lost]
     for index, site in enumerate(taking_part):
@@ -160,7 +161,7 @@ def _scores(table: Predictions, model: str) -> dict[str, Any]:
 def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Predictions]) -> dict[str, Any]:
     """All sites' answers as one, on the merged test set, by every rule; a site weighs its training rows."""
     rules = aggregated_scores([table.answers for table in said], said[0].truth, weights)
-    return {"rule": pipeline.mpcpa.aggregate, "rules": rules}
+    return {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
 
 
 def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:

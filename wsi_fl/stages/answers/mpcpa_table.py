@@ -18,6 +18,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import begin
 from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
 from wsi_fl.study.folder import Study
+from wsi_fl.study.generating import Ddpm, Mpcpa
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import read_json, write_json
 from wsi_fl.types import UsageError
@@ -47,11 +48,11 @@ def mpcpa_table(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
             'all allow = ["patches"]'
         )
-    too_many = [n for n in pipeline.mpcpa.curve if n > pipeline.ddpm.samples_per_class]
+    too_many = [n for n in pipeline.section(Mpcpa).curve if n > pipeline.section(Ddpm).samples_per_class]
     if too_many:
         raise UsageError(
             f"mpcpa.curve: {max(too_many)} images of each class, but ddpm.samples_per_class = "
-            f"{pipeline.ddpm.samples_per_class} are drawn"
+            f"{pipeline.section(Ddpm).samples_per_class} are drawn"
         )
 
     def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, dict[str, Any]]:
@@ -65,10 +66,12 @@ def mpcpa_table(
     runs, evaluations = {}, {}
     for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
         runs[method], evaluations[method] = done(method, pipeline)
-    drawn = pipeline.ddpm.samples_per_class
-    curve = {0: evaluations[_OWN], min(pipeline.mpcpa.per_class or drawn, drawn): evaluations[_BOTH]}
-    for n in pipeline.mpcpa.curve:
-        fewer = pipeline.model_copy(update={"mpcpa": pipeline.mpcpa.model_copy(update={"per_class": n})})
+    drawn = pipeline.section(Ddpm).samples_per_class
+    curve = {0: evaluations[_OWN], min(pipeline.section(Mpcpa).per_class or drawn, drawn): evaluations[_BOTH]}
+    for n in pipeline.section(Mpcpa).curve:
+        fewer = pipeline.model_copy(
+            update={"mpcpa": pipeline.section(Mpcpa).model_copy(update={"per_class": n})}
+        )
         curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
     document = _document(party, runs, evaluations)
     document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
@@ -78,7 +81,7 @@ def mpcpa_table(
 
 def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, Any]:
     """Of the paper's Figure 5: accuracies with so many generated images of each class from each denoiser."""
-    together = evaluation["aggregated"]["rules"][pipeline.mpcpa.aggregate]
+    together = evaluation["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
     return {
         "per_class": n,
         "sites": {one["site"]: one["accuracy"] for one in evaluation["sites"]},
@@ -98,7 +101,7 @@ def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None
 def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, Any]:
     known = run.evaluation()
     if known and known.get("aggregated"):
-        known["aggregated"]["rule"] = pipeline.mpcpa.aggregate
+        known["aggregated"]["rule"] = pipeline.section(Mpcpa).aggregate
         return known
     return evaluate(study, str(run.path))
 
@@ -116,7 +119,7 @@ def _document(
         "runs": {method: study.relative(run.path) for method, run in runs.items()},
         "seed": pipeline.train.seed,
         "n_test": evaluations[_BOTH]["sites"][0]["n"],
-        "aggregate": pipeline.mpcpa.aggregate,
+        "aggregate": pipeline.section(Mpcpa).aggregate,
         "rows": list(_rows(pipeline, evaluations)),
         "aggregated": {name: one["rules"] for name, one in together.items()},
         "transfers": {
@@ -136,7 +139,7 @@ def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> l
     for letter, method in both:
         rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
     for letter, method in both:
-        one = evaluations[method]["aggregated"]["rules"][pipeline.mpcpa.aggregate]
+        one = evaluations[method]["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
         rows.append({"row": f"aggregated {letter}", **_scores(one)})
     for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
         rows.append({"row": label, **_means(evaluations[method])})

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.pictures.geojson import Color, write_geojson
-from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
+from wsi_fl.slides.pictures.heat import TOP_K, Heat, leading, patch_boxes, score
 from wsi_fl.slides.pictures.heatmap import Caption, draw_heatmap
 from wsi_fl.stages.answers.predictor import Base, Predictor, Seen
 from wsi_fl.stages.work.console import Watcher
@@ -62,14 +62,14 @@ def _of_patches(
     predictor: Predictor, record: SlideRecord, folder: Path, seen: Seen
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Draw and write what is said of each patch; return (the row, what else the score file says)."""
-    heat, settings, base = predictor.heat(record.slide, seen), predictor.pipeline.predict, seen.base
+    heat, base = predictor.heat(record.slide, seen), seen.base
     assert base is not None
     kind, colors = leading(heat), colors_of(heat.classes)
-    found = score(heat, kind, settings.top_k)
+    found = score(heat, kind)
     said = (
         f"{heat.classes[kind]} {found['top_k_mean']:.2f}",
-        f"mean of the {min(settings.top_k, len(seen.xy_l0))} highest; highest {found['max']:.2f}; "
-        f"{percent(found['fraction'])} of patches at {settings.threshold:g} or more",
+        f"mean of the {min(TOP_K, len(seen.xy_l0))} highest; highest {found['max']:.2f}; "
+        f"{percent(found['fraction'])} of patches at {heat.threshold:g} or more",
     )
     write_bytes(folder / _HEATMAP, _drawn(predictor, record, base, heat, colors, *said))
     write_geojson(folder / _OUTLINES, heat, colors, f"{predictor.run.name}/{record.site}/{record.slide}")
@@ -78,10 +78,10 @@ def _of_patches(
     row = {"slide": record.slide, "patches": len(seen.xy_l0), "set_aside": seen.n_aside, "score": found}
     return row, {
         "class": heat.classes[kind],
-        "classes": {heat.classes[k]: score(heat, k, settings.top_k) for k in heat.shown},
+        "classes": {heat.classes[k]: score(heat, k) for k in heat.shown},
         "regions": len(heat.regions),
-        "threshold": settings.threshold,
-        "top_k": settings.top_k,
+        "threshold": heat.threshold,
+        "top_k": TOP_K,
         "stride_px": predictor.meta.spec.stride_px,
         "slide_mpp": base.mpp,
         "quickhash": base.quickhash,
@@ -101,7 +101,7 @@ def _of_slide(
         boxes = patch_boxes(seen.xy_l0, meta.spec, base.mpp, base.size_l0)
         shown, legend = answer.legend
         values = np.stack([1 - answer.heat, answer.heat], axis=1)
-        heat = Heat(boxes, ("other", shown), values, predictor.pipeline.predict.threshold)
+        heat = Heat(boxes, ("other", shown), values)
         colors: list[Color] = [_OTHERWISE, _ATTENTION]
         picture = _drawn(predictor, record, base, heat, colors, *answer.words, legend)
         write_bytes(folder / _HEATMAP, picture)

@@ -217,7 +217,7 @@ class Predictor:
         if (base := seen.base) is None:
             raise WsiFlError(f"{slide}: nobody knows where its patches lie, or its file is not here")
         boxes = patch_boxes(seen.xy_l0, self.meta.spec, base.mpp, base.size_l0)
-        return Heat(boxes, self.meta.classes, seen.said, self.pipeline.predict.threshold)
+        return Heat(boxes, self.meta.classes, seen.said)
 
     def answer(self, bag: Bag, tumor_type: str | None) -> Answer:
         """Return what models of slides or patients say of a bag, of the classes that a tumour type may have.

@@ -23,6 +23,7 @@ from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Train
+from wsi_fl.study.toml import value_of
 from wsi_fl.system.files import read_json, write_text
 from wsi_fl.types import WsiFlError
 
@@ -172,7 +173,7 @@ def _optional(path: Path) -> Any:
 def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
-    per_class, pipeline = party.pipeline.mpcpa.per_class, party.run.manifest["pipeline"]
+    per_class, pipeline = value_of(party.pipeline, "mpcpa.per_class"), party.run.manifest["pipeline"]
     scores = party.task.scores
     train = party.pipeline.train
     for path in sorted(party.study.runs.glob("[0-9]*-*")):
@@ -188,7 +189,7 @@ def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]
         settings = load_pipeline(path / "config.toml")
         if not _tests_the_same(settings.train, train):
             continue
-        if other["method"] == "mpcpa" and settings.mpcpa.per_class != per_class:
+        if other["method"] == "mpcpa" and value_of(settings, "mpcpa.per_class") != per_class:
             continue  # a point of the curve over generated images
         epsilons = [row["epsilon"] for row in summary["sites"]]
         dp = summary["sites"][0]["guarantee"] != "none"

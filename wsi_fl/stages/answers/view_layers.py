@@ -13,7 +13,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS, read_annotations
+from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.choosing.grid import size_in_l0
 from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.quality import KINDS
@@ -141,13 +141,7 @@ class SiteLayers:
 
     def _annotation(self, path: Path, slide: Slide) -> Layer:
         """The outlines of tumour, and those of which nobody said what they hold."""
-        settings = self.pipeline.tile
-        found = read_annotations(
-            path,
-            tumor_groups=settings.tumor_groups or TUMOR_GROUPS,
-            hole_groups=settings.hole_groups or HOLE_GROUPS,
-            ignored_groups=settings.ignored_groups,
-        )
+        found = read_annotations(path, self.pipeline.tile.groups)
         rings = shapely.get_rings([*_parts(found.tumor), *_parts(found.unsure)])
         return outlines(shapely.get_coordinates(ring) for ring in rings)
 

@@ -91,8 +91,7 @@ def import_features(
     found = matched(labels, files, file, diagnoses=bool(pipeline.subtypes))
     told.say(f"  {site}: {found.said}")
     known = labelled(found.records, pipeline.subtypes)
-    settings = pipeline.mosaic
-    records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)
+    records = assign_splits(known.records, test_fraction=pipeline.slides.test_fraction)
     looked: list[_Looked] = []
     failed = [*found.aside, *known.aside]
     n_slides = len(records) + len(failed)

@@ -18,7 +18,7 @@ from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.presets import warning_of
 from wsi_fl.slides.choosing.masks import mask_digest
 from wsi_fl.slides.choosing.mosaic import MosaicParams, plan_mosaic
-from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.slides.choosing.splits import SEED, assign_splits
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.probe import vouch_for
@@ -149,9 +149,9 @@ def _make_site(
         What the site has, and how fast it was made; both empty on all ranks but the first.
     """
     began = time.perf_counter()
-    study, name, settings = listed.study, listed.site.name, listed.pipeline.mosaic
+    study, name = listed.study, listed.site.name
     way = OfSlides(study, listed.pipeline, name, encoder, job.threads)
-    records = assign_splits(known.records, test_fraction=settings.test_fraction, seed=settings.seed)
+    records = assign_splits(known.records, test_fraction=listed.pipeline.slides.test_fraction)
     aside = [*listed.aside, *known.aside]
 
     def write(done: list[Done]) -> BagTable:
@@ -181,7 +181,7 @@ def _make_site(
 
 def _recipe(settings: Mosaic) -> dict[str, Any]:
     """The settings by which patches are chosen, named as in `MosaicParams`."""
-    return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction", "seed")}
+    return {name: getattr(settings, name) for name in ("min_tissue", "clusters", "fraction")} | {"seed": SEED}
 
 
 def _write_store(way: OfSlides, listed: Listed, known: Labelled, kept: Sequence[SlideRecord]) -> BagTable:

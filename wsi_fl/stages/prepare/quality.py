@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.annotations import HOLE_GROUPS, TUMOR_GROUPS
 from wsi_fl.slides.choosing.patches import AllSetAside, PlanParams, SlidePlan
 from wsi_fl.slides.choosing.quality import KINDS, QualityParams, Segmenter
-from wsi_fl.slides.choosing.tissue import TissueParams
+from wsi_fl.slides.choosing.tissue import Method, TissueParams
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -28,17 +27,14 @@ from wsi_fl.types import UsageError, WsiFlError
 
 def params_of(study: Study, pipeline: Pipeline) -> PlanParams:
     """Return what makes a patch worth keeping, as the pipeline says."""
-    tiling, quality = pipeline.tile, pipeline.quality
+    tiling = pipeline.tile
     return PlanParams(
         min_tissue=tiling.min_tissue,
-        min_tumor=tiling.min_tumor,
         tissue=tissue_of(study, pipeline),
-        tumor_groups=tiling.tumor_groups or TUMOR_GROUPS,
-        hole_groups=tiling.hole_groups or HOLE_GROUPS,
-        ignored_groups=tiling.ignored_groups,
+        groups=tiling.groups,
         quality=QualityParams(
             tuple(tiling.qc),
-            **quality.model_dump(exclude={"segmenter"}),
+            **{f"max_{fault}": share for fault, share in tiling.qc.items()},
             segmenter=_digest_of_segmenter(study, pipeline),
         ),
     )
@@ -51,7 +47,7 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
         WsiFlError: when its file is missing or damaged, or does not say what it is.
         UsageError: when it knows none of the faults that are looked for.
     """
-    named = pipeline.quality.segmenter
+    named = pipeline.tile.segmenter
     if not (named and pipeline.tile.qc):
         return None
     from wsi_fl.models.segmenter import load_segmenter
@@ -59,7 +55,7 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
     segmenter = load_segmenter(study.resolve(named))
     if not set(segmenter.classes) & set(pipeline.tile.qc):
         raise UsageError(
-            f"quality.segmenter = {named!r} tells {', '.join(segmenter.classes)}, and nothing of tile.qc = "
+            f"tile.segmenter = {named!r} tells {', '.join(segmenter.classes)}, and nothing of tile.qc = "
             f"{', '.join(pipeline.tile.qc)}"
         )
     return segmenter
@@ -67,14 +63,14 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
 
 def _digest_of_segmenter(study: Study, pipeline: Pipeline) -> str:
     """Return the SHA-256 of the segmenter's file, "" where none is used."""
-    named = pipeline.quality.segmenter
+    named = pipeline.tile.segmenter
     if not (named and pipeline.tile.qc):
         return ""
     try:
         with ordinary(study.resolve(named)).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise UsageError(f"quality.segmenter = {named!r}: {error.strerror}") from None
+        raise UsageError(f"tile.segmenter = {named!r}: {error.strerror}") from None
 
 
 def tissue_of(study: Study, pipeline: Pipeline) -> TissueParams:
@@ -85,8 +81,10 @@ def tissue_of(study: Study, pipeline: Pipeline) -> TissueParams:
     """
     masks = study.resolve(pipeline.tissue.masks) if pipeline.tissue.masks else None
     if masks is not None and not masks.is_dir():
-        raise UsageError(f"tissue.masks = {pipeline.tissue.masks!r}: no such folder")
-    return TissueParams(method=pipeline.tissue.method, masks=str(masks or ""))
+        raise UsageError(f"tissue.method = {pipeline.tissue.masks!r}: no such folder")
+    if masks is not None:
+        return TissueParams(masks=str(masks))
+    return TissueParams(method=cast(Method, pipeline.tissue.method))
 
 
 class Quality(TypedDict):

@@ -142,7 +142,7 @@ def _say_untested(row: Mapping[str, Any]) -> None:
         what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
         say(
             f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
-            "table, or raise tile.test_fraction",
+            "table, or raise slides.test_fraction",
             style="bold yellow",
         )
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.slides.choosing.patches import AllSetAside, SlidePlan, plan_slide
-from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.slides.choosing.splits import SEED, assign_splits
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.stages.prepare.quality import Quality, params_of, quality_of_none, segmenter_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
@@ -79,7 +79,7 @@ def _tile_site(listed: Listed, job: Job, watcher: Watcher) -> dict[str, Any]:
     began = time.perf_counter()
     study, name, pipeline = listed.study, listed.site.name, listed.pipeline
     folder, spec, tiling = study.store(name).parent, spec_of(pipeline), pipeline.tile
-    records = assign_splits(listed.records, test_fraction=tiling.test_fraction, seed=tiling.seed)
+    records = assign_splits(listed.records, test_fraction=pipeline.slides.test_fraction)
     plans = Plans(folder / ".plans", records, spec)
     failed = list(listed.aside)
     with job.first_holds(_locked(folder, name)):
@@ -183,8 +183,8 @@ def _write_all(
     wanted = Wanted(folder, spec, pipeline.store.pixels, pipeline.slides.reader, job.threads, study.relative)
 
     def choose_rows() -> list[tuple[int, NDArray[np.bool_]]]:
-        most, seed = settings.max_per_slide, settings.seed
-        keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=seed)
+        most = settings.max_per_slide
+        keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=SEED)
         if job.first:
             patches = sum(int(rows.sum()) for rows in keep)
             needed = check_space(folder, patches, spec, wanted.content)

@@ -38,7 +38,6 @@ def encoder_of(
             settings.encoder,
             weights,
             input_px=settings.input_px,
-            batch_size=settings.batch_size,
             device=device_of_rank(),
             cache=study.root / "weights",
             tell=tell,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +18,7 @@ from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import value_of
 from wsi_fl.types import UsageError
 
 
@@ -31,7 +31,7 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
     if name not in METHODS:
         raise UsageError(f"unknown method {name!r}; known: {', '.join(METHODS)}")
     row = METHODS[name]
-    values = {key: operator.attrgetter(key)(pipeline) for key, _ in row.variants}
+    values = {key: value_of(pipeline, key) for key, _ in row.variants}
     return next((one for (key, value), one in row.variants.items() if values[key] == value), row)
 
 
@@ -83,9 +83,10 @@ class Party:
     def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
         """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
+        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
         if method_for(method, pipeline).once:
             pipeline = _of_one_release(method, pipeline)
-        sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
+            sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
         if pipeline.train.left_out is not None:
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
         return Party(study, pipeline, method, folder, sites)

@@ -41,7 +41,7 @@ from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.generating import Ddpm
+from wsi_fl.study.generating import Ddpm, Gan, LpipsKeys
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
@@ -75,7 +75,7 @@ class DdpmCourse(Course):
     state: DdpmState
 
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
-        ddpm, device = pipeline.ddpm, device_of_rank()
+        ddpm, device = pipeline.section(Ddpm), device_of_rank()
         _refuse_wrong(ddpm)  # now, not after hours
         super().__init__(store, ddpm, device)
         n_classes, widths = len(store.meta.classes), tuple(ddpm.channels)
@@ -195,7 +195,7 @@ def images_of(
         site: whose denoiser it is.
         part: whose progress the watcher is told of.
     """
-    ddpm, sampling = pipeline.ddpm, sampling_of(pipeline.ddpm)
+    ddpm, sampling = pipeline.section(Ddpm), sampling_of(pipeline.section(Ddpm))
     labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
     key = _key_of(denoiser, schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
     path = study.generated(key)
@@ -226,7 +226,7 @@ def evidence_of_ddpm(case: Case) -> Evidence:
         distances["held_out"] = held.distance
     order = torch.from_numpy(to_training.relative.argsort(kind="stable")[:_SHOWN])
     twins = torch.from_numpy(to_training.row)[order]
-    ddpm = case.pipeline.ddpm
+    ddpm = case.pipeline.section(Ddpm)
     return Evidence(
         training=training,
         held_out=held_out,
@@ -255,9 +255,9 @@ def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
     """Return whether a check looked at the images that this pipeline would draw."""
     return (
         check is not None
-        and check["sampling"] == asdict(sampling_of(pipeline.ddpm))
-        and check["images"]["per_class"] == pipeline.ddpm.samples_per_class
-        and check["seed"] == pipeline.ddpm.seed
+        and check["sampling"] == asdict(sampling_of(pipeline.section(Ddpm)))
+        and check["images"]["per_class"] == pipeline.section(Ddpm).samples_per_class
+        and check["seed"] == pipeline.section(Ddpm).seed
     )
 
 
@@ -286,7 +286,7 @@ def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, C
     if not can_be_told(training, held_out):
         return {}, None
     found = {"nearest sample": compared(training, held_out)}
-    if case.pipeline.lpips.weights is None:
+    if case.pipeline.section(LpipsKeys).weights is None:
         return found, None
     lpips = lpips_of(case.study, case.pipeline, case.site)
     if (by_lpips := _compared_by_lpips(case, lpips, generated)) is not None:
@@ -296,7 +296,7 @@ def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, C
 
 def _compared_by_lpips(case: Case, lpips: Lpips, generated: Tensor) -> Comparison | None:
     """Of some images; None where too few are left."""
-    gan, seed, memory = case.pipeline.gan, case.pipeline.ddpm.seed, case.memory_bytes
+    gan, seed, memory = case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed, case.memory_bytes
     some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
     usual = usual_lpips(case, lpips, some, held_out, case.training)
     quotients = [

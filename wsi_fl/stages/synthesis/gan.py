@@ -35,6 +35,7 @@ from wsi_fl.stages.synthesis.kinds import (
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.generating import Gan
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
@@ -54,7 +55,7 @@ class GanCourse(Course):
     state: GanState
 
     def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
-        gan, device = pipeline.gan, device_of_rank()
+        gan, device = pipeline.section(Gan), device_of_rank()
         super().__init__(store, gan, device)
         shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
         target = gan.ada_target if gan.ada_target < 1 else None
@@ -161,7 +162,7 @@ def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Gen
 
 def evidence_of_gan(case: Case) -> Evidence:
     """Return what is known of each generator of a site's GAN, without and with the privacy loss."""
-    gan = case.pipeline.gan
+    gan = case.pipeline.section(Gan)
     lpips = lpips_of(case.study, case.pipeline, case.site)
     real = (case.training.some(gan.check_images, gan.seed), case.held_out.some(gan.check_images, gan.seed))
     rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
@@ -209,7 +210,7 @@ def _measured(
     case: Case, lpips: Lpips, real: tuple[Pictures, Pictures], sought: tuple[Pictures, Pictures], phase: Phase
 ) -> _Found:
     """Training and held-out images alike, the projections from the same starting points."""
-    gan = case.pipeline.gan
+    gan = case.pipeline.section(Gan)
     generator = load_gan(case.folder, phase, device_of_rank())
     n_classes = generator.shape.n_classes
     labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))

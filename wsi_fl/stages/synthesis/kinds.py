@@ -21,7 +21,7 @@ from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.study.generating import Ddpm, Gan
+from wsi_fl.study.generating import Ddpm, Gan, LpipsKeys
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
@@ -131,7 +131,7 @@ class Case:
 
     @property
     def memory_bytes(self) -> int:
-        return self.pipeline.lpips.memory_mb << 20
+        return self.pipeline.section(LpipsKeys).memory_mb << 20
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ def lpips_of(study: Study, pipeline: Pipeline, site: str) -> Lpips:
     Raises:
         UsageError: when a real site is to be measured by an untrained network.
     """
-    weights = pipeline.lpips.weights
+    weights = pipeline.section(LpipsKeys).weights
     if weights is not None and weights.startswith(RANDOM) and study.site(site).real:
         raise UsageError(
             f"lpips.weights = {weights!r}: an untrained network measures nothing; site {site} is real, give it weights"

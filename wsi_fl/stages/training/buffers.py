@@ -8,6 +8,7 @@ from wsi_fl.federation.buffers import Buffer, BufferShape, packed
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import Party
+from wsi_fl.study.generating import Replay
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
@@ -22,7 +23,7 @@ def agreed_buffer(party: Party, index: int) -> Buffer | None:
     if not isinstance(data, Patches):
         return None
     seen, n_classes = data.shape, len(data.classes)
-    shape = BufferShape(party.pipeline.replay.buffer, seen.size_px, seen.channels, n_classes)
+    shape = BufferShape(party.pipeline.section(Replay).buffer, seen.size_px, seen.channels, n_classes)
     known = party.run.site(data.site).buffer()
     if known is not None:
         values, provenance = known
@@ -37,7 +38,7 @@ def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffe
     from wsi_fl.stages.synthesis.synthetic import as_pixels
     from wsi_fl.synthesis.sampling import balanced_labels
 
-    study, site, settings = party.study, data.site, party.pipeline.replay
+    study, site, settings = party.study, data.site, party.pipeline.section(Replay)
     folder, document = GAN.trained(study, site)
     if not learned_from(data.store, document["store"]):
         raise UsageError(
@@ -63,4 +64,4 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     """Return the bytes of a buffer; None where models see no images."""
     if not isinstance(shape, Images):
         return None
-    return BufferShape(pipeline.replay.buffer, shape.size_px, shape.channels, n_classes).n_bytes
+    return BufferShape(pipeline.section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes

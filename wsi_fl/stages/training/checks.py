@@ -8,15 +8,15 @@ from typing import Any
 
 from wsi_fl import __version__
 from wsi_fl.federation.graph import from_file
-from wsi_fl.federation.methods import FILES, SHARED, names_of
+from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.sums import RUN, missing_release
-from wsi_fl.stages.training.tracking import require_trackers
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import clash
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 
@@ -57,23 +57,18 @@ def check(party: Party, backend: str, *, stores: bool = True, told: bool = False
         stores: whether the stores of all sites are on this machine; a rank of a hospital has its own alone.
         told: whether what is doubtful, and not wrong, will be said by another check.
     """
-    row, pipeline, sites, method = party.method, party.pipeline, party.sites, party.name
+    row, pipeline, sites = party.method, party.pipeline, party.sites
     graph = graph_of(party) or row.graph(pipeline.train.seed)
     if backend not in {"mpi", "local"}:
         raise UsageError(f"unknown backend {backend!r}; known: mpi, local")
+    if refusal := clash(pipeline, traits_of(row)):
+        raise UsageError(refusal)
     # a graph of more hops than a round has room for is refused
     over(graph, len(sites), range(len(sites)), 0, pipeline.topology.self_weight)
     _check_leave(party)
-    _check_synthetic(party)
-    _check_division(party)
+    _check_left_out(party)
     _check_heads(party)
-    _check_target(party)
-    require_trackers(pipeline.report.trackers)
     _check_shared_noise(party)
-    if pipeline.audit.canaries and row.without_dp:
-        raise UsageError(
-            f"audit.canaries tests what differential privacy promises, and {method} promises none; leave it out"
-        )
     if stores and spends(pipeline) and not party.by_files:  # a rank of a hospital looks at its own file alone
         for site in sites:
             require_budget(site)
@@ -85,6 +80,17 @@ def check(party: Party, backend: str, *, stores: bool = True, told: bool = False
                 doubts = filter(None, (data.without_answer, _doubtful(party, site, data.table)))
                 for said in () if told else doubts:
                     say(f"  {said}", "yellow")
+
+
+def traits_of(method: Method) -> set[str]:
+    """Return what a method is, as keys of the configuration say what they need and exclude."""
+    traits = {
+        "a method of sums": method.once,
+        "a method of synthetic patches": method.share("generator", "buffer") is not None,
+        "a method without differential privacy": bool(method.without_dp),
+        "a method that orders sites anew": any(share.in_rounds for share in method.without_dp),
+    }
+    return {trait for trait, has in traits.items() if has}
 
 
 def _doubtful(party: Party, site: SiteFile, table: Any) -> str:
@@ -104,37 +110,9 @@ def _doubtful(party: Party, site: SiteFile, table: Any) -> str:
     return ""
 
 
-def _check_division(party: Party) -> None:
-    """Refuse folds without one that is tested, or beside what was made of the store's own split, and a site to leave
-    out whose patches are not here for testing.
-    """
-    train, row = party.pipeline.train, party.method
-    if train.fold is not None and not train.folds:
-        raise UsageError(
-            f"train.fold = {train.fold} belongs to train.folds, which says how many folds there are"
-        )
-    if train.folds and train.fold is None:
-        raise UsageError(
-            f"train.folds = {train.folds} is a series of runs: `wsi-fl train --folds {train.folds}`, or one of them "
-            "with train.fold=1"
-        )
-    if train.folds and train.fold is not None and train.fold > train.folds:
-        raise UsageError(f"train.fold = {train.fold}: there are train.folds = {train.folds} folds")
-    if train.folds and train.stratify and party.pipeline.privacy.noisy:
-        raise UsageError(
-            "train.stratify: whom a patient is in a fold with would depend on all others, which ε does not cover; set "
-            "train.stratify=false, or privacy.enabled=false"
-        )
-    made = {
-        "train.releases": party.by_files,
-        "train.start = 'oneshot'": row.starts and train.start == RUN,
-        f"--method {party.name}": row.share("generator", "buffer") is not None,
-    }
-    if train.folds and (used := [what for what, uses in made.items() if uses]):
-        raise UsageError(
-            f"train.folds: {used[0]} rests on the training part of the stores' own split, and a fold tests some of "
-            "these patients; leave out one of the two"
-        )
+def _check_left_out(party: Party) -> None:
+    """Refuse a site to leave out whose patches are not here for testing."""
+    train = party.pipeline.train
     if train.left_out is None:
         return
     if not party.study.site(train.left_out).allows("patches"):
@@ -150,10 +128,6 @@ def _check_releases(party: Party) -> None:
     """Refuse a run that rests on released sums where they are missing, or nothing can be made of them."""
     pipeline, row = party.pipeline, party.method
     if party.by_files:
-        if pipeline.audit.canaries:
-            raise UsageError(
-                "audit.canaries are planted in training, and train.releases takes sums of before"
-            )
         if not party.releases:
             raise WsiFlError(missing_release(party.study, party.names[0]))
         if not party.here:
@@ -168,34 +142,11 @@ def _check_releases(party: Party) -> None:
             raise WsiFlError(missing_release(party.study, missing[0]))
 
 
-def _check_target(party: Party) -> None:
-    """What is asked must be a question, and what works with classes alone is not for others."""
-    task, pipeline = party.task, party.pipeline
-    if task.kind == "classes":
-        return
-    settings = {
-        "train.balance": pipeline.train.balance,
-        "audit.canaries": pipeline.audit.canaries,
-        "predict.with = 'stack'": pipeline.predict.with_ == "stack",
-        "train.start = 'oneshot'": pipeline.train.start == RUN,
-    }
-    if strange := [name for name, on in settings.items() if on]:
-        raise UsageError(
-            f"{strange[0]} works with classes alone, and [target] asks for a {task.kind}; leave it out"
-        )
-    if party.method.once:
-        raise UsageError(f"{party.name} works with classes alone, and [target] asks for a {task.kind}")
-
-
 def _check_heads(party: Party) -> None:
-    """One method makes its own heads, and no other can make them."""
-    model, name = party.pipeline.model, party.name
+    """Refuse to train the heads that are made of sums."""
+    model = party.pipeline.model
     if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
         raise UsageError(f"model {SHARED!r} is made by --method {names_of(lambda row: row.once)} alone")
-    if party.method.once and (own := [site.name for site in party.sites if site.private_model]):
-        raise UsageError(
-            f"sites/{own[0]}.toml: {name} solves linear heads; leave private_model out, or use another method"
-        )
 
 
 def _check_shared_noise(party: Party) -> None:
@@ -203,9 +154,6 @@ def _check_shared_noise(party: Party) -> None:
     privacy = party.pipeline.privacy
     if privacy.noise == "own":
         return
-    if not party.method.once:
-        fit = names_of(lambda row: row.once)
-        raise UsageError(f"privacy.noise = 'shared' is for sums that are released once; use --method {fit}")
     if len(party.sites) < privacy.colluding + 2:
         raise UsageError(
             f"privacy.noise = 'shared' with privacy.colluding = {privacy.colluding} needs {privacy.colluding + 2} "
@@ -249,17 +197,6 @@ def _check_leave(party: Party) -> None:
                 f"sites/{site.name}.toml: a {shut[0].content} without differential privacy may not leave this site; "
                 f"add allow = [{wanted}] there{', or switch privacy on' if shut[0].protected == 'dp' else ''}"
             )
-
-
-def _check_synthetic(party: Party) -> None:
-    """Synthetic samples are patches, and buffers go round among sites in an order of their own."""
-    row, name, topology = party.method, party.name, party.pipeline.topology
-    if row.share("buffer", "generator") is not None and not party.kind.of_images:
-        raise UsageError(f"{name} makes synthetic patches; use train.data = 'patches'")
-    if any(share.in_rounds for share in row.without_dp) and (
-        topology.graph is not None or topology.self_weight
-    ):
-        raise UsageError(f"{name} orders the sites anew in every round; leave [topology] out")
     if row.share("buffer") is not None and len(party.sites) < 2:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
 

@@ -33,6 +33,7 @@ from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.study.generating import Ddpm, Mpcpa
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
 from wsi_fl.system.files import atomic
@@ -87,7 +88,7 @@ def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str
         state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
     if state != "passed":
         why = f"the check was not passed: {'; '.join(reasons)}"
-        if not pipeline.mpcpa.unchecked or study.site(site).real:
+        if not pipeline.section(Mpcpa).unchecked or study.site(site).real:
             raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
         watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
     return folder.digest("denoiser")
@@ -158,7 +159,7 @@ def _learn_from(party: Party, site: Site) -> None:
     package = site.folder.kept("package")
     assert package is not None
     parts = [] if party.method.learns_from == "generated" else [site.train]
-    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.mpcpa.per_class
+    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.section(Mpcpa).per_class
     parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
     site.train = joined(parts)
     site.units = rows_alone(len(site.train))
@@ -211,6 +212,6 @@ def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
     """Return the bytes of a denoiser; None where models see no images."""
     if not isinstance(shape, Images):
         return None
-    ddpm = pipeline.ddpm
+    ddpm = pipeline.section(Ddpm)
     wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
     return 4 * sum(p.numel() for p in build_denoiser(wanted).parameters())

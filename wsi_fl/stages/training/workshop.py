@@ -29,6 +29,7 @@ from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.learners import bring_released, learners_of, tune
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.toml import value_of
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import Bags, UsageError, WsiFlError
 
@@ -48,7 +49,6 @@ def schedule_of(party: Party) -> Schedule:
         graph=graph_of(party),
         answer=pipeline.predict.with_,
         reset_optimizer=train.optimizer_after_exchange == "reset",
-        train_after_leaving=train.after_budget == "train",
         insecure_seed=pipeline.privacy.insecure_seed,
         colluding=(
             pipeline.privacy.colluding
@@ -129,7 +129,9 @@ def brought(site: Site, party: Party) -> Brought:
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
         "graph": _graph_digest(party),
-        "buffer": [pipeline.replay.variant, *astuple(site.buffer.shape)] if site.buffer else None,
+        "buffer": [value_of(pipeline, "replay.variant"), *astuple(site.buffer.shape)]
+        if site.buffer
+        else None,
         "noise": site.plan.sigma if site.plan and pipeline.privacy.noise == "shared" else None,
         "releases": {name: released.digest[:8] for name, released in party.releases.items()},
         "versions": versions(),

@@ -15,6 +15,7 @@ from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.targets import outputs_of, question
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.toml import value_of
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
 _FLOAT_BYTES = 4
@@ -123,7 +124,7 @@ def _row(party: Party, share: Share, shape: Shape | None, n_classes: int | None)
     often = "mixed" if share.times == "rounds" and share == party.method.mixed else share.times
     bare = "generator" if generator else "leave"
     return {
-        "what": _WHAT[kind].format(model=_model_of(party, share), n=pipeline.replay.buffer),
+        "what": _WHAT[kind].format(model=_model_of(party, share), n=value_of(pipeline, "replay.buffer")),
         "to": "all sites" if masked else _TO[HUB] if generator else _receivers(party, share),
         "often": _OFTEN["tried" if masked else often].format(rounds=rounds),
         "times": MOST_ATTEMPTS if masked else rounds if share.times == "rounds" else 1,

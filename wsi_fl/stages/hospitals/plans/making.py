@@ -28,7 +28,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.system.files import write_text
@@ -181,7 +181,7 @@ def described(party: Party, name: str, learned: Learned, keys: Mapping[str, str]
 
 def _settings_of(pipeline: Pipeline) -> str:
     """The settings as TOML that is the same once it was read: numbers by default are as those that were written."""
-    return dump_toml(validated(Pipeline, tomllib.loads(dump_toml(pipeline)), "plan"))
+    return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
 
 
 def document_of(plan: Plan) -> PlanDocument:

@@ -20,7 +20,7 @@ from wsi_fl import __version__
 from wsi_fl.federation.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.study.folder import Study
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import toml_value, validated
 from wsi_fl.system.files import ordinary, read_json, write_json, write_text
@@ -99,7 +99,7 @@ class Plan:
         Raises:
             UsageError: when they are no settings of this version.
         """
-        return validated(Pipeline, tomllib.loads(str(self.document["settings"])), "plan")
+        return validated(pipeline_model(), tomllib.loads(str(self.document["settings"])), "plan")
 
 
 def is_request(path: Path) -> bool:

@@ -1,0 +1,48 @@
+"""Sections of settings that join from elsewhere are keys like any other: read, checked, written and explained."""
+
+import pytest
+from conftest import refused
+from pydantic import Field
+
+from wsi_fl.study import pipeline as pipelines
+from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.pipeline import Pipeline, join
+from wsi_fl.study.reference import keys
+from wsi_fl.study.toml import Section, clash, dump_toml, goes, value_of
+
+
+class Halo(Section):
+    """The halo of a wing."""
+
+    width_px: int = Field(3, ge=1, json_schema_extra=goes(needs={"train.balance": "it weighs halos"}))
+    """How wide a halo is."""
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipelines, "_JOINED", dict(pipelines._JOINED))
+    join("halo", Halo)
+    for name in ("pipelines", "sites"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pipelines/p.toml").write_text("[halo]\nwidth_px = 5\n")
+    yield Study(tmp_path)
+    pipelines.pipeline_model.cache_clear()
+
+
+def test_a_section_joins_by_its_name(study, tmp_path):
+    pipeline = study.pipeline("p")
+    assert pipeline.section(Halo) == Halo(width_px=5) and value_of(pipeline, "halo.width_px") == 5
+    (tmp_path / "config.toml").write_text(dump_toml(pipeline))
+    assert load_pipeline(tmp_path / "config.toml") == pipeline
+    assert study.pipeline("p", ["halo.width_px=7"]).section(Halo).width_px == 7
+    refused(lambda: study.pipeline("p", ["halo.width_px=0"]), "halo.width_px = 0")
+    refused(lambda: study.pipeline("p", ["halo.wide=2"]), "unknown key 'halo.wide'", "width_px")
+    refused(lambda: study.pipeline("p", ["hallo.width_px=2"]), "unknown key 'hallo'")
+    assert keys("halo.width_px")[0]["meaning"] == "How wide a halo is."
+    assert clash(pipeline, ()) == "halo.width_px = 5 needs train.balance: it weighs halos"
+
+
+def test_a_pipeline_made_without_a_section_has_its_defaults_and_no_section_is_replaced(study):
+    assert Pipeline().section(Halo) == Halo() and value_of(Pipeline(), "halo.width_px") is None
+    with pytest.raises(ValueError, match="section of every pipeline"):
+        join("train", Halo)
