@@ -53,7 +53,7 @@ def loss_for(y):
 
 def test_noise_does_not_end_where_float32_numbers_do():
     """One in 10⁸ normal numbers lies beyond 5.77, where PyTorch's float32 ones end; this seed gives one."""
-    drawn = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=12)
+    drawn = gradient(nn.Linear(2048, 2048, bias=False), torch.zeros(0, 2048), torch.sum, sigma=1.0, seed=73)
     assert 5.8 < float(drawn.abs().max()) < 7
     for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
         assert float((drawn.double() ** power).mean()) == pytest.approx(moment, abs=0.03), power
