@@ -75,8 +75,8 @@ class BagPredictor:
         encoder = encoder_of(self.study, self.pipeline.mosaic, threads)
         if encoder.label != self.meta.encoder:
             raise WsiFlError(
-                f"{self.run.name} learned from features of {self.meta.encoder}, but mosaic.encoder and mosaic.weights "
-                f"now are {encoder.label}; put the weights of then back"
+                f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "
+                f"{encoder.label}; restore mosaic.encoder and mosaic.weights, or train again"
             )
         work = work_of(self.study, self.pipeline, self.site.name, encoder, threads)
         return replace(work, spec=self.meta.spec, params=replace(work.params, **self.meta.recipe))

@@ -92,8 +92,8 @@ def _encoder(study: Study, run: RunFolder, pipeline: Pipeline, site: str) -> Enc
     began = run.site(site).store_facts()["encoder"]
     if encoder.label != began:
         raise WsiFlError(
-            f"{run.name} learned from features of {began}, but features.encoder and features.weights "
-            f"now are {encoder.label}; put the weights of then back"
+            f"{run.name} was trained on features of {began}, but the configuration now names "
+            f"{encoder.label}; restore features.encoder and features.weights, or train again"
         )
     return encoder
 

@@ -105,8 +105,8 @@ def planned_round(
         if privacy.target_epsilon is None:
             if site.real and not once and privacy.noisy and train.batch_size > n:
                 raise UsageError(
-                    f"train.batch_size = {train.batch_size} is more than its {n} {privacy.unit}s, and would divide "
-                    f"what {n} add up to; set it to {n} or less"
+                    f"train.batch_size = {train.batch_size} exceeds this site's {n} training {privacy.unit}s "
+                    f"(noisy gradient sums are divided by it); use {n} or less"
                 )
             plan = _round_of(site, pipeline, n, n if once else train.batch_size, privacy.sigma)
             if site.real and spends(pipeline):

@@ -155,9 +155,7 @@ def _check_releases(party: Party) -> None:
     pipeline, row = party.pipeline, party.method
     if party.by_files:
         if pipeline.audit.canaries:
-            raise UsageError(
-                "audit.canaries are planted in training, and train.releases takes sums of before"
-            )
+            raise UsageError("audit.canaries needs new releases; remove it, or set train.releases = false")
         if not party.releases:
             raise WsiFlError(missing_release(party.study, party.names[0]))
         if not party.here:
