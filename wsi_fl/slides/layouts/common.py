@@ -24,7 +24,7 @@ class ArchiveSite:
 
     Attributes:
         manifests: glob patterns of lists of what the archive should hold.
-        unknown_codes: tissue source site codes in slide names that no table maps to an institution; each names its site.
+        unknown_codes: tissue source site codes in slide names that no table maps to an institution.
     """
 
     name: str
