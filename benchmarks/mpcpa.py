@@ -7,7 +7,7 @@ The test images are the same throughout; every seed divides the others anew amon
 denoisers and other classifiers. In `differ` the hospitals have different scanners (contrast, gamma), which also took
 their part of the test images, and learn from other shares of the disease. Differences are paired by seed and test
 image (not by patient, whom such data often do not name); their intervals draw both anew. What a folder holds already
-is not made again. docs/MPCPA.md has the tables.
+is not made again. studies/MPCPA.md has the tables.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The MNIST study of ProxyFL and its ablations at laptop scale, as Markdown tables; docs/REPRODUCE.md holds them.
+"""The MNIST study of ProxyFL and its ablations at laptop scale, as Markdown tables; studies/REPRODUCE.md holds them.
 
     wsi-fl init study && cd study
     wsi-fl partition mnist_70k.npz --sites 4 --per-site 1000 --skew major:0.8 --seed 0

@@ -7,7 +7,7 @@
     python ../benchmarks/worth.py --show worth.jsonl
 
 Every seed draws other rows, for the hospitals and for a test set that none of them has. All variants of a seed learn
-from the same rows and answer for the same test set. docs/WORTH.md holds the tables.
+from the same rows and answer for the same test set. studies/WORTH.md holds the tables.
 """
 
 from __future__ import annotations

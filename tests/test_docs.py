@@ -16,6 +16,7 @@ from wsi_fl.study.reference import keys, page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
+PAGES += sorted((ROOT / "studies").glob("*.md"))
 FILES = ("csv", "onnx", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")
 
 

@@ -180,7 +180,7 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     config = study.root / run / "config.toml"
     config.write_text(config.read_text().replace(str(tiny_weights), str(other)))
     refused(
-        lambda: predict(study, run, site="C1", slides=[slide]), "learned from features of", error=WsiFlError
+        lambda: predict(study, run, site="C1", slides=[slide]), "was trained on features of", error=WsiFlError
     )
 
 

@@ -137,7 +137,7 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     config = study.root / run / "config.toml"
     config.write_text(config.read_text().replace(str(weights), str(weights_copy)))
     (failed,) = predict(study, run, site="C1", slides=[stranger])["failed"]
-    assert "learned from features of test_efficientnet sha256:" in failed["reason"]
+    assert "was trained on features of test_efficientnet sha256:" in failed["reason"]
 
 
 @pytest.mark.skipif(not LITE0.exists(), reason="the published weights are not here")

@@ -221,7 +221,7 @@ def _train_round(
 
 
 def _require_planned(site: Site, plan: PrivacyPlan, schedule: Schedule, n: int, steps: int) -> None:
-    """Refuse a round whose steps would not be those that the ledger is told of."""
+    """Raise if the round would take other steps than the ledger records."""
     mode: Mode = "paper" if schedule.weights.beta else "strict"
     for learner in site.learners.values():
         if learner.trainer is not None:

@@ -1,7 +1,7 @@
 """A head that several sites make together from sums of their features, each released once.
 
-Every row gives z, its features after LayerNorm, projected to a few directions that all know, no longer than 1, and a
-constant. Of all rows A = Σ z zᵀ and B = Σ z v(y)ᵀ are enough for a ridge regression on the codes v of the labels.
+z is a row's feature vector, layer-normalised, projected onto a few public random directions, clipped to norm 1, with a
+constant appended. Over all rows, A = Σ z zᵀ and B = Σ z v(y)ᵀ suffice for ridge regression on the labels' codes v.
 Sums of several sites add up, and noise that was added to them stays what it was (sufficient statistics perturbation;
 Wang, "Revisiting differentially private linear regression", UAI 2018).
 """

@@ -31,7 +31,7 @@ class TileReader:
     ) -> NDArray[np.uint8] | None:
         """Return the pixels of a tile, as `read_tile` does.
 
-        Where a slide has no level that is nearly as coarse, all of it is read once, and a level made that is kept.
+        If no pyramid level is coarse enough, build one in memory and cache it.
 
         Args:
             awaited: whether somebody still wants it; asked before each part is read.

@@ -45,7 +45,7 @@ def read_mask(path: Path, shape: tuple[int, int], downsample: float) -> NDArray[
     """Return a mask bool[h, w] over a slide's thumbnail.
 
     Outlines of a GeoJSON file, of whatever class, are in level-0 pixels. A PNG covers the whole slide at any scale.
-    What is opaque in it is tissue, or where all is, what is brighter than half its brightest.
+    Opaque pixels are tissue; without an alpha channel, pixels brighter than half the maximum.
 
     Args:
         shape: height and width of the thumbnail.

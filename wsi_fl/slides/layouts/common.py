@@ -24,7 +24,7 @@ class ArchiveSite:
 
     Attributes:
         manifests: glob patterns of lists of what the archive should hold.
-        unknown_codes: those of its slides of which nobody knows whose they are; the site is named by the code.
+        unknown_codes: tissue source site codes in slide names that no table maps to an institution.
     """
 
     name: str

@@ -123,8 +123,8 @@ class Predictor:
         encoder = encoder_of(self.study, settings, len(os.sched_getaffinity(0)), section)
         if encoder.label != self.meta.encoder:
             raise WsiFlError(
-                f"{self.run.name} learned from features of {self.meta.encoder}, but {section}.encoder and "
-                f"{section}.weights now are {encoder.label}; put the weights of then back"
+                f"{self.run.name} was trained on features of {self.meta.encoder}, but the configuration now names "
+                f"{encoder.label}; restore {section}.encoder and {section}.weights, or train again"
             )
         return encoder
 

@@ -107,8 +107,8 @@ def planned_round(
         if privacy.target_epsilon is None:
             if site.real and not once and privacy.noisy and train.batch_size > n:
                 raise UsageError(
-                    f"train.batch_size = {train.batch_size} exceeds its {n} {privacy.unit}s, by which noisy sums of "
-                    f"gradients are divided; use {n} or less"
+                    f"train.batch_size = {train.batch_size} exceeds this site's {n} training {privacy.unit}s "
+                    f"(noisy gradient sums are divided by it); use {n} or less"
                 )
             plan = round_of(batch_size=n if once else train.batch_size, sigma=privacy.sigma)
             if site.real and spends(pipeline):

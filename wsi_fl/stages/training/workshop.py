@@ -142,7 +142,7 @@ def brought(site: Site, party: Party) -> Brought:
 _COMPARED = ("privacy", "train", "target", "audit", "topology", "replay")
 """The sections of a pipeline whose settings all sites must share."""
 _OWN = ("topology.graph", "train.input_px")
-"""Those of their settings that sites may have otherwise, or that are compared by what they come to."""
+"""Settings that may differ between sites, or whose effect rather than spelling is compared."""
 
 
 def _settings(pipeline: Pipeline) -> dict[str, Setting]:
