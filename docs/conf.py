@@ -16,4 +16,5 @@ html_title = "wsi-fl"
 html_show_copyright = False
 
 autodoc_typehints = "description"
+autodoc_type_aliases = {"Names": "Names"}  # NumPy's str_ ends in what docutils takes for a link
 autodoc_member_order = "bysource"
