@@ -15,7 +15,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patch_features import FeaturesMeta, PatchFeatures
 from wsi_fl.types import GridSpec
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "worth.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "worth.py"
 
 
 @pytest.fixture(scope="module")
