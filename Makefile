@@ -27,7 +27,7 @@ test: env        ## the whole default test suite: offline, two cores, real MPI r
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --durations=30
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=20 tests/test_flare_methods.py tests/test_flare_faults.py tests/test_folder_line.py tests/test_federation_demo.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=20 tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/stories/test_folder_line.py tests/stories/test_federation_demo.py
 
 check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .

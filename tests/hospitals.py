@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from tests.conftest import make_study
-from tests.opened import Opened
+from conftest import make_study
+from opened import Opened
+
 from wsi_fl.demo.hospitals import free_port
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.making import issued_keys, provision

@@ -14,7 +14,7 @@ from wsi_fl.stages.answers.compare_worth import verdict
 from wsi_fl.stores.bags import BagMeta, BagStore
 from wsi_fl.types import GridSpec
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "worth.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "worth.py"
 
 
 @pytest.fixture(scope="module")

@@ -53,7 +53,7 @@ from wsi_fl.view.tiles import TileReader
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
 TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
 ILL = "patient_000_node_1"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

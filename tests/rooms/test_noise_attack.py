@@ -11,7 +11,7 @@ import torch
 
 from wsi_fl.privacy.cipher import CipherStream
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZES = (200 * 300, 203, 2)
 SIGMA, CLIP, BATCH_SIZE, LR, ADAM_EPS = 3.7, 0.01, 150, 1e-3, 1e-8
 BITS = 42_000

@@ -9,10 +9,10 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import pytest
 from conftest import refused
+from test_comm import release_of
 from typing_extensions import TypedDict
+from wires import NAMES, Federation, Wire
 
-from tests.test_comm import release_of
-from tests.wires import NAMES, Federation, Wire
 from wsi_fl.federation import certificates, relayed
 from wsi_fl.federation.certificates import (
     Identity,

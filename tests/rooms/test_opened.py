@@ -4,8 +4,7 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.opened import Opened, by_strace, opening
+from opened import Opened, by_strace, opening
 
 
 @pytest.mark.parametrize("strace", [True, False])

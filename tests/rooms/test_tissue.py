@@ -15,7 +15,7 @@ from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, tissue_fr
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 
 H, W = 300, 400

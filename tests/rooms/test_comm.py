@@ -139,7 +139,7 @@ RANKS = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_comm import Told, plan_of, release_of, said
 from wsi_fl.federation.comm import MpiComm
 from wsi_fl.federation.message import Outgoing
@@ -202,7 +202,7 @@ def said(message):
 
 def test_ranks_exchange_what_one_process_would_and_wait_no_longer_than_told(tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text(RANKS.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    script.write_text(RANKS.format(tests=[str(p) for p in Path(__file__).parents[:2]], folder=str(tmp_path)))
     command = [
         launch.find_mpiexec(),
         "-n",

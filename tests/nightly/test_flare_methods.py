@@ -5,11 +5,11 @@ from importlib.util import find_spec
 
 import pytest
 from conftest import write_features
+from hospitals import Bed, digests
+from test_folder_line import HEADS, rows_of
+from test_replay import plant
 
 from tests import test_mpcpa
-from tests.hospitals import Bed, digests
-from tests.test_folder_line import HEADS, rows_of
-from tests.test_replay import plant
 
 pytestmark = [
     pytest.mark.slow,

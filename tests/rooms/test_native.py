@@ -146,7 +146,7 @@ def test_pixels_are_openslides_whatever_the_tiles_and_their_colours(tmp_path, ki
 
 
 def test_a_big_slide_of_repeated_tiles_is_one_that_openslide_reads_alike(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     path = tmp_path / "big.tif"
     importlib.import_module("big_slide").write_big_slide(
         path, IMAGE, MPP, size_px=3000, tile_px=240, shared=True

@@ -17,7 +17,7 @@ from wsi_fl.slides.reading import reader, stated
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import UsageError, WsiFlError
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 MPP = 0.5
 IMAGE = np.random.default_rng(0).integers(0, 256, (300, 420, 3), np.uint8)

@@ -27,7 +27,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_lines
 from wsi_fl.types import DiskFull, WsiFlError
 
-PACKAGE = Path(__file__).parents[1] / "wsi_fl"
+PACKAGE = Path(__file__).parents[2] / "wsi_fl"
 ROOT = typer.main.get_command(app)
 WRONG = typer.BadParameter.__mro__[1]
 _COMMAND = re.compile(r"`(wsi-fl [^`]*)`|next: (wsi-fl [^;`]*)|\((wsi-fl [^)]*)\)")

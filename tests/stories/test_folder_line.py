@@ -18,9 +18,9 @@ import fsspec
 import numpy as np
 import pytest
 from conftest import make_study, refused, write_store
+from test_oneshot import HEADS, rows_of
+from test_relayed import NAMES, Federation, rounds_of, together
 
-from tests.test_oneshot import HEADS, rows_of
-from tests.test_relayed import NAMES, Federation, rounds_of, together
 from wsi_fl.federation.comm import PeerLate
 from wsi_fl.federation.folder_line import FolderLine
 from wsi_fl.federation.letters import Writer
@@ -468,7 +468,7 @@ def furnish(study, method, site, k):
         return
     write_store(study, site, seed=k)
     if method == "replay":
-        from tests.test_replay import plant
+        from test_replay import plant
 
         plant(study, site, seed=k)
 
@@ -572,7 +572,11 @@ def charged(study, site):
 
 def start(root, groups):
     (root / "jobs.json").write_text(json.dumps([group.jobs for group in groups]))
-    command = [sys.executable, str(Path(__file__).with_name("folder_hospitals.py")), str(root / "jobs.json")]
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[1] / "folder_hospitals.py"),
+        str(root / "jobs.json"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import make_study
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

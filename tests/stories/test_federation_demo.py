@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import refused
+from opened import Opened
 
-from tests.opened import Opened
 from wsi_fl.demo.children import Place, children
 from wsi_fl.demo.hospitals import federation_demo
 from wsi_fl.types import WsiFlError

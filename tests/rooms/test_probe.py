@@ -224,7 +224,7 @@ def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, tmp_path):
 
 
 def test_damaged_slides_give_no_wrong_pixel(tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "slides_fuzz.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "slides_fuzz.py"
     done = subprocess.run(
         [sys.executable, script, "--files", "25", "--seed", "7"], capture_output=True, text=True, check=False
     )

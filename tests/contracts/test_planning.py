@@ -25,7 +25,7 @@ from wsi_fl.stages.prepare.tile_rows import new_streams
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "data"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 
 CELL = 64

@@ -37,7 +37,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 
-PAGE = Path(__file__).parents[1] / "docs" / "PRIVACY.md"
+PAGE = Path(__file__).parents[2] / "docs" / "PRIVACY.md"
 SITES = ["S0", "S1", "S2", "S3"]
 SECRETS = re.compile(r"accuracy|auroc|loss|seconds|_slide_|_patient_", re.IGNORECASE)
 RECORDER = """

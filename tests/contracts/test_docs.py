@@ -14,7 +14,7 @@ from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.reference import keys, page
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("[!_]*.md"))]
 PAGES += sorted((ROOT / "studies").glob("*.md"))
 FILES = ("csv", "onnx", "json", "jsonl", "toml", "py", "h5", "png", "tif", "html", "safetensors", "head")

@@ -37,7 +37,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.system.locks import locked
 from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 LITE0 = SHARED / "weights" / "tf_efficientnet_lite0.fp16.safetensors"
 SPEC = GridSpec(64, 1.0, 64)
 

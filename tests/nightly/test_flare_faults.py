@@ -8,8 +8,8 @@ import time
 from importlib.util import find_spec
 
 import pytest
+from hospitals import Bed, digests
 
-from tests.hospitals import Bed, digests
 from wsi_fl.privacy.ledger_file import LedgerFile
 from wsi_fl.stages.hospitals.kits.making import provision
 

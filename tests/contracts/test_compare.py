@@ -662,7 +662,7 @@ def test_a_browser_shows_all_of_it_in_legible_letters(tmp_path, width):
 
 
 def test_the_hub_of_a_star_carries_more_with_every_site_and_nobody_in_the_exponential_graph():
-    script = Path(__file__).parents[1] / "benchmarks" / "communication.py"
+    script = Path(__file__).parents[2] / "benchmarks" / "communication.py"
     command = [
         sys.executable,
         script,

@@ -41,7 +41,7 @@ from wsi_fl.system import bulk, jpeg
 from wsi_fl.system.bulk import ALIGNMENT, BulkFile, aligned_empty, pile_in
 from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
 
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPEC = GridSpec(8, 0.5, 4)
 NAMES = ("plain", "two words", "Gewebe ü 组织", "🔬 slide", "per%cent #1", "dots.in.name")
 
@@ -366,7 +366,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_stores import SPEC, pixels_of, table_of
 from wsi_fl.stores.shards import ShardMeta, write_shard
 def slowly():
@@ -378,7 +378,9 @@ write_shard(Path({path!r}), ShardMeta("a", "p", "test", SPEC, ""), table_of("a",
 
 
 def writer(path: Path, pixels: str, before: str = "") -> subprocess.Popen[str]:
-    code = before + WRITER.format(tests=str(Path(__file__).parent), path=str(path), pixels=pixels)
+    code = before + WRITER.format(
+        tests=[str(p) for p in Path(__file__).parents[:2]], path=str(path), pixels=pixels
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -16,7 +16,7 @@ from shapely import affinity
 from wsi_fl.slides.choosing.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
 from wsi_fl.types import WsiFlError
 
-SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "annotations"
+SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="the material beside the project is not there")
 SQUARE = [(0, 0), (100, 0), (100, 100), (0, 100)]
 INNER = [(20, 20), (60, 20), (60, 60), (20, 60)]

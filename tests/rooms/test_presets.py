@@ -25,7 +25,7 @@ from wsi_fl.stages.site.encoders import transform_of
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 LITE0 = SHARED / "weights" / "tf_efficientnet_lite0.fp16.safetensors"
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PUBLISHED = {  # parameters, tensors and some shapes, as the sources in docs/encoders.md imply them
     "uni": (303350784, 342, {"pos_embed": (1, 197, 1024), "blocks.23.ls2.gamma": (1024,)}),

@@ -2,9 +2,9 @@
 
 import pytest
 from conftest import metrics
+from test_folder_line import SITES, Group, start
+from test_oneshot import HEADS
 
-from tests.test_folder_line import SITES, Group, start
-from tests.test_oneshot import HEADS
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS, applied
 from wsi_fl.privacy.ledger_file import LedgerFile

@@ -5,9 +5,9 @@ import subprocess
 from importlib.util import find_spec
 
 import pytest
+from hospitals import Bed, digests
+from opened import opening
 
-from tests.hospitals import Bed, digests
-from tests.opened import opening
 from wsi_fl.privacy.ledger_file import LedgerFile
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
