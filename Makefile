@@ -24,10 +24,13 @@ federation-demo: .venv/.flare  ## a server and four hospitals as processes: kits
 	@touch $@
 
 test: env        ## the whole default test suite: offline, two cores, real MPI ranks included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --durations=30
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder --durations=30
 
 test-hospitals: .venv/.flare  ## the slow tests between hospitals: every method, every fault, over NVIDIA FLARE and a folder
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=20 tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/stories/test_folder_line.py tests/stories/test_federation_demo.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=20 tests/nightly/test_flare_methods.py tests/nightly/test_flare_faults.py tests/stories/test_folder_line.py tests/stories/test_federation_demo.py tests/contracts/test_drain.py
+
+test-nightly: .venv/.flare  ## all slow tests: those between hospitals, torture, fuzz, kills, walks over budgets
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder -m slow --durations=30
 
 check: env       ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
@@ -59,4 +62,4 @@ wheelhouse:      ## all wheels for a hospital without internet, and an installat
 clean:           ## remove the environment, the demos and the wheels
 	rm -rf .venv demo federation-demo docs/_build wheelhouse
 
-.PHONY: help env demo federation-demo test test-hospitals check docs bench wheelhouse clean
+.PHONY: help env demo federation-demo test test-hospitals test-nightly check docs bench wheelhouse clean

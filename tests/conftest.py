@@ -4,13 +4,12 @@ import atexit
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import hypothesis
 import numpy as np
 import pytest
 
-from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.stores.checksums import seal
 from wsi_fl.stores.contents import PIXELS
@@ -28,7 +26,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.study.generating import Synthesis
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
@@ -37,12 +35,45 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(
     prefix="wsi-fl-state-"
 )  # heads of ledgers, gone with the tests
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
-hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("untimed")
 os.fsync = lambda descriptor: None
 """Tests kill processes, which loses nothing that was written; they never cut the power."""
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell's background jobs ignore it, and the commands that tests interrupt would inherit that."""
+
+
+SECONDS = {"slow": 3600, "story": 60, "": 3}
+"""Of a quiet processor, children's with it, that a test may take by its marker, or without one."""
+
+
+def _processor_seconds() -> float:
+    spent = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in spent)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What lies in `stories/` is a story, and what lies in `nightly/` is slow; the longest begin first."""
+    markers = {"nightly": "slow", "stories": "story"}
+    for item in items:
+        if marker := markers.get(item.path.parent.name):
+            item.add_marker(marker)
+    rooms = [*markers, "contracts"]
+    items.sort(key=lambda item: (*rooms, item.path.parent.name).index(item.path.parent.name))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test that takes more than its share fails; twice that counts, for a busy machine is a slow one."""
+    before = _processor_seconds()
+    result = yield
+    limit = next(SECONDS[name] for name in SECONDS if not name or item.get_closest_marker(name))
+    spent = _processor_seconds() - before
+    assert spent <= 2 * limit, (
+        f"it took {spent:.1f} s of processor, more than {limit} s: make it smaller or mark it"
+    )
+    return result
 
 
 def planned(n, batch_size, epochs=1, **terms):
@@ -262,44 +293,6 @@ def wsi_fl(monkeypatch):
             finally:
                 os.umask(before)
         return subprocess.CompletedProcess(arguments, code, said.getvalue(), told.getvalue())
-
-    return run
-
-
-@pytest.fixture
-def as_ranks(monkeypatch):
-    """Does a piece of work in n threads that take each other for ranks of MPI; returns what each returned or raised."""
-
-    def run(n, work):
-        barrier, me, told = threading.Barrier(n, timeout=60), threading.local(), [()] * n
-
-        class Comm:
-            running = tuple(range(n))
-
-            def __init__(self, *_):
-                self.sites = (me.rank,)
-
-            def gather(self, documents, kind):
-                told[me.rank] = [encoded(one, kind, me.rank) for one in documents]
-                barrier.wait()
-                found = [decoded(text, kind, k) for k, texts in enumerate(told) for text in texts]
-                barrier.wait()
-                return found
-
-            def abort(self, code=1):
-                barrier.abort()
-
-        def as_rank(k):
-            me.rank = k
-            try:
-                return work()
-            except (SystemExit, WsiFlError) as end:
-                return end
-
-        with monkeypatch.context() as patch, ThreadPoolExecutor(n) as threads:
-            patch.setattr("wsi_fl.stages.work.job.launched_ranks", lambda: n)
-            patch.setattr("wsi_fl.federation.comm.MpiComm", Comm)
-            return list(threads.map(as_rank, range(n)))
 
     return run
 

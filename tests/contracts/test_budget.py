@@ -331,6 +331,7 @@ def test_a_real_hospital_does_not_become_a_simulated_one(hospital):
 PER_PATIENT = ("privacy.unit='patient'", "privacy.target_epsilon=1.5")
 
 
+@pytest.mark.story
 def test_a_simulated_pilot_binds_no_hospital_to_its_unit(hospital):
     rewrite(hospital, "real = true", "real = false")
     per_row = row(run(hospital))["epsilon"]

@@ -249,6 +249,7 @@ def test_sampling_waits_for_a_passed_check(study):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_bit_for_bit(study, tmp_path):
     """SIGKILL between checkpoints, then the same command; against a training that nobody disturbed."""
     more = ["ddpm.steps=12", "ddpm.checkpoint_every=3"]

@@ -34,6 +34,7 @@ class Turns(Group):
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoils", "again"), [(4, 2), pytest.param(6, 13, marks=pytest.mark.slow)], ids=["7", "20"]
 )

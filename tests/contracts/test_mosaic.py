@@ -208,7 +208,8 @@ def test_mosaics_do_not_depend_on_threads_or_the_run(archive, monkeypatch):
     assert first.kept_l0.shape == (len(first.mosaic.rows), 2)
 
 
-@pytest.mark.parametrize("after", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0, 3])
 def test_killed_at_any_moment_and_started_again_gives_the_same_bytes(study, calm, weights, after):
     command = [sys.executable, "-m", "wsi_fl", "mosaic", "--site", "C1"]
     command += [part for value in settings(weights) for part in ("--set", value)]

@@ -290,6 +290,7 @@ def plan_of_store(rounds):
     return accounting.plan(36, 8, rounds, 4.0, 0.7)
 
 
+@pytest.mark.story
 def test_ranks_of_two_hospitals_score_each_other(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2, site_extra=ALLOWED)
     summary = train(study, method="proxyfl", overrides=["train.rounds=1", "privacy.sigma=4"])

@@ -4,12 +4,11 @@ import json
 from importlib.util import find_spec
 
 import pytest
+import test_mpcpa
 from conftest import write_features
 from hospitals import Bed, digests
 from test_folder_line import HEADS, rows_of
 from test_replay import plant
-
-from tests import test_mpcpa
 
 pytestmark = [
     pytest.mark.slow,

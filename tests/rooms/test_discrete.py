@@ -48,17 +48,17 @@ def compare(draws, expected):
 # the sampler
 
 
-@pytest.mark.parametrize("sigma", [0.3, 1.0, Fraction(7, 3), 4.75, 20.5])
+@pytest.mark.parametrize("sigma", [0.3, Fraction(7, 3), 20.5])
 def test_draws_have_the_probabilities_of_the_discrete_gaussian(sigma):
-    draws = discrete_gaussian(sigma, 60_000, CipherStream.seeded(1))
-    assert draws.dtype == np.int64 and draws.shape == (60_000,)
+    draws = discrete_gaussian(sigma, 20_000, CipherStream.seeded(1))
+    assert draws.dtype == np.int64 and draws.shape == (20_000,)
     most = int(12 * sigma) + 3
     assert compare(draws, pmf(sigma, most)) > SURE
     assert abs(draws).max() <= most
 
 
 def test_mean_variance_tails_and_sides_are_right():
-    n, sigma = 60_000, 6.0
+    n, sigma = 20_000, 6.0
     draws = discrete_gaussian(sigma, n, CipherStream.seeded(2))
     x, p = np.arange(-80, 81), pmf(sigma, 80)
     variance = float(p @ x**2)

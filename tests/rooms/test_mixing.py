@@ -46,7 +46,7 @@ def connected_graph(draw):
     return matrix / matrix.sum(axis=0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(connected_graph(), st.integers(0, 10**6))
 def test_without_training_every_site_reaches_the_exact_mean_and_mass_is_conserved(matrix, seed):
     n = len(matrix)
@@ -60,7 +60,7 @@ def test_without_training_every_site_reaches_the_exact_mean_and_mass_is_conserve
         np.testing.assert_allclose(state.z, start.mean(0), atol=2e-4)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(connected_graph(), st.integers(0, 10**6))
 def test_with_training_between_rounds_it_is_the_dense_product_of_the_biased_numerators(matrix, seed):
     """X ← P (X + ΔZ), w ← P w, Z = X / w: the increment enters unscaled."""
@@ -183,7 +183,7 @@ def some_sites(n, seed, n_away):
 cases = given(st.sampled_from(list(GRAPHS)), st.integers(2, 8), st.integers(1, 3), st.integers(0, 10**6))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @cases
 def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(name, n, n_away, seed):
     start, states, leaving, staying = some_sites(n, seed, n_away)
@@ -195,7 +195,7 @@ def test_those_who_stay_reach_the_mean_of_all_when_others_hand_over_and_leave(na
     assert_all_hold(states, staying, start.mean(0))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @cases
 def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(name, n, n_away, seed):
     start, states, away, staying = some_sites(n, seed, n_away)
@@ -214,7 +214,7 @@ def test_those_who_come_back_start_from_their_host_and_reach_the_mean_of_all(nam
     assert_all_hold(states, range(n), start.mean(0))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @cases
 def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_rest(name, n, n_away, seed):
     _, states, crashed, staying = some_sites(n, seed, n_away)
@@ -230,7 +230,7 @@ def test_what_a_crashed_site_held_is_lost_and_the_others_reach_the_mean_of_the_r
     assert_all_hold(states, range(n), x / w)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(3, 7), st.integers(0, 10**6))
 def test_a_graph_from_a_file_reaches_the_mean_of_all_even_if_a_site_leaves_it(n, seed):
     rng = np.random.default_rng(seed)

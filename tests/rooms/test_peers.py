@@ -26,9 +26,9 @@ BROUGHT = fuzz_peers.example_of(Brought) | fuzz_peers.SAMPLES["Brought"]
 
 
 def test_nothing_that_a_peer_may_send_is_more_than_refused():
-    seen = fuzz_peers.fuzz(seed=1, cases=3000)
+    seen = fuzz_peers.fuzz(seed=1, cases=1200)
     for target in fuzz_peers.TARGETS:
-        assert seen[f"{target.__name__} valid"] > 100, seen
+        assert seen[f"{target.__name__} valid"] > 40, seen
     assert seen["fuzz_documents refused"] > 100 < seen["fuzz_messages refused"], seen
 
 
@@ -232,6 +232,7 @@ for make in texts:
 """
 
 
+@pytest.mark.story
 def test_no_document_takes_much_more_memory_than_the_longest_text():
     done = subprocess.run(
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=100, check=False

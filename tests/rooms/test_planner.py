@@ -11,7 +11,7 @@ from wsi_fl.privacy.planner import planned, proposals
 from wsi_fl.types import UsageError
 
 
-@pytest.mark.parametrize("n", [1, 7, 600])
+@pytest.mark.parametrize("n", [1, 600])
 @pytest.mark.parametrize("target", [1.0, 8.0])
 def test_a_plan_spends_the_budget_and_never_more(n, target):
     way = planned(n, 20, target, 1e-5, clip=0.7)

@@ -223,6 +223,7 @@ def test_tile_sets_a_lying_slide_aside_and_goes_on(archive, tmp_path):
     assert aside["slide"] == "lie" and "SIGABRT" in aside["reason"] and row["patches"] > 0
 
 
+@pytest.mark.slow
 def test_damaged_slides_give_no_wrong_pixel(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "slides_fuzz.py"
     done = subprocess.run(

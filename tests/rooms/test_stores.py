@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import io
-import os
 import resource
 import shutil
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.stores.checksums import seal
-from wsi_fl.stores.contents import PIXELS, SlideSource
+from wsi_fl.stores.contents import SlideSource
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import (
@@ -37,9 +30,8 @@ from wsi_fl.stores.shards import (
     write_shard,
     write_streams,
 )
-from wsi_fl.system import bulk, jpeg
-from wsi_fl.system.bulk import ALIGNMENT, BulkFile, aligned_empty, pile_in
-from wsi_fl.types import CLASSES, DiskFull, GridSpec, PatchTable, WsiFlError
+from wsi_fl.system import jpeg
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPEC = GridSpec(8, 0.5, 4)
@@ -119,20 +111,6 @@ def test_rows_come_in_the_order_asked_for_with_repeats(odd_names, rows, packed):
     np.testing.assert_array_equal(found, odd_names[2][rows])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=5), batch=st.integers(1, 6))
-def test_pixels_may_come_in_batches_of_any_size(tmp_path_factory, counts, batch):
-    folder = tmp_path_factory.mktemp("batches")
-    for seed, n in enumerate(counts):
-        pixels = pixels_of(n, seed)
-        meta = ShardMeta(f"s{seed}", "p", "train", SPEC, "")
-        batches = [pixels[k : k + batch] for k in range(0, n, batch)]
-        write_shard(folder / f"{seed}.h5", meta, table_of(f"s{seed}", n), batches)
-        with h5py.File(folder / f"{seed}.h5") as file:
-            np.testing.assert_array_equal(file["pixels"][:], pixels)
-            assert file["pixels"].chunks == (1, 8, 8, 3) and file["pixels"].compression is None
-
-
 def test_missing_shard_raises_and_never_reads_black(tmp_path):
     path, pixels = make_store(tmp_path, {"a": 3, "b": 2})
     (tmp_path / "slides" / "a.h5").unlink()
@@ -163,21 +141,6 @@ def test_truncated_shard_raises(tmp_path, keep):
     with PatchStore(path) as store, pytest.raises(WsiFlError) as caught:
         store.read(np.arange(40))
     one_line(caught, "slide a", "damaged")
-
-
-def test_shard_without_some_of_its_patches_raises(tmp_path):
-    """Chunks that were never written read as zeros through HDF5: here they are an error."""
-    path, _ = make_store(tmp_path, {"a": 4})
-    with h5py.File(tmp_path / "slides" / "a.h5", "a") as file:
-        whole = file["pixels"][:]
-        del file["pixels"]
-        dataset = file.create_dataset("pixels", whole.shape, np.uint8, chunks=(1, 8, 8, 3))
-        dataset[:3] = whole[:3]
-    with PatchStore(path) as store:
-        np.testing.assert_array_equal(store.read(np.arange(3)), whole[:3])
-        with pytest.raises(WsiFlError) as caught:
-            store.read(np.array([3]))
-    one_line(caught, "slide a", "patch 3", "damaged")
 
 
 @pytest.mark.parametrize("change", ["other rows", "other labels", "fewer rows", "other grid"])
@@ -224,55 +187,10 @@ def test_store_of_another_version_or_format_is_refused_in_one_line(tmp_path, att
     one_line(caught, str(path), *words)
 
 
-def test_shard_of_a_newer_version_is_refused(tmp_path):
-    path, _ = make_store(tmp_path, {"a": 2})
-    spoil(tmp_path / "slides" / "a.h5", version=7)
-    with PatchStore(path) as store, pytest.raises(WsiFlError) as caught:
-        store.read(np.array([0]))
-    one_line(caught, "a.h5", "version 7")
-
-
-@pytest.mark.parametrize("content", [b"", b"not HDF5 at all\n" * 100, b"\x89HDF\r\n\x1a\n" + bytes(500)])
-def test_file_that_is_no_store_is_refused_in_one_line(tmp_path, content):
-    path = tmp_path / "patches.h5"
-    path.write_bytes(content)
-    with pytest.raises(WsiFlError) as caught:
-        PatchStore(path)
-    one_line(caught, str(path), "HDF5")
-
-
-@pytest.mark.parametrize("lost", ["xy_l0", "label", "slide", "split", "classes", "mpp"])
-def test_store_without_a_column_or_attribute_is_called_damaged(tmp_path, lost):
-    path, _ = make_store(tmp_path, {"a": 2})
-    with h5py.File(path, "a") as file:
-        del (file if lost in file else file.attrs)[lost]
-    with pytest.raises(WsiFlError) as caught:
-        PatchStore(path)
-    one_line(caught, str(path), "damaged")
-
-
-def test_store_with_an_unknown_split_is_refused(tmp_path):
-    path, _ = make_store(tmp_path, {"a": 2})
-    with h5py.File(path, "a") as file:
-        file["split"][0] = b"tests"
-    with pytest.raises(WsiFlError) as caught:
-        PatchStore(path)
-    one_line(caught, "'tests'", "train, val, test")
-
-
 def test_absent_store_says_which_command_makes_it(tmp_path):
     with pytest.raises(WsiFlError) as caught:
         PatchStore(tmp_path / "patches.h5")
     one_line(caught, str(tmp_path), "wsi-fl tile")
-
-
-def test_moved_store_reads_the_same(tmp_path, monkeypatch):
-    _, pixels = make_store(tmp_path / "here", {"a": 3, "b ü": 2})
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    monkeypatch.chdir(tmp_path / "there")
-    for path in (tmp_path / "there" / "patches.h5", Path("patches.h5")):
-        with PatchStore(path) as store:
-            np.testing.assert_array_equal(store.read(np.arange(5)), pixels)
 
 
 def test_packed_store_needs_nothing_else(tmp_path):
@@ -281,15 +199,6 @@ def test_packed_store_needs_nothing_else(tmp_path):
     shutil.rmtree(tmp_path / "C1")
     with PatchStore(tmp_path / "C1.h5") as store:
         np.testing.assert_array_equal(store.read(np.arange(5)[::-1]), pixels[::-1])
-
-
-def test_store_that_lacks_a_shard_is_not_packed(tmp_path):
-    path, _ = make_store(tmp_path, {"a": 3, "b": 2})
-    (tmp_path / "slides" / "b.h5").unlink()
-    with pytest.raises(WsiFlError, match="slide b is missing"):
-        pack(path, tmp_path / "packed.h5")
-    assert not (tmp_path / "packed.h5").exists()
-    assert {p.name for p in tmp_path.iterdir()} == {"patches.h5", "slides"}
 
 
 def open_files() -> list[str]:
@@ -309,15 +218,6 @@ def test_three_hundred_slides_read_where_the_system_allows_64_open_files(tmp_pat
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     np.testing.assert_array_equal(found, pixels[rows])
-
-
-def test_closed_store_holds_no_file_open(tmp_path):
-    path, _ = make_store(tmp_path, {"a": 1, "b": 1})
-    before = open_files()
-    with PatchStore(path) as store:
-        store.read(np.array([0, 1]))
-        assert len(open_files()) > len(before)
-    assert open_files() == before
 
 
 class Interrupted(Exception):
@@ -357,11 +257,6 @@ def test_pixels_that_do_not_fit_the_columns_are_refused(tmp_path, batches, words
     assert list(tmp_path.iterdir()) == []
 
 
-def test_shard_of_no_patch_is_refused(tmp_path):
-    with pytest.raises(WsiFlError, match="at least one patch"):
-        write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 0), [])
-
-
 WRITER = """
 import sys, time
 from pathlib import Path
@@ -386,15 +281,6 @@ def writer(path: Path, pixels: str, before: str = "") -> subprocess.Popen[str]:
     )
 
 
-def test_killed_writer_leaves_the_old_shard(tmp_path):
-    shard = add_shard(tmp_path, "a", 3)
-    before = shard.read_bytes()
-    with writer(shard, "slowly()") as process:
-        assert process.stdout is not None and process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-    assert shard.read_bytes() == before
-
-
 @pytest.mark.parametrize("limit_bytes", [500, 6_000, 15_000])
 def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_bytes):
     shard = add_shard(tmp_path, "a", 3)
@@ -411,84 +297,6 @@ def test_full_disk_ends_in_one_line_and_keeps_the_old_shard(tmp_path, limit_byte
     assert str(shard) in error.strip().split("\n")[-1]
     assert shard.read_bytes() == before
     assert [p.name for p in shard.parent.iterdir()] == ["a.h5"]
-
-
-def test_no_space_left_is_one_line_whatever_wraps_it(tmp_path):
-    def full():
-        yield pixels_of(1)
-        try:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise RuntimeError("a library's own words") from error
-
-    with pytest.raises(WsiFlError) as caught:
-        write_shard(tmp_path / "a.h5", ShardMeta("a", "p", "train", SPEC, ""), table_of("a", 3), full())
-    one_line(caught, "a.h5", "disk is full")
-
-
-def left_to_the_c_library(descriptor: int, offset: int, n: int) -> None:
-    """What glibc does where the file system (NFS) allocates nothing itself."""
-    for at in range(offset, offset + n, 4096):
-        if os.pread(descriptor, 1, at) in (b"", b"\0"):
-            os.pwrite(descriptor, b"\0", at)
-
-
-def not_offered(descriptor: int, offset: int, n: int) -> None:
-    raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-
-@pytest.mark.parametrize("allocation", [left_to_the_c_library, not_offered])
-def test_file_systems_that_allocate_nothing_hold_shards_all_the_same(tmp_path, monkeypatch, allocation):
-    monkeypatch.setattr(os, "posix_fallocate", allocation)
-    folder, pixels = tmp_path / "slides", pixels_of(3)
-    write_shard(folder / "a.h5", META, table_of("a", 3), [pixels])
-    write_columns(tmp_path / "patches.h5", StoreMeta("S", CLASSES, SPEC), [folder / "a.h5"])
-    with PatchStore(tmp_path / "patches.h5") as store:
-        assert (store.read(np.arange(3)) == pixels).all()
-
-
-def test_direct_writes_that_end_half_way_are_done_again_by_the_page_cache(tmp_path, monkeypatch):
-    """Some file systems take a direct write in parts, and refuse the rest as unaligned."""
-    whole, refused = os.pwrite, []
-
-    def some(descriptor: int, data: memoryview, offset: int) -> int:
-        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-            if offset % ALIGNMENT:
-                refused.append(offset)
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            data = data[:1000]
-            return len(data)  # lost, as far as the page cache knows
-        return whole(descriptor, data, offset)
-
-    pixels = aligned_empty((3, 64, 64, 4))
-    pixels[...] = np.random.default_rng(0).integers(0, 256, pixels.shape, np.uint8)
-    path = tmp_path / "file"
-    path.write_bytes(bytes(pixels.nbytes))
-    monkeypatch.setattr(os, "pwrite", some)
-    with BulkFile(path, pixels.nbytes) as file:
-        if file._direct is None:
-            pytest.skip("the file system has no direct writes")
-        for k, patch in enumerate(pixels):
-            file.write(patch, k * patch.nbytes)
-    assert refused == [1000]
-    assert path.read_bytes() == pixels.tobytes()
-
-
-@pytest.mark.parametrize("offset", [0, 4096, 77])
-@pytest.mark.parametrize("lengths", [[], [0, 1], [4096], [5000, 1, 4096 * 2, 70], [40_000], [4096] * 9])
-def test_a_pile_gives_back_what_was_put_on_it(tmp_path, monkeypatch, lengths, offset):
-    monkeypatch.setattr(bulk, "_PIECE_BYTES", 4096)
-    monkeypatch.setattr(bulk, "_MEMORY_BYTES", 8192)
-    path, rng = tmp_path / "f", np.random.default_rng(0)
-    parts = [rng.bytes(n) for n in lengths]
-    path.touch()
-    with pile_in(tmp_path) as pile:
-        for part in parts:
-            pile.write(part)
-        with BulkFile(path, offset + sum(lengths)) as file:
-            file.write_pile(pile, offset)
-    assert path.read_bytes()[offset:] == b"".join(parts)
-    assert [one.name for one in tmp_path.iterdir()] == ["f"]
 
 
 META = ShardMeta("a", "p", "train", SPEC, "hash")
@@ -515,35 +323,6 @@ def test_fingerprint_tells_every_parameter_apart(tmp_path, meta):
     assert why_stale(tmp_path / "a.h5", META, table) is None
     assert why_stale(tmp_path / "a.h5", meta, table) == "parameters or slide changed"
     assert why_stale(tmp_path / "b.h5", META, table) == ""
-
-
-@pytest.mark.parametrize("column", ["xy_l0", "label", "tumor_fraction"])
-@pytest.mark.parametrize("row", [0, 2])
-def test_fingerprint_tells_every_column_apart(column, row):
-    table = table_of("a", 3)
-    values = getattr(table, column).copy()
-    values[row] = values[row] + 1
-    assert fingerprint(META, replace(table, **{column: values})) != fingerprint(META, table)
-    assert fingerprint(META, table.take(np.array([0, 1]))) != fingerprint(META, table)
-
-
-def test_damaged_shard_is_not_current(tmp_path):
-    (tmp_path / "a.h5").write_bytes(b"half a shard")
-    assert "damaged" in why_stale(tmp_path / "a.h5", META, table_of("a", 3))
-
-
-def test_columns_and_shards_of_different_grids_do_not_mix(tmp_path):
-    shard = add_shard(tmp_path, "a", 2)
-    with pytest.raises(WsiFlError, match="another grid"):
-        write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, GridSpec(8, 1.0, 4)), [shard])
-    assert not (tmp_path / "patches.h5").exists()
-
-
-def test_store_of_no_slide_opens_empty(tmp_path):
-    table = write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [])
-    with PatchStore(tmp_path / "patches.h5") as store:
-        assert len(store) == len(table) == 0 and store.slides == []
-        assert store.read(np.empty(0, np.int64)).shape == (0, 8, 8, 3)
 
 
 def test_same_content_is_the_same_bytes(tmp_path):
@@ -580,18 +359,6 @@ def test_streams_come_back_decoded_linked_and_packed(tmp_path):
             assert store.channels == 3
             np.testing.assert_array_equal(store.read(rows), pixels[rows])
             assert b"".join(streams_of(7)) == store.shard("a")["bytes"][:].tobytes()
-
-
-def test_a_disk_that_fills_while_streams_wait_is_named(tmp_path, monkeypatch):
-    class Full(io.BytesIO):
-        def write(self, data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(bulk, "_MEMORY_BYTES", 256)
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: Full())
-    with pytest.raises(DiskFull, match="disk is full"):
-        make_streams(tmp_path, {"a": 7})
-    assert not [one for one in tmp_path.rglob("*") if one.is_file()]
 
 
 def test_a_site_may_mix_raw_native_and_new_streams(tmp_path):
@@ -665,14 +432,6 @@ def test_a_store_without_pixels_reads_through_whoever_reads_slides(tmp_path):
         rows = np.array([2, 0, 3, 2])
         assert store.read(rows)[:, 0, 0, 0].tolist() == (store.table.xy_l0[rows, 0] % 251).tolist()
     assert asked == [(source, SPEC)]
-
-
-@pytest.mark.parametrize("wanted", ["native", "jpeg:90", "jpeg:91", "none"])
-def test_fingerprint_tells_storages_apart(wanted):
-    others = {"raw", "native", "jpeg:90", "jpeg:91", "none"} - {wanted}
-    table = table_of("a", 3)
-    of = {name: fingerprint(replace(META, wanted=name), table) for name in (wanted, *others)}
-    assert len(set(of.values())) == 5
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -761,55 +520,3 @@ def test_shards_that_changed_places_are_refused_though_their_columns_are_equal(t
     (tmp_path / "x").rename(second)
     refuses(tmp_path, "a")
     refuses(tmp_path, "b")
-
-
-@pytest.mark.parametrize("image", [False, True])
-def test_a_shard_of_another_store_or_time_is_refused_though_its_columns_are_equal(tmp_path, image):
-    ours, _ = twins(tmp_path / "C1", image=image)
-    twins(tmp_path / "C2", image=image)
-    write_shard(
-        ours,
-        ShardMeta(ours.stem, ours.stem, "train", SPEC, ""),
-        replace(table_of("a", 4), slide=np.full(4, ours.stem), patient=np.full(4, ours.stem)),
-        [pixels_of(4, seed=5)],
-    )
-    refuses(tmp_path / "C1", ours.stem)
-    shutil.copy(tmp_path / "C2" / "slides" / ours.name, ours)
-    with PatchStore(tmp_path / "C1" / "patches.h5") as store:
-        assert store.verify(ours.stem) == []
-
-
-@pytest.mark.parametrize("attribute", ["slide", "patient", "split"])
-def test_a_shard_that_says_another_slide_patient_or_split_is_refused(tmp_path, attribute):
-    """One without pixels, whose checksum would tell."""
-    shard = tmp_path / "slides" / "a.h5"
-    source = SlideSource("a", "slides/a.tif", "hash", None, "auto")
-    table = replace(table_of("a", 4), patient=np.full(4, META.patient))
-    write_positions(shard, replace(META, wanted="none"), table, source)
-    write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
-    with h5py.File(shard, "r+") as file:
-        file.attrs[attribute] = "val"
-        seal(file, PIXELS)
-    refuses(tmp_path, "a")
-
-
-def test_a_packed_store_knows_its_shards(tmp_path):
-    twins(tmp_path / "C1")
-    pack(tmp_path / "C1" / "patches.h5", tmp_path / "patches.h5")
-    with h5py.File(tmp_path / "patches.h5", "r+") as file:
-        slides = file["slides"]
-        for name in ("pixels", "crc32"):
-            one, other = slides["a"][name][:], slides["b"][name][:]
-            slides["a"][name][...], slides["b"][name][...] = other, one
-    refuses(tmp_path, "b")
-
-
-def test_columns_are_not_copied_from_a_damaged_shard(tmp_path):
-    shard, _ = twins(tmp_path)
-    whole = (tmp_path / "patches.h5").read_bytes()
-    with h5py.File(shard, "r+") as file:
-        file["label"][0] ^= 1
-    with pytest.raises(WsiFlError) as caught:
-        write_columns(tmp_path / "patches.h5", StoreMeta("C1", CLASSES, SPEC), [shard])
-    one_line(caught, "a.h5", "damaged", "again")
-    assert (tmp_path / "patches.h5").read_bytes() == whole

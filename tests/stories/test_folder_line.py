@@ -797,7 +797,7 @@ def test_two_processes_of_a_study_do_not_take_part_at_once(tmp_path, federation)
 @pytest.mark.slow
 def test_generators_travel_over_a_folder_as_in_one_process(tmp_path, federation):
     """Method mpcpa: denoisers up, packages down, classifiers up."""
-    from tests import test_mpcpa
+    import test_mpcpa
 
     (tmp_path / "share").mkdir()
     study = test_mpcpa.make_study(tmp_path / "one")

@@ -189,8 +189,8 @@ def test_a_broken_model_is_rejected_and_training_goes_on(study, monkeypatch, met
 
 
 def test_honest_models_are_never_rejected(study):
-    for method in ("proxyfl", "fedavg", "cwt"):
-        summary = local(study, method, "train.rounds=8", "train.lr=0.05")
+    for method in ("proxyfl", "fedavg"):
+        summary = local(study, method, "train.rounds=4", "train.lr=0.05")
         assert [row["rejected"] for row in summary["sites"]] == [0, 0, 0, 0]
 
 
@@ -240,8 +240,8 @@ def wait_for_round(study, number, site, run="00001-proxyfl-small"):
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
 def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign):
     study = make_study(tmp_path / "study", n_sites=3)
-    job = started(study, "train.rounds=12", timeout_s=3)
-    wait_for_round(study, 3, "S2")
+    job = started(study, "train.rounds=6", timeout_s=3)
+    wait_for_round(study, 2, "S2")
     os.kill(pid_of(study.runs / "00001-proxyfl-small", 2, n=3), sign)
     out, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
@@ -249,13 +249,13 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     assert summary["lost"] == ["S2"]
     (loss,) = summary["losses"]
     assert loss["site"] == "S2"
-    assert 3 <= loss["round"] <= 12
+    assert 2 <= loss["round"] <= 6
     assert ("SIGKILL" if sign == signal.SIGKILL else "no sign of life") in loss["reason"]
     assert f"S2 was lost in round {loss['round']}" in err
     assert [row["site"] for row in summary["sites"]] == ["S0", "S1"]
     for row in summary["sites"]:
-        assert row["rounds"] == 12
-        assert row["epsilon"] == pytest.approx(spent(12))
+        assert row["rounds"] == 6
+        assert row["epsilon"] == pytest.approx(spent(6))
     document = evaluate(study, summary["run"])
     assert [row["site"] for row in document["sites"]] == ["S0", "S1"]
     assert document["sites"][0]["n"] == 36  # the merged test set stays whole
@@ -264,7 +264,7 @@ def test_a_lost_rank_is_named_the_others_finish_and_it_comes_back(tmp_path, sign
     assert back["lost"] == []
     assert [row["site"] for row in back["sites"]] == study.site_names()
     lost = back["sites"][2]
-    assert lost["rounds"] == len(metrics(study.root / back["run"], "S2")) >= 3
+    assert lost["rounds"] == len(metrics(study.root / back["run"], "S2")) >= 2
     assert lost["epsilon"] >= spent(lost["rounds"]) - 1e-6  # a round on its account may never have been sent
     assert evaluate(study, back["run"])["sites"][2]["site"] == "S2"
 
@@ -457,15 +457,12 @@ def test_a_site_that_nobody_waits_for_finishes_on_its_own(study, monkeypatch, me
     assert [row["rounds"] for row in resume(study, "1", backend="local")["sites"]] == [3, 3, 3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "overrides"),
     [
         ("proxyfl", ()),
         ("fedavg", ("privacy.enabled=false", "topology.self_weight=0.5")),
-        pytest.param("fedavg", (), marks=pytest.mark.slow),
-        pytest.param(
-            "proxyfl", ("privacy.enabled=false", "topology.self_weight=0.5"), marks=pytest.mark.slow
-        ),
     ],
 )
 def test_who_was_away_for_long_is_no_stranger(study, monkeypatch, method, overrides):

@@ -608,6 +608,7 @@ print(status.split("VmHWM:")[1].split()[0])
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_slides(tmp_path):
     """Resident memory while planning, choosing and linking 40 and 400 slides of 2 000 patches each."""
     peaks = []

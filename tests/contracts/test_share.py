@@ -15,7 +15,7 @@ from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import train
 
-PACKAGE = Path(__file__).parents[1] / "wsi_fl"
+PACKAGE = Path(__file__).parents[2] / "wsi_fl"
 GOSSIP = Method(
     "Gossip", "models are whispered on", COMMON_WITH_DP, supervised, shares=(Share("model", "random"),)
 )

@@ -20,7 +20,7 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.types import WsiFlError
 
-PAGE = (Path(__file__).parents[1] / "docs" / "plugins.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
 TOML, PYTHON = (re.search(rf"```{kind}\n(.+?)```", PAGE, re.DOTALL)[1] for kind in ("toml", "python"))
 PROJECT = tomllib.loads(TOML)["project"]
 
