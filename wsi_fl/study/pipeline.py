@@ -202,15 +202,6 @@ class Predict(Section):
     """Number of highest patches whose mean is a slide's score."""
 
 
-class Report(Section):
-    """What is written of a run besides its own files."""
-
-    without_effect = ("",)
-    trackers: list[Literal["tensorboard", "mlflow"]] = Field([])
-    """Trackers that get the metrics of every site when a run ends, as local files in its folder `tracking/`. Each needs
-    the extra of its name; nothing is sent anywhere."""
-
-
 class Pipeline(Section):
     """One study: what is done, with which settings."""
 
@@ -241,7 +232,6 @@ class Pipeline(Section):
     mpcpa: Mpcpa = Mpcpa()
     lpips: Lpips = Lpips()
     replay: Replay = Replay()
-    report: Report = Report()
 
     _sites_once = field_validator("sites")(refuse_twice)
 

@@ -14,7 +14,6 @@ from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import LINEAR, Party
 from wsi_fl.stages.site.sums import RUN, missing_release
-from wsi_fl.stages.training.tracking import require_trackers
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import Allowed, SiteFile
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
@@ -68,7 +67,6 @@ def check(party: Party, backend: str, *, stores: bool = True, told: bool = False
     _check_division(party)
     _check_heads(party)
     _check_target(party)
-    require_trackers(pipeline.report.trackers)
     _check_shared_noise(party)
     if pipeline.audit.canaries and (row.bare or row.generated):
         raise UsageError(

@@ -30,7 +30,6 @@ from wsi_fl.stages.training.checks import check_budgets, sites_here
 from wsi_fl.stages.training.going_on import naming_resume
 from wsi_fl.stages.training.material import remember_canaries
 from wsi_fl.stages.training.summary import Row, row_of, summary_of
-from wsi_fl.stages.training.tracking import track
 from wsi_fl.stages.training.workshop import assemble, brought, schedule_of
 from wsi_fl.stages.work.console import Discreet, Events, Quiet, Silent, Watcher, emit
 from wsi_fl.study.folder import Study
@@ -53,7 +52,6 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
         rows = _train(party, comm, watcher)
     summary = summary_of(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
-        track(run, party.pipeline.report.trackers, watcher)
         run.write_summary(summary)
     return summary
 
