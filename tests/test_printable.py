@@ -44,7 +44,7 @@ def test_a_line_for_people_has_no_escapes(terminal):
 
 
 def test_a_table_has_no_escapes_and_takes_no_orders(capsys):
-    console.print_table(EVIL, [EVIL, "b"], [["x", EVIL]])
+    console.render([console.Table(EVIL, [EVIL, "b"], [["x", EVIL]])])
     assert shown(capsys.readouterr().err).count("[bold red]C1[/]") == 3
 
 

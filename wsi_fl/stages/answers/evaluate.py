@@ -20,14 +20,14 @@ from wsi_fl.learning.tasks import Task
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
 from wsi_fl.report.words import SCORES, SHORT, number
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_of, print_between
+from wsi_fl.stages.answers.between import between_lines, between_of
 from wsi_fl.stages.answers.outside import outside
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -195,8 +195,8 @@ def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Pr
     )
 
 
-def print_evaluation(document: dict[str, Any]) -> None:
-    """Print a row per site, then mean ± sd."""
+def evaluation_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per site, then mean ± sd."""
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])
     whose = "models" if several else "private models"
@@ -222,16 +222,16 @@ def print_evaluation(document: dict[str, Any]) -> None:
             None,
             ["mean ± sd", "", *(f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)],
         ]
-    print_table(f"{whose} on the {where} ({document['examples']})", headings, rows)
+    yield Table(f"{whose} on the {where} ({document['examples']})", headings, rows)
     if together := document["aggregated"]:
         one = together["rules"][together["rule"]]
-        say(
+        yield Line(
             f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
         )
     if document["parts"]:
         reached = {name: part[first] for name, part in document["parts"].items()}
         spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
-        say(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
+        yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
     if document["between"]:
-        print_between(document["between"])
-    say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
+        yield from between_lines(document["between"])
+    yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
