@@ -8,7 +8,7 @@ from rich.console import Console
 
 from wsi_fl import __main__ as program
 from wsi_fl.cli.options import show
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.work import console
 from wsi_fl.types import WsiFlError, printable
 

@@ -25,8 +25,7 @@ from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.terms import Terms
-from wsi_fl.report.between import section
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator, section
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report

@@ -55,10 +55,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    if run.summary() is None:
-        raise WsiFlError(
-            f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
-        )
+    run.finished()
     with Party.of_run(study, run) as party:
         document = _document(party, watcher)
     write_json(run.path / "audit" / "audit.json", document)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wsi_fl.report.model_card import rendered, warning_of
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.leaving import Leaving, asked_for, require_allowed
-from wsi_fl.stages.answers.model_cards import Made, card_of
+from wsi_fl.stages.answers.leaving import Leaving, Made, asked_for, card_of, require_allowed
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import Line, Lines
@@ -49,10 +48,7 @@ def export_model(
         raise UsageError(f"--format {form!r}: of a model use {' or '.join(FORMATS)}")
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    if run.summary() is None:
-        raise WsiFlError(
-            f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
-        )
+    run.finished()
     with Party.of_run(study, run) as party:
         leaving = asked_for(party, called, site)
         require_allowed(leaving, private=private)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.learning.counts import Scores
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.hospitals.asked import KNOWN, asked_for, note_asked, note_ended
 from wsi_fl.stages.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.stages.hospitals.kits.kit import Kit

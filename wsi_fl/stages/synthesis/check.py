@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wsi_fl.models.encoder import encode
 from wsi_fl.report import synthesis as page
-from wsi_fl.report.grids import grid, png_of
+from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.synthesis.kinds import (

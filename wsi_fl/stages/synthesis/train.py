@@ -8,7 +8,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from wsi_fl import __version__
-from wsi_fl.report.grids import grid, png_of
+from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.synthesis.kinds import Course, Document, Kind, Losses
 from wsi_fl.stages.synthesis.synthetic import as_pixels
