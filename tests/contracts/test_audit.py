@@ -33,12 +33,13 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import digest
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers import audit as stage
-from wsi_fl.stages.answers.audit import _attacked, audit, print_audit
+from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
+from wsi_fl.stages.work.console import render
 from wsi_fl.types import Bags, Images, UsageError, Vectors, WsiFlError
 
 # attacks on arrays
@@ -335,7 +336,7 @@ def test_the_report_shows_both_bounds_and_says_what_was_planted(noisy, capsys):
     proxy = models(document, "proxy")[0]["canaries"]
     assert f"at most {proxy['epsilon_upper']:.2f}" in page
     assert document["tested"] in page and document["adjacency"] in page
-    print_audit(document)
+    render(audit_lines(document))
     table = capsys.readouterr().err
     assert f"{proxy['epsilon_upper']:.2f}" in table and "AUROC" in table
     words = " ".join(table.split())

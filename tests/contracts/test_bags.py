@@ -28,9 +28,10 @@ from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.training.plan import dry_run, print_plan
+from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.training.series import train_series
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.console import render
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.toml import dump_toml
@@ -353,7 +354,7 @@ def test_a_store_made_anew_is_noticed_by_its_features_alone(bags):
 
 
 def test_a_dry_run_counts_slides(bags, capsys):
-    print_plan(dry_run(bags, method="proxyfl"))
+    render(plan_lines(dry_run(bags, method="proxyfl")))
     said = capsys.readouterr().err
     assert "S0: 8 training slides" in said
     assert "stores hold patches" not in said

@@ -14,7 +14,7 @@ from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator
 from wsi_fl.report.dossier import render
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.hospitals.dossier.assessment import connections

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from wsi_fl.cli.main import app
 from wsi_fl.federation.certificates import NotTrusted, verified
 from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import approve_request, join, print_requested, provision, request
+from wsi_fl.stages.hospitals.kits.making import approve_request, join, provision, request, requested_lines
 from wsi_fl.stages.hospitals.kits.reach import likely_reason, look
+from wsi_fl.stages.work.console import render
 from wsi_fl.types import WsiFlError
 
 
@@ -203,5 +204,5 @@ def test_over_a_folder_there_is_no_server_to_ask(founded):
 
 
 def test_a_fingerprint_is_printed_letter_by_letter(capfd):
-    print_requested({"file": "request.json", "fingerprint": "1E:CD:AB:50:A"})
+    render(requested_lines({"file": "request.json", "fingerprint": "1E:CD:AB:50:A"}))
     assert "fingerprint of the request: 1E:CD:AB:50:A" in capfd.readouterr().err

@@ -24,12 +24,13 @@ from wsi_fl.stages.hospitals.plans import signed as signed_plans
 from wsi_fl.stages.hospitals.plans.approving import look, sign
 from wsi_fl.stages.hospitals.plans.code import code_digest
 from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
-from wsi_fl.stages.hospitals.plans.showing import cost_words, print_look
+from wsi_fl.stages.hospitals.plans.showing import cost_words, look_lines
 from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
 from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.going_on import Asked, describe_run
-from wsi_fl.stages.training.plan import dry_run, print_plan
+from wsi_fl.stages.training.plan import dry_run, plan_lines
+from wsi_fl.stages.work.console import render
 from wsi_fl.types import Images
 
 SITES = ("S0", "S1", "S2")
@@ -292,7 +293,7 @@ def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, cap
     document = dry_run(study, method="proxyfl", backend="local")
     group = document["sites"][0]["group"]
     assert group["rows"] == 12 and group["epsilon"] == pytest.approx(84.6, abs=0.1)
-    print_plan(document)
+    render(plan_lines(document))
     assert f"{ALL_ROWS}, which is above its max_epsilon = 50" in capsys.readouterr().err
     per_patient = ["privacy.unit='patient'", "train.batch_size=3"]
     document = dry_run(study, method="proxyfl", backend="local", overrides=per_patient)
@@ -302,7 +303,7 @@ def test_a_dry_run_says_what_a_row_s_epsilon_is_worth_to_a_patient(tmp_path, cap
 def test_what_is_allowed_is_named_as_it_is_protected(tmp_path, capsys):
     said = f'{REAL}\nallow = ["scores", "shared"]'
     study = make_study(tmp_path / "study", n_sites=3, site_extra=said)
-    print_look(look(study, made(study, tmp_path), "S0"))
+    render(look_lines(look(study, made(study, tmp_path), "S0")))
     assert "scores without DP; shared noise" in capsys.readouterr().err
 
 
@@ -456,7 +457,7 @@ def test_a_plan_pins_the_keys_that_speak_for_sites(coordinator, tmp_path, identi
 def test_people_are_shown_all_of_each_key_that_they_compare(coordinator, tmp_path, identities, capfd):
     keys = {name: fingerprint(identities[name].certificate) for name in SITES}
     plan = make_plan(coordinator, method="proxyfl", out=tmp_path / "pinned.json", keys=keys)
-    print_look(look(hospital(tmp_path, "S0"), plan, "S0"))
+    render(look_lines(look(hospital(tmp_path, "S0"), plan, "S0")))
     shown = capfd.readouterr().err
     for name, key in keys.items():
         assert f"{name}: {key}\n" in shown

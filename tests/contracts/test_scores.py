@@ -25,13 +25,13 @@ from wsi_fl.privacy import accounting
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.report.between import section
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator, section
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
+from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import resume, train
+from wsi_fl.stages.work.console import render
 from wsi_fl.types import WsiFlError
 
 SITES = ["S0", "S1", "S2"]
@@ -477,7 +477,7 @@ def test_models_that_always_say_the_same_are_no_winners():
 def test_the_report_of_a_run_draws_the_matrix(tmp_path, capsys):
     study = hospitals(tmp_path / "study", S1=REAL)
     folder = run(study, "proxyfl")
-    print_evaluation(evaluate(study, folder.name))
+    render(evaluation_lines(evaluate(study, folder.name)))
     assert "between hospitals" in capsys.readouterr().err
     text = report(study, folder.name).read_text()
     transfer = text.split('id="transfer"')[1].split("</section>")[0]

@@ -7,7 +7,7 @@ from conftest import interrupted_after, make_study, refused, write_store
 
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.compare_runs import opened
+from wsi_fl.stages.answers.compare_runs import Run
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site import account
 from wsi_fl.stages.site.account import planned_round, terms_of
@@ -153,7 +153,7 @@ def test_terms_say_what_a_site_file_and_a_pipeline_say(study):
 
 
 def test_compare_names_the_target_and_not_what_it_replaces(study):
-    runs = [opened(study, study.root / run(study, "privacy.sigma=0")["run"])]
+    runs = [Run.of(study.root / run(study, "privacy.sigma=0")["run"])]
     assert runs[0].dp
     assert runs[0].settings["privacy.target_epsilon"] == 3.0
     assert not {"privacy.sigma", "train.batch_size"} & runs[0].settings.keys()

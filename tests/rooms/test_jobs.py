@@ -13,6 +13,7 @@ from conftest import refused
 from wsi_fl.stages.hospitals import submit as submitting
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.stages.work.console import render
 from wsi_fl.types import UsageError, WsiFlError
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
@@ -191,7 +192,7 @@ def test_status_calls_no_dead_job_running_and_says_why_jobs_failed(asking, kit, 
     assert reasons["8"].startswith("the server was stopped while it ran")
     assert reasons["7"] == "site C2 failed; its own log says why"
     assert server.fetched == ["7", "6"]
-    submitting.print_status(document)
+    render(submitting.status_lines(document))
     shown = capsys.readouterr().err
     assert "8: the server was stopped while it ran" in shown
     assert "2026-01-02 03:00" in shown

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from wsi_fl import __main__ as program
 from wsi_fl.cli.options import show
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.work import console
 from wsi_fl.types import WsiFlError, printable
 
@@ -44,7 +44,7 @@ def test_a_line_for_people_has_no_escapes(terminal):
 
 
 def test_a_table_has_no_escapes_and_takes_no_orders(capsys):
-    console.print_table(EVIL, [EVIL, "b"], [["x", EVIL]])
+    console.render([console.Table(EVIL, [EVIL, "b"], [["x", EVIL]])])
     assert shown(capsys.readouterr().err).count("[bold red]C1[/]") == 3
 
 

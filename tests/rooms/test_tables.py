@@ -9,8 +9,9 @@ from rich.console import Console
 from wsi_fl.slides.layouts import Sources, describe, read_site
 from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
 from wsi_fl.stages.prepare.bag_labels import matched
-from wsi_fl.stages.prepare.tables import print_tile
+from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.work import console
+from wsi_fl.stages.work.console import render
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 
@@ -133,7 +134,7 @@ def tile_document(n_sites: int, n_failed: int = 0) -> dict:
 @pytest.mark.parametrize("n", [2, 12, 64])
 def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=80))
-    print_tile(tile_document(n))
+    render(tile_lines(tile_document(n)))
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if "│" in line or "┃" in line]
     assert max(map(len, lines)) <= 130
@@ -142,7 +143,7 @@ def test_a_table_of_many_sites_can_be_read(capsys, monkeypatch, n):
 
 
 def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
-    print_tile(tile_document(1, n_failed=100_000))
+    render(tile_lines(tile_document(1, n_failed=100_000)))
     said = capsys.readouterr().err
     assert said.count("no such slide file") == 20 and "and 99980 more set aside" in said
 
@@ -157,10 +158,10 @@ def test_sites_stand_in_the_order_people_count_in(tmp_path):
 def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):
     monkeypatch.setattr(console, "stderr", Console(stderr=True, width=400))
     document = tile_document(2)
-    print_tile(document)
+    render(tile_lines(document))
     assert "for testing" not in (said := capsys.readouterr().err) and "no test patch" not in said
     for row, n_healthy in zip(document["sites"], (3, 0), strict=True):
         row["table"] = row["table"] | {"test": {"healthy": n_healthy, "tumor": 0}}
-    print_tile(document)
+    render(tile_lines(document))
     said = capsys.readouterr().err
     assert "S1: has no tumor patch for testing" in said and "S2: has no test patch" in said

@@ -22,11 +22,12 @@ from wsi_fl.slides.choosing.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile as stage
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tables import print_tile
+from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.prepare.tile_plans import made_of
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
+from wsi_fl.stages.work.console import render
 from wsi_fl.stages.work.job import share_of_cores
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import content_of
@@ -633,6 +634,6 @@ def test_a_site_without_training_patches_is_not_said_to_be_ready(capsys, n, last
         }
         return known | {"healthy": 9, "tumor": 9, "train": 2 * train}
 
-    print_tile({"sites": [row("A", 3), row("B", n)], "next": ["wsi-fl train"]})
+    render(tile_lines({"sites": [row("A", 3), row("B", n)], "next": ["wsi-fl train"]}))
     said = " ".join(capsys.readouterr().err.split()).partition(last)[2]
     assert said and ("next: " in said) == bool(n)

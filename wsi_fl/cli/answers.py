@@ -14,12 +14,12 @@ from wsi_fl.types import UsageError, WsiFlError
 def evaluate(run: Run, overrides: Answering = None, as_json: Json = False) -> None:
     """Measure what answers for every site, on the merged multi-centric test set and on each site's part."""
     study = find_study()
-    from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
+    from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("evaluate") as bars:
         document = evaluate(study, run, overrides=overrides or [], watcher=bars)
-    show(document, as_json, print_evaluation)
+    show(document, as_json, evaluation_lines)
 
 
 def predict(
@@ -38,7 +38,7 @@ def predict(
 ) -> None:
     """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""
     study = find_study()
-    from wsi_fl.stages.answers.predict import predict, print_predictions
+    from wsi_fl.stages.answers.predict import predict, predictions_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("predict") as bars:
@@ -54,7 +54,7 @@ def predict(
         )
     if not document:  # ranks other than the first have nothing to say
         return
-    show(document, as_json, print_predictions)
+    show(document, as_json, predictions_lines)
     if not document["slides"]:
         raise WsiFlError("no slide could be predicted; see above")
 
@@ -74,23 +74,23 @@ def compare(
 ) -> None:
     """Set methods side by side: mean ± sd over sites and seeds, significance, communication."""
     study = find_study()
-    from wsi_fl.stages.answers.compare import compare, print_compare
+    from wsi_fl.stages.answers.compare import compare, compare_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("compare") as bars:
         document = compare(study, runs, baseline=baseline, watcher=bars)
-    show(document, as_json, print_compare)
+    show(document, as_json, compare_lines)
 
 
 def audit(run: Run, as_json: Json = False) -> None:
     """Attack what a run trained: membership inference, and with canaries a lower bound on ε."""
     study = find_study()
-    from wsi_fl.stages.answers.audit import audit, print_audit
+    from wsi_fl.stages.answers.audit import audit, audit_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("audit") as bars:
         document = audit(study, run, watcher=bars)
-    show(document, as_json, print_audit)
+    show(document, as_json, audit_lines)
 
 
 def report(
@@ -109,7 +109,7 @@ def report(
     from wsi_fl.stages.answers.report import report
 
     path = report(study, run, pictures=pictures)
-    show({"report": study.relative(path)}, as_json, lambda _: print(path))
+    show({"report": study.relative(path)}, as_json, lambda _: [str(path)])
 
 
 def view(
@@ -134,12 +134,12 @@ def view(
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
-    from wsi_fl.stages.answers.view import describe, gallery, print_address, serve
+    from wsi_fl.stages.answers.view import address_lines, describe, gallery, serve
     from wsi_fl.view.server import ViewServer
 
     shown = gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
     with ViewServer(shown, port) as server:
-        show(describe(server), as_json, print_address)
+        show(describe(server), as_json, address_lines)
         serve(server, open_browser=open_browser)
 
 
@@ -172,13 +172,13 @@ def export(
     if run is not None:
         if model is None or tensors:
             raise UsageError("export --run needs --model (proxy, shared or private), and no --pt")
-        from wsi_fl.stages.answers.export_model import export_model, print_export_model
+        from wsi_fl.stages.answers.export_model import export_model, export_model_lines
 
         how = {"called": model, "form": form, "site": site, "private": private, "out": out}
-        show(export_model(study, run, **how), as_json, print_export_model)  # type: ignore[arg-type]
+        show(export_model(study, run, **how), as_json, export_model_lines)  # type: ignore[arg-type]
         return
     if site is None or model is not None or private:
         raise UsageError("export needs --site NAME for mosaics, or --run RUN with --model for a model")
-    from wsi_fl.stages.prepare.export import export, print_export
+    from wsi_fl.stages.prepare.export import export, export_lines
 
-    show(export(study, site=site, form=form, out=out, tensors=tensors), as_json, print_export)
+    show(export(study, site=site, form=form, out=out, tensors=tensors), as_json, export_lines)

@@ -55,11 +55,11 @@ def provision(
     as_json: Json = False,
 ) -> None:
     """Found a federation: its root, and the kits of its server and its coordinator."""
-    from wsi_fl.stages.hospitals.kits.making import print_provisioned, provision
+    from wsi_fl.stages.hospitals.kits.making import provision, provisioned_lines
 
     named = [site.strip() for site in sites.split(",") if site.strip()]
     document = provision(folder, federation=name, server=server, shared_folder=shared, sites=named)
-    show(document, as_json, print_provisioned)
+    show(document, as_json, provisioned_lines)
 
 
 @app.command()
@@ -74,9 +74,9 @@ def request(
     as_json: Json = False,
 ) -> None:
     """Make a key at a hospital, and the request that is sent to the coordinator."""
-    from wsi_fl.stages.hospitals.kits.making import print_requested, request
+    from wsi_fl.stages.hospitals.kits.making import request, requested_lines
 
-    show(request(kit, name=site, organization=organization), as_json, print_requested)
+    show(request(kit, name=site, organization=organization), as_json, requested_lines)
 
 
 @app.command()
@@ -89,9 +89,9 @@ def join(
     as_json: Json = False,
 ) -> None:
     """Put the certificate beside the key; the kit is complete then."""
-    from wsi_fl.stages.hospitals.kits.making import join, print_joined
+    from wsi_fl.stages.hospitals.kits.making import join, joined_lines
 
-    show(join(file, kit, fingerprint), as_json, print_joined)
+    show(join(file, kit, fingerprint), as_json, joined_lines)
 
 
 @app.command()
@@ -112,7 +112,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
-    from wsi_fl.stages.hospitals.plans.making import make_plan, print_made
+    from wsi_fl.stages.hospitals.plans.making import made_lines, make_plan
 
     keys = {}
     if kit is not None:
@@ -123,7 +123,7 @@ def plan(
         _study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
     )
     document = {"plan": str(out), "sha256": made.digest, "sites": made.sites, "most_bytes": made.most_bytes}
-    show(document, as_json, print_made)
+    show(document, as_json, made_lines)
 
 
 @app.command()
@@ -149,9 +149,9 @@ def approve(
     from wsi_fl.stages.hospitals.plans.signed import is_request
 
     if is_request(file):
-        from wsi_fl.stages.hospitals.kits.making import approve_request, print_approved
+        from wsi_fl.stages.hospitals.kits.making import approve_request, approved_lines
 
-        show(approve_request(file, kit, fingerprint), as_json, print_approved)
+        show(approve_request(file, kit, fingerprint), as_json, approved_lines)
         return
     _sign(file, kit, _study(study), yes=yes, yes_per_row=yes_per_row, as_json=as_json)
 
@@ -159,12 +159,13 @@ def approve(
 def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
     from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.plans.approving import look, sign
-    from wsi_fl.stages.hospitals.plans.showing import above_words, print_look, print_signed
+    from wsi_fl.stages.hospitals.plans.showing import above_words, look_lines, signed_lines
     from wsi_fl.stages.hospitals.plans.signed import Plan
+    from wsi_fl.stages.work.console import render
 
     identity = Kit.open(kit).identity()
     looked = look(study, Plan.load(file), identity.name)
-    print_look(looked)
+    render(look_lines(looked))
     if (
         (said := above_words(looked.cost))
         and not yes_per_row
@@ -189,7 +190,7 @@ def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, 
         "lifetime_group": looked.cost.lifetime_group if looked.cost else None,
         "notes": list(looked.notes),
     }
-    show(document, as_json, print_signed)
+    show(document, as_json, signed_lines)
 
 
 @app.command()
@@ -219,9 +220,9 @@ def start(
     if found is None:
         raise UsageError(f"{kit} is the kit of a {opened.role}, which starts nothing over a folder")
     from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
-    from wsi_fl.stages.training.train import print_summary
+    from wsi_fl.stages.training.train import summary_lines
 
-    show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, print_summary)
+    show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, summary_lines)
 
 
 def _study_to_start(kit: Kit, folder: Path | None) -> Study | None:
@@ -254,7 +255,7 @@ def submit(
     """Let the hospitals of a signed plan do it together."""
     from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.plans.signed import Plan
-    from wsi_fl.stages.hospitals.submit import print_submitted, submit
+    from wsi_fl.stages.hospitals.submit import submit, submitted_lines
     from wsi_fl.stages.work.console import Bars
 
     file = plan or _plan_here()
@@ -273,7 +274,7 @@ def submit(
             without=without or [],
             watcher=bars,
         )
-    show(document, as_json, print_submitted)
+    show(document, as_json, submitted_lines)
 
 
 def _plan_here() -> Path:
@@ -290,9 +291,9 @@ def _plan_here() -> Path:
 def status(kit: KitOption, as_json: Json = False) -> None:
     """Say which hospitals are connected, and what became of the jobs."""
     from wsi_fl.stages.hospitals.kits.kit import Kit
-    from wsi_fl.stages.hospitals.submit import print_status, status
+    from wsi_fl.stages.hospitals.submit import status, status_lines
 
-    show(status(Kit.open(kit)), as_json, print_status)
+    show(status(Kit.open(kit)), as_json, status_lines)
 
 
 @app.command()
@@ -304,9 +305,9 @@ def abort(
     """End a job at all hospitals; what was finished stays."""
     from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.submit import abort
-    from wsi_fl.stages.work.console import say
+    from wsi_fl.stages.work.console import Line
 
-    show(abort(Kit.open(kit), job), as_json, lambda one: say(f"job {one['aborted']} was ended"))
+    show(abort(Kit.open(kit), job), as_json, lambda one: [Line(f"job {one['aborted']} was ended")])
 
 
 @app.command()
@@ -314,10 +315,10 @@ def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
     from wsi_fl.stages.hospitals.kits.kit import Kit
     from wsi_fl.stages.hospitals.plans.signed import Plan
-    from wsi_fl.stages.hospitals.submit import check, print_check
+    from wsi_fl.stages.hospitals.submit import check, check_lines
 
     document = check(Kit.open(kit), Plan.load(plan) if plan else None)
-    show(document, as_json, print_check)
+    show(document, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -330,9 +331,9 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Let a server and four hospitals of painted slides, all processes of this machine, learn together."""
-    from wsi_fl.demo.hospitals import federation_demo, print_federation_demo
+    from wsi_fl.demo.hospitals import federation_demo, federation_demo_lines
 
-    show(federation_demo(out), as_json, print_federation_demo)
+    show(federation_demo(out), as_json, federation_demo_lines)
 
 
 @app.command()
@@ -349,4 +350,4 @@ def dossier(
     from wsi_fl.stages.hospitals.dossier.page import make_dossier
 
     made = make_dossier(_study(study), site=site, kit=kit, out=out)
-    show(dict(made), as_json, lambda _: print(out))
+    show(dict(made), as_json, lambda _: [str(out)])

@@ -76,17 +76,17 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Paint four hospitals' slides, tile, let them learn alone and together, and say who should join."""
-    from wsi_fl.demo.run import demo, print_demo
+    from wsi_fl.demo.run import demo, demo_lines
 
-    show(demo(out), as_json, print_demo)
+    show(demo(out), as_json, demo_lines)
 
 
 def doctor(as_json: Json = False) -> None:
     """Check Python, OpenSlide, MPI, GPUs and disk; say how to fix what is missing."""
-    from wsi_fl.stages.doctor import doctor, print_doctor
+    from wsi_fl.stages.doctor import doctor, doctor_lines
 
     document = doctor()
-    show(document, as_json, print_doctor)
+    show(document, as_json, doctor_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -99,9 +99,9 @@ def config(
     as_json: Json = False,
 ) -> None:
     """Say what a configuration key means, what it may be and what it is by default."""
-    from wsi_fl.study.reference import keys, print_keys
+    from wsi_fl.study.reference import keys, keys_lines
 
-    show({"keys": keys(key)}, as_json, print_keys)
+    show({"keys": keys(key)}, as_json, keys_lines)
 
 
 _LONG = {

@@ -14,6 +14,7 @@ from wsi_fl.system.ranks import is_first
 from wsi_fl.types import UsageError, WsiFlError, printable
 
 if TYPE_CHECKING:
+    from wsi_fl.stages.work.console import Lines
     from wsi_fl.study.folder import Study
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -44,13 +45,15 @@ def find_study() -> Study:
     return Study.find()
 
 
-def show(document: dict[str, Any], as_json: bool, for_people: Callable[[dict[str, Any]], None]) -> None:
-    """Print a command's answer, as one JSON document or for people; an empty one is of a rank that is not the first."""
+def show(document: dict[str, Any], as_json: bool, lines: Callable[[dict[str, Any]], Lines]) -> None:
+    """Print a command's answer, as one JSON document or as lines; an empty one is of a rank that is not the first."""
     if document and as_json:
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         print("\n".join(map(_spelled, text.split("\n"))), flush=True)
     elif document:
-        for_people(document)
+        from wsi_fl.stages.work.console import render
+
+        render(lines(document))
 
 
 def _spelled(line: str) -> str:

@@ -49,11 +49,11 @@ def init(
     as_json: Json = False,
 ) -> None:
     """Make a study: pipelines/ and sites/ to edit."""
-    from wsi_fl.stages.prepare.init import Tables, init, print_init
+    from wsi_fl.stages.prepare.init import Tables, init, init_lines
 
     tables = Tables(group_by, clinical, codes, tuple(columns or ()))
     document = init(folder, archive=archive, layout=layout, real=real, pipeline=pipeline, tables=tables)
-    show(document, as_json, print_init)
+    show(document, as_json, init_lines)
 
 
 def tile(
@@ -66,13 +66,13 @@ def tile(
     """Cut a site's slides into labelled patches: its patch store."""
     one_or_all("tile", site, every)
     study = find_study()
-    from wsi_fl.stages.prepare.tables import print_tile
+    from wsi_fl.stages.prepare.tables import tile_lines
     from wsi_fl.stages.prepare.tile import tile
     from wsi_fl.stages.work.console import Bars
 
     with Bars("tile") as bars:
         document = tile(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, print_tile)
+    show(document, as_json, tile_lines)
 
 
 def mosaic(
@@ -86,12 +86,12 @@ def mosaic(
     one_or_all("mosaic", site, every)
     study = find_study()
     from wsi_fl.stages.prepare.mosaic import mosaic
-    from wsi_fl.stages.prepare.tables import print_mosaic
+    from wsi_fl.stages.prepare.tables import mosaic_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("mosaic") as bars:
         document = mosaic(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, print_mosaic)
+    show(document, as_json, mosaic_lines)
 
 
 def features(
@@ -104,12 +104,12 @@ def features(
     """Compute deep features of every patch of a patch store."""
     one_or_all("features", site, every)
     study = find_study()
-    from wsi_fl.stages.prepare.features import features, print_features
+    from wsi_fl.stages.prepare.features import features, features_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("features") as bars:
         document = features(study, site=site, pipeline_name=pipeline, overrides=overrides or [], watcher=bars)
-    show(document, as_json, print_features)
+    show(document, as_json, features_lines)
 
 
 def check(
@@ -121,12 +121,12 @@ def check(
     """Read every byte that a site has stored; say what is damaged and which command mends it."""
     one_or_all("check", site, every)
     study = find_study()
-    from wsi_fl.stages.prepare.check import check, print_check
+    from wsi_fl.stages.prepare.check import check, check_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("check") as bars:
         document = check(study, site=site, pipeline_name=pipeline, watcher=bars)
-    show(document, as_json, print_check)
+    show(document, as_json, check_lines)
     if not document["ok"]:
         raise typer.Exit(1)
 
@@ -139,9 +139,9 @@ def encoders(pipeline: Pipeline = None, as_json: Json = False) -> None:
         if pipeline is not None:
             raise
         study = None
-    from wsi_fl.stages.prepare.encoders import encoders, print_encoders
+    from wsi_fl.stages.prepare.encoders import encoders, encoders_lines
 
-    show(encoders(study, pipeline), as_json, print_encoders)
+    show(encoders(study, pipeline), as_json, encoders_lines)
 
 
 def import_features(
@@ -170,7 +170,7 @@ def import_features(
     """Take features that TRIDENT, CLAM or STAMP computed as a site's feature store."""
     study = find_study()
     from wsi_fl.stages.prepare.importing import Said, import_features
-    from wsi_fl.stages.prepare.tables import print_mosaic
+    from wsi_fl.stages.prepare.tables import mosaic_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("import") as bars:
@@ -185,7 +185,7 @@ def import_features(
             overrides=overrides or [],
             watcher=bars,
         )
-    show(document, as_json, print_mosaic)
+    show(document, as_json, mosaic_lines)
 
 
 def pack(
@@ -218,7 +218,7 @@ def partition(
 ) -> None:
     """Divide an image data set among simulated sites."""
     study = find_study()
-    from wsi_fl.stages.prepare.partition import partition, print_partition
+    from wsi_fl.stages.prepare.partition import partition, partition_lines
 
     document = partition(
         study,
@@ -231,4 +231,4 @@ def partition(
         size_px=size_px,
         prefix=prefix,
     )
-    show(document, as_json, print_partition)
+    show(document, as_json, partition_lines)

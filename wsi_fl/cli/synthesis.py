@@ -58,13 +58,13 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    from wsi_fl.stages.synthesis.train import print_trained, train_generator
+    from wsi_fl.stages.synthesis.train import train_generator, trained_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize train") as bars:
         chosen = _chosen(pipeline, overrides, generator)
         document = train_generator(*chosen, site, again=again, watcher=bars)
-    show(document, as_json, print_trained)
+    show(document, as_json, trained_lines)
 
 
 @app.command()
@@ -91,7 +91,7 @@ def sample(
     as_json: Json = False,
 ) -> None:
     """Write a synthetic patch store, once the check of this generator was passed."""
-    from wsi_fl.stages.synthesis.sample import print_sampled, sample
+    from wsi_fl.stages.synthesis.sample import sample, sampled_lines
 
     document = sample(
         find_study(),
@@ -103,7 +103,7 @@ def sample(
         as_site=as_site,
         despite_failed_check=despite_failed_check,
     )
-    show(document, as_json, print_sampled)
+    show(document, as_json, sampled_lines)
 
 
 @app.command()
@@ -116,12 +116,12 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
-    from wsi_fl.stages.synthesis.check import check_generator, print_check
+    from wsi_fl.stages.synthesis.check import check_generator, check_lines
     from wsi_fl.stages.work.console import Bars
 
     with Bars("synthesize check") as bars:
         chosen = _chosen(pipeline, overrides, generator)
         document = check_generator(*chosen, site, watcher=bars)
-    show(document, as_json, print_check)
+    show(document, as_json, check_lines)
     if not document["passed"]:
         raise typer.Exit(1)

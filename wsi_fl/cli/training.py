@@ -25,10 +25,10 @@ def release(
     """Release the sums of a site's features, for heads that sites make together, once."""
     one_or_all("release", site, every)
     study = find_study()
-    from wsi_fl.stages.training.release import print_releases, release
+    from wsi_fl.stages.training.release import release, releases_lines
 
     document = release(study, site=site, pipeline_name=pipeline, overrides=overrides or [], again=again)
-    show(document, as_json, print_releases)
+    show(document, as_json, releases_lines)
 
 
 def train(
@@ -102,15 +102,15 @@ def train(
         if folds is not None:  # of one of the runs
             chosen["overrides"].append("train.fold=1")
         cost = plan.dry_run(study, **chosen, backend=backend)
-        show(cost, as_json, plan.print_plan)
+        show(cost, as_json, plan.plan_lines)
         return
     if baselines:
-        from wsi_fl.stages.answers.mpcpa_table import mpcpa_table, print_mpcpa
+        from wsi_fl.stages.answers.mpcpa_table import mpcpa_lines, mpcpa_table
 
         chosen.pop("method")
         with Bars("train") as bars:
             table = mpcpa_table(study, **chosen, backend=backend, watcher=bars)
-        show(table, as_json, print_mpcpa)
+        show(table, as_json, mpcpa_lines)
         return
     with Bars("train") as bars:
         if resume is not None:
@@ -122,7 +122,7 @@ def train(
             )
         else:
             summary = stage.train(study, **chosen, backend=backend, watcher=bars)
-    show(summary, as_json, series.print_series if "runs" in summary else stage.print_summary)
+    show(summary, as_json, series.series_lines if "runs" in summary else stage.summary_lines)
 
 
 def rank(run: Path) -> None:
@@ -155,7 +155,7 @@ def privacy(
     as_json: Json = False,
 ) -> None:
     """Compute the ε of a plan, or the σ that a target ε asks for."""
-    from wsi_fl.stages.training.privacy import print_privacy, privacy
+    from wsi_fl.stages.training.privacy import privacy, privacy_lines
 
     document = privacy(
         n=n,
@@ -166,4 +166,4 @@ def privacy(
         target_epsilon=target_epsilon,
         group=group,
     )
-    show(document, as_json, print_privacy)
+    show(document, as_json, privacy_lines)

@@ -17,9 +17,9 @@ from wsi_fl.demo.children import Children, Place, children
 from wsi_fl.demo.encoder import write_untrained
 from wsi_fl.demo.phantom import paint_archive
 from wsi_fl.learning.counts import results
-from wsi_fl.stages.answers.between import print_between
+from wsi_fl.stages.answers.between import between_lines
 from wsi_fl.stages.hospitals.flare.files import need_flare
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import toml_value
 from wsi_fl.system.files import read_json, write_json, write_text
@@ -236,10 +236,10 @@ def _say(text: str) -> None:
     say(text, style="bold")
 
 
-def print_federation_demo(document: dict[str, Any]) -> None:
-    """Print every model's accuracy at every hospital, and where the pages lie."""
-    print_between(document["scores"])
+def federation_demo_lines(document: dict[str, Any]) -> Lines:
+    """Yield every model's accuracy at every hospital, and where the pages lie."""
+    yield from between_lines(document["scores"])
     for name, page in document["reports"].items():
-        say(f"  {name}'s own page: {page}")
-    say(f"done in {document['seconds']:.0f} s; the coordinator's page, of releases alone:")
-    print(document["report"])
+        yield Line(f"  {name}'s own page: {page}")
+    yield Line(f"done in {document['seconds']:.0f} s; the coordinator's page, of releases alone:")
+    yield document["report"]

@@ -9,15 +9,15 @@ from typing import Any
 
 from wsi_fl.demo.encoder import write_untrained
 from wsi_fl.demo.phantom import paint_archive
-from wsi_fl.stages.answers.compare import compare, print_compare
-from wsi_fl.stages.answers.evaluate import evaluate, print_evaluation
+from wsi_fl.stages.answers.compare import compare, compare_lines
+from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
-from wsi_fl.stages.prepare.tables import print_tile
+from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.stages.training.train import print_summary, train
-from wsi_fl.stages.work.console import Bars, say
+from wsi_fl.stages.training.train import summary_lines, train
+from wsi_fl.stages.work.console import Bars, Lines, render, say
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 
@@ -40,7 +40,7 @@ def demo(folder: Path) -> dict[str, Any]:
     """
     study = _study(folder)
     with Bars("tile") as bars:
-        print_tile(tile(study, site=None, pipeline_name=_PIPELINE, watcher=bars))
+        render(tile_lines(tile(study, site=None, pipeline_name=_PIPELINE, watcher=bars)))
     weights = study.root / _WEIGHTS
     if not weights.exists():
         write_untrained(weights)
@@ -50,7 +50,7 @@ def demo(folder: Path) -> dict[str, Any]:
     say("What joining brings each hospital", style="bold")
     with Bars("compare") as bars:
         compared = compare(study, [runs["together"]["run"], runs["pooled"]["run"]], watcher=bars)
-    print_compare(compared)
+    render(compare_lines(compared))
     page = report(study, runs["together"]["run"])
     return {
         "study": str(study.root),
@@ -95,10 +95,10 @@ def _trained(study: Study, step: _Step) -> dict[str, Any]:
             backend=step.backend,
             watcher=bars,
         )
-    print_summary(summary)
+    render(summary_lines(summary))
     with Bars("evaluate") as bars:
         evaluation = evaluate(study, summary["run"], watcher=bars)
-    print_evaluation(evaluation)
+    render(evaluation_lines(evaluation))
     return {"run": summary["run"], "merged": evaluation["merged"]}
 
 
@@ -139,5 +139,5 @@ def _study(folder: Path) -> Study:
     return Study(root)
 
 
-def print_demo(document: dict[str, Any]) -> None:
-    print(document["report"])
+def demo_lines(document: dict[str, Any]) -> Lines:
+    yield document["report"]

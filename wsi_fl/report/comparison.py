@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from markupsafe import Markup
-
 from wsi_fl.report import words, worth
 from wsi_fl.report.comparison_figures import N_COLORS, Series, charts, color_name
 from wsi_fl.report.fill import fill
@@ -208,7 +206,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "gain_words": worth.gain_words,
         "verdict_words": worth.verdict_words,
         "price": worth.price,
-        "svg": lambda chart: Markup(chart.svg),
+        "p_value": p_value,
         "metrics": metrics,
         "tested": metrics | ({f"own_{scores[0]}": "Own part"} if document["on"] == "merged" else {}),
         "differences": _differences(document["paired"]),
@@ -216,7 +214,7 @@ def render(document: Json, series: Sequence[Series], *, created: str, sites: Seq
         "span": _extremes(document["rows"]),
         "created": created,
     }
-    return fill("comparison.html.j2", context, p_value=p_value)
+    return fill("comparison", context)
 
 
 def _shown(row: Json) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def render(dossier: Mapping[str, Any]) -> str:
     plan = dossier["plan"]
     others = [site["name"] for site in plan["sites"] if site["name"] != dossier["site"]]
     return fill(
-        "dossier.html.j2",
+        "dossier",
         {
             "d": dossier,
             "plan": plan,

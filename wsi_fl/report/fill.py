@@ -1,26 +1,31 @@
-"""Fills a template of this room."""
+"""The one kind of page: a layout that all share, and the sections that its data has."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, PackageLoader
+from markupsafe import Markup
 
 from wsi_fl.report import words
 from wsi_fl.types import printable
 
 
-def fill(template: str, context: Mapping[str, Any], **filters: Callable[..., Any]) -> str:
-    """One of the room's templates, filled, of printable characters alone.
+def fill(kind: str, context: Mapping[str, Any]) -> str:
+    """Return a page that needs nothing beside it, of printable characters alone.
 
-    Numbers are shown by the functions of `words`, and by `filters`.
+    All pages share `layout.html.j2` and the tables, figures and tags of `parts.html.j2`. Numbers are shown by the
+    functions of `words`.
+
+    Args:
+        kind: name of the template that holds the page's sections: run, comparison, coordinator, synthesis, dossier.
+        context: what the template shows.
     """
-    environment = _environment()
-    environment.filters.update(filters)
-    return printable(re.sub(r"\n\s*\n+", "\n", environment.get_template(template).render(context)))
+    template = _environment().get_template(f"{kind}.html.j2")
+    return printable(re.sub(r"\n\s*\n+", "\n", template.render(context)))
 
 
 @cache
@@ -46,4 +51,5 @@ def _environment() -> Environment:
         "percent",
     )
     environment.filters.update({name: getattr(words, name) for name in shown})
+    environment.filters["svg"] = lambda chart: Markup(chart.svg)
     return environment

@@ -1,4 +1,4 @@
-"""Pictures small enough to live inside a page: JPEG in data URIs."""
+"""Pictures: small enough to live inside a page, as JPEG in data URIs, and grids of patches as PNG."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ PATCH_SIDE_PX = 144
 OVERVIEWS_BYTES = 4_000_000
 """JPEG bytes that all overview pictures of a page may take together (a third more in base64)."""
 _SIDES_PX = (1200, 900, 640, 480, 360, 260, 180, 120)
+
+_GAP_PX = 2
+_SIDE_PX = 96
+"""Patches smaller than that are enlarged by a whole factor, so that their pixels can be seen."""
 
 
 def patch_uri(pixels: NDArray[np.uint8]) -> str:
@@ -73,3 +77,29 @@ def _fit(image: Image.Image, n_bytes: int) -> bytes:
 
 def _uri(picture: bytes) -> str:
     return "data:image/jpeg;base64," + base64.b64encode(picture).decode("ascii")
+
+
+def enlarged(patch: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The patch uint8[h, w, c], its pixels repeated where it is small."""
+    factor = max(1, _SIDE_PX // patch.shape[0])
+    return patch.repeat(factor, 0).repeat(factor, 1)
+
+
+def grid(rows: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """Rows of patches uint8[n, h, w, c] as one picture uint8[H, W, 3] on white; rows may differ in length."""
+    side = len(enlarged(rows[0][0]))
+    step = side + _GAP_PX
+    width = max(len(row) for row in rows)
+    out = np.full((len(rows) * step + _GAP_PX, width * step + _GAP_PX, 3), 255, np.uint8)
+    for r, row in enumerate(rows):
+        for k, patch in enumerate(row):
+            y, x = r * step + _GAP_PX, k * step + _GAP_PX
+            out[y : y + side, x : x + side] = enlarged(patch)
+    return out
+
+
+def png_of(picture: NDArray[np.uint8]) -> bytes:
+    """uint8[h, w, 3] as PNG."""
+    out = io.BytesIO()
+    Image.fromarray(picture).save(out, "PNG")
+    return out.getvalue()

@@ -7,7 +7,6 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
@@ -16,8 +15,7 @@ from wsi_fl.report import figures
 from wsi_fl.report.comparison_figures import palette, png_style
 from wsi_fl.report.figures import Chart
 from wsi_fl.report.fill import fill
-from wsi_fl.report.grids import enlarged
-from wsi_fl.report.pictures import patch_uri
+from wsi_fl.report.pictures import enlarged, patch_uri
 from wsi_fl.report.words import number
 
 NAMES = {"before": "without the privacy loss", "after": "with the privacy loss", "real": "real images"}
@@ -50,9 +48,8 @@ def render(
         "chart": histogram(distances, axis),
         "rows": [(NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in rows],
         "samples": [(NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in samples],
-        "svg": lambda chart: Markup(chart.svg),
     }
-    return fill("synthesis.html.j2", context)
+    return fill("synthesis", context)
 
 
 def histogram(distances: Distances, axis: str = PROJECTED) -> Chart:

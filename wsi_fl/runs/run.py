@@ -137,6 +137,22 @@ class RunFolder:
         advice = f"delete it and run `wsi-fl train --resume {self.path.name}`, which writes it again"
         return _sealed(self.path / "summary.json", _SUMMARY, advice)
 
+    def finished(self) -> dict[str, Any]:
+        """Return the document of a run that has to be finished.
+
+        Raises:
+            WsiFlError: when it has not finished, or is damaged.
+        """
+        if (summary := self.summary()) is None:
+            again = f"`wsi-fl train --resume {self.name}`"
+            raise WsiFlError(f"{self.path}: the run has not finished; continue it with {again}")
+        return summary
+
+    def inputs(self) -> dict[str, str]:
+        """Return the digest of the store of every site that lies here."""
+        folders = sorted((self.path / "sites").glob("*"))
+        return {path.name: digest for path in folders if (digest := self.site(path.name).store_digest())}
+
     def write_summary(self, document: Mapping[str, Any]) -> None:
         """Write the document that says that the run has finished."""
         write_sealed(self.path / "summary.json", document)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.training import launch
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.types import WsiFlError, one_line
 
 _MIN_FREE = 5 << 30
@@ -104,7 +104,7 @@ def _disk() -> str:
     return f"{free / 1e9:.0f} GB free here, {os.cpu_count()} cores"
 
 
-def print_doctor(document: dict[str, Any]) -> None:
+def doctor_lines(document: dict[str, Any]) -> Lines:
     for row in document["checks"]:
         mark, style = ("ok  ", "green") if row["ok"] else ("FAIL", "bold red")
-        say(f"{mark} {row['name']}: {row['said']}", style=style)
+        yield Line(f"{mark} {row['name']}: {row['said']}", style)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from wsi_fl.study.pipeline import pipeline_model
@@ -54,10 +54,10 @@ def keys(prefix: str = "") -> list[dict[str, Any]]:
     return found
 
 
-def print_keys(document: Mapping[str, Any]) -> None:
-    """Print keys for people, each with its type, its default and its meaning."""
+def keys_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield keys for people, each with its type, its default and its meaning."""
     for row in document["keys"]:
-        print(f"{row['key']}: {row['type']}; default: {_default(row)}\n    {_meaning(row)}\n")
+        yield f"{row['key']}: {row['type']}; default: {_default(row)}\n    {_meaning(row)}\n"
 
 
 def page() -> str:

@@ -33,7 +33,7 @@ from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
-from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import read_json, write_json
@@ -55,10 +55,7 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    if run.summary() is None:
-        raise WsiFlError(
-            f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
-        )
+    run.finished()
     with Party.of_run(study, run) as party:
         document = _document(party, watcher)
     write_json(run.path / "audit" / "audit.json", document)
@@ -243,7 +240,7 @@ def _canaries(
     }
 
 
-def print_audit(document: dict[str, Any]) -> None:
+def audit_lines(document: dict[str, Any]) -> Lines:
     """A row per model; then what is alarming."""
     rows = []
     for site in document["sites"]:
@@ -261,10 +258,10 @@ def print_audit(document: dict[str, Any]) -> None:
                 ]
             )
     title = f"audit of {document['run']}: members against the site's own test {document['examples']}"
-    print_table(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
+    yield Table(title, ("site, model", "AUROC", "95 %", "TPR 1 %", "0.1 %", "ε ≥", "ε ≤"), rows)
     for sentence, style in _said(document):
-        say(f"  {sentence}", style)
-    say(f"{document['run']} audited; next: wsi-fl report {document['run']}")
+        yield Line(f"  {sentence}", style)
+    yield Line(f"{document['run']} audited; next: wsi-fl report {document['run']}")
 
 
 def _said(document: dict[str, Any]) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any, cast
 from wsi_fl.learning.counts import Scores, results
 from wsi_fl.report.words import area_words, number
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.work.console import MOST_COLUMNS, print_table
+from wsi_fl.stages.work.console import MOST_COLUMNS, Lines, Table
 
 
 def between_of(party: Party) -> dict[str, Any] | None:
@@ -22,8 +22,8 @@ def between_of(party: Party) -> dict[str, Any] | None:
     return None
 
 
-def print_between(between: Mapping[str, Any]) -> None:
-    """Print the accuracy of every model on each hospital's test part, and what all parts together come to."""
+def between_lines(between: Mapping[str, Any]) -> Lines:
+    """Yield the accuracy of every model on each hospital's test part, and what all parts together come to."""
     hospitals = between["hospitals"]
     hospitals = hospitals if len(hospitals) <= MOST_COLUMNS else []  # the report has room for them
     headings = ["model", *hospitals, "all", "macro-acc.", "AUROC", "n"]
@@ -39,4 +39,4 @@ def print_between(between: Mapping[str, Any]) -> None:
                 str(whole["n"]),
             ]
         )
-    print_table("between hospitals: accuracy of what travelled", headings, rows)
+    yield Table("between hospitals: accuracy of what travelled", headings, rows)

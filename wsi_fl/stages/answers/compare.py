@@ -30,7 +30,7 @@ from wsi_fl.stages.answers.compare_runs import Run, named
 from wsi_fl.stages.answers.compare_worth import worth
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.kinds import kind_of
-from wsi_fl.stages.work.console import Silent, Watcher, say, stderr
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_bytes, write_text
 from wsi_fl.types import WsiFlError
@@ -169,40 +169,23 @@ def _csv(rows: Sequence[Mapping[str, Any]], metrics: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def print_compare(document: dict[str, Any]) -> None:
-    """A row per method, then what it means."""
-    from rich import box
-    from rich.table import Table
-
-    where = comparison.WHERE[document["on"]]
-    table = Table(
-        title=f"models {where}, mean ± sd over {comparison.repeated(document['rows'])}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
+def compare_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per method, then what it means."""
     names = [words.SHORT.get(name, words.SCORES[name].lower()) for name in document["scores"]]
-    for heading in ("method", "seeds", *names, "ε", "sent"):
-        words_within = heading in ("method", "ε")
-        table.add_column(
-            heading, justify="left" if heading == "method" else "right", no_wrap=not words_within
-        )
+    rows = []
     for row in document["rows"]:
         spent = "–" if row["epsilon"] is None else f"{row['epsilon']:.1f} {row['guarantee']}"
         numbers = (words.spread(row[metric], 2) for metric in document["scores"])
-        sent = words.size(row["communication"]["bytes"])
         parts = len(row["folds"]) or len(row["left_out"])
         repeats = f"{len(row['seeds'])}" + (f" × {parts}" if parts else "")
-        table.add_row(row["label"], repeats, *numbers, spent, sent)
-    stderr.print(table)
+        rows.append([row["label"], repeats, *numbers, spent, words.size(row["communication"]["bytes"])])
+    over = f"mean ± sd over {comparison.repeated(document['rows'])}"
+    title = f"models {comparison.WHERE[document['on']]}, {over}"
+    yield Table(title, ["method", "seeds", *names, "ε", "sent"], rows)
     if document["worth"]:
         for name, row in worth_figure.rows_of(document["worth"]):
-            say(
-                f"  {name}: {worth_figure.gain_words(row)} by joining; {worth_figure.verdict_words(row, name)}"
-            )
-    for finding in document["findings"]:
-        say(finding["text"])
-    for note in document["notes"]:
-        say(note, style="dim")
-    say(document["page"])
+            gain, verdict = worth_figure.gain_words(row), worth_figure.verdict_words(row, name)
+            yield Line(f"  {name}: {gain} by joining; {verdict}")
+    yield from (Line(finding["text"]) for finding in document["findings"])
+    yield from (Line(note, "dim") for note in document["notes"])
+    yield Line(document["page"])

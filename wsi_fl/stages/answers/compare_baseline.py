@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from wsi_fl.federation.methods import ALONE, SHARED
-from wsi_fl.stages.answers.compare_runs import Run, finished, flat, is_of, opened, settings
+from wsi_fl.stages.answers.compare_runs import Run, finished, flat, is_of, settings
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.series import Member
 from wsi_fl.stages.training.train import train
@@ -80,7 +80,7 @@ def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
     summary = train(
         study, method=BASELINE, pipeline_name=name, overrides=overrides, backend=backend, watcher=watcher
     )
-    return opened(study, study.run(summary["run"]))
+    return Run.of(study.run(summary["run"]))
 
 
 def _members(members: Sequence[Member]) -> str:

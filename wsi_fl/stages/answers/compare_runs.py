@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.report import inputs_of
 from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.site.party import method_for
 from wsi_fl.stages.training.series import Member
@@ -42,6 +41,17 @@ class Run:
     pipeline: Pipeline
     inputs: Mapping[str, str]
     summary: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, path: Path) -> Run:
+        """Return the run in a folder.
+
+        Raises:
+            WsiFlError: when it has not finished.
+        """
+        folder = RunFolder(path)
+        summary, pipeline = folder.finished(), load_pipeline(path / "config.toml")
+        return cls(folder, folder.manifest["method"], pipeline, folder.inputs(), summary)
 
     @property
     def seed(self) -> int:
@@ -116,20 +126,11 @@ def flat(pipeline: Pipeline) -> dict[str, Any]:
     return found
 
 
-def opened(study: Study, path: Path) -> Run:
-    """The run in a folder.
-
-    Raises:
-        WsiFlError: when it has not finished.
-    """
-    folder = RunFolder(path)
-    summary = folder.summary()
-    if summary is None:
-        again = study.relative(path)
-        raise WsiFlError(f"{again}: has not finished; continue it with `wsi-fl train --resume {again}`")
-    return Run(
-        folder, folder.manifest["method"], load_pipeline(path / "config.toml"), inputs_of(folder), summary
-    )
+def runs_of(study: Study, method: str = "*") -> Iterator[Run]:
+    """Yield the finished runs of a study, or of a method in it, the last first."""
+    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
+        with suppress(WsiFlError):  # unfinished, or written by another version
+            yield Run.of(path)
 
 
 def named(study: Study, words: Iterable[str]) -> list[Run]:
@@ -140,7 +141,7 @@ def named(study: Study, words: Iterable[str]) -> list[Run]:
         WsiFlError: when one has not finished.
     """
     paths = dict.fromkeys(path for word in words for path in _paths(study, word))
-    runs = [opened(study, path) for path in paths]
+    runs = [Run.of(path) for path in paths]
     if not runs:
         raise UsageError(
             "compare needs runs: folders, names, numbers, a range (3-8) or a pattern ('*-proxyfl-*')"
@@ -206,10 +207,8 @@ def is_of(run: Run, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) 
 
 def finished(study: Study, method: str, pipeline: Pipeline, inputs: Mapping[str, str]) -> Run | None:
     """Return the last finished run of a method with these settings, seed and fold on these stores, if there is one."""
-    for path in sorted(study.runs.glob(f"[0-9]*-{method}-*"), reverse=True):
-        with suppress(WsiFlError):  # unfinished, or written by another version
-            run = opened(study, path)
-            same = run.member == Member.of(pipeline) and run.division[0] == pipeline.train.folds
-            if same and is_of(run, method, pipeline, inputs):
-                return run
+    for run in runs_of(study, method):
+        same = run.member == Member.of(pipeline) and run.division[0] == pipeline.train.folds
+        if same and is_of(run, method, pipeline, inputs):
+            return run
     return None

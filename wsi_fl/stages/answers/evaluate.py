@@ -1,6 +1,7 @@
 """`evaluate`: what answers for every site, on the merged multi-centric test set and on each site's part.
 
-*Internal* is a site's own part, *external* are the parts of all the others.
+*Internal* is a site's own part, *external* are the parts of all the others. An external set is of sites that take no
+part in the run, all of whose patches are new to its models.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from wsi_fl.learning.aggregation import aggregated_scores
-from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
@@ -20,20 +22,19 @@ from wsi_fl.learning.tasks import Task
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
 from wsi_fl.report.words import SCORES, SHORT, number
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.between import between_of, print_between
-from wsi_fl.stages.answers.outside import outside
+from wsi_fl.stages.answers.between import between_lines, between_of
 from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import value_of
-from wsi_fl.types import BagTable, WsiFlError
+from wsi_fl.types import SPLITS, BagTable, UsageError, WsiFlError
 
 TestPart = tuple[Examples, dict[str, NDArray[Any]]]
 """A site's test examples, and what else is known of each: where a patch lies, or of a slide before the diagnosis."""
@@ -94,7 +95,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
         "external": _over_sites([row["external"] for row in rows], task) if several else None,
         "models": _over_models(rows, task, merged=merged),
         "aggregated": _aggregated(pipeline, weights, answers) if several and task.kind == "classes" else None,
-        "external_set": outside(party, taking_part, weights),
+        "external_set": _outside(party, taking_part, weights),
         "parts": {name: _over_sites([row["parts"][name] for row in rows], task) for name in shared}
         if merged
         else None,
@@ -166,8 +167,6 @@ def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Pre
 
 def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
     """What each of a site's models says of every part; the proxy and the mean too where there is a proxy."""
-    import torch
-
     data, device = party.data(site.name), device_of_rank()
     classes = data.classes
     found = answering(party.run, party.pipeline, site, classes, data.shape, device, every=True)
@@ -196,8 +195,69 @@ def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Pr
     )
 
 
-def print_evaluation(document: dict[str, Any]) -> None:
-    """Print a row per site, then mean ± sd."""
+def _outside(party: Party, sites: Sequence[SiteFile], weights: Sequence[float]) -> dict[str, Any] | None:
+    """Every site's scores on `evaluate.external` and the site that was left out, and those of all predictions as one;
+    None where there is neither.
+
+    Args:
+        weights: of the sites, for weighted aggregation.
+
+    Raises:
+        UsageError: when an external site took part, tells other classes apart, or does not let its patches be read.
+    """
+    left_out = party.pipeline.train.left_out
+    names = [name for name in party.pipeline.evaluate.external if name != left_out]
+    names += [] if left_out is None else [left_out]
+    if not names:
+        return None
+    first = party.data(sites[0].name)
+    classes, device = first.classes, device_of_rank()
+    parts = {name: _whole(party, name, classes) for name in names}
+    examples, said = joined([*parts.values()]), []
+    for site in sites:
+        found = answering(party.run, party.pipeline, site, classes, first.shape, device)
+        with torch.no_grad():
+            answers = {found.answer: found.probabilities(examples)}
+        said.append(Predictions.of(parts, site=site.name, answer=found.answer, said=answers, outputs=classes))
+    several = len(said) > 1 and examples.task.kind == "classes"
+    together = aggregated_scores([one.answers for one in said], examples.label, weights) if several else None
+    return {
+        "sites": names,
+        "n": len(examples),
+        "rows": _rows_of(said),
+        "aggregated": together,
+        "left_out": None
+        if left_out is None
+        else {
+            "site": left_out,
+            "store": party.data(left_out).digest(),
+            "rows": _rows_of([table.where(table.part == left_out) for table in said]),
+        },
+    }
+
+
+def _rows_of(said: Sequence[Predictions]) -> list[dict[str, Any]]:
+    return [{"site": table.site, **table.scores()} for table in said]
+
+
+def _whole(party: Party, name: str, classes: tuple[str, ...]) -> Examples:
+    """All patches of an external site, whatever their split."""
+    site = party.study.site(name)
+    if name in party.names:
+        raise UsageError(f"evaluate.external: site {name} took part in the run")
+    if not site.allows("patches"):
+        raise UsageError(
+            f'sites/{name}.toml: evaluate.external reads its patches; allow = ["patches"] lets it'
+        )
+    data = party.data(name)
+    if (theirs := data.classes) != classes:
+        raise UsageError(f"evaluate.external: site {name} has other classes, {', '.join(theirs)}")
+    parts = [data.examples(split) for split in SPLITS]
+    return joined([part for part in parts if len(part)])
+
+
+def evaluation_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per site, then mean ± sd."""
     where = "merged test set" if document["merged"] is not None else "own test set"
     several = any(row["with"] != "private" for row in document["sites"])
     whose = "models" if several else "private models"
@@ -223,16 +283,16 @@ def print_evaluation(document: dict[str, Any]) -> None:
             None,
             ["mean ± sd", "", *(f"{number(m.get('mean'))} ± {number(m.get('sd'))}" for m in spreads)],
         ]
-    print_table(f"{whose} on the {where} ({document['examples']})", headings, rows)
+    yield Table(f"{whose} on the {where} ({document['examples']})", headings, rows)
     if together := document["aggregated"]:
         one = together["rules"][together["rule"]]
-        say(
+        yield Line(
             f"all sites' predictions as one ({together['rule'].replace('_', ' ')}): {number(one['accuracy'])} accuracy"
         )
     if document["parts"]:
         reached = {name: part[first] for name, part in document["parts"].items()}
         spread = ", ".join(f"{name} {number(m['mean'])} ± {number(m['sd'])}" for name, m in reached.items())
-        say(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
+        yield Line(f"  {SCORES[first].lower()} on each site's part over all models: {spread}")
     if document["between"]:
-        print_between(document["between"])
-    say(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")
+        yield from between_lines(document["between"])
+    yield Line(f"{document['run']} evaluated; next: wsi-fl report {document['run']}")

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from wsi_fl.report.model_card import rendered, warning_of
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.leaving import Leaving, asked_for, require_allowed
-from wsi_fl.stages.answers.model_cards import Made, card_of
+from wsi_fl.stages.answers.leaving import Leaving, Made, asked_for, card_of, require_allowed
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text
 from wsi_fl.types import Bags, GridSpec, Images, UsageError, Vectors, WsiFlError
@@ -49,10 +48,7 @@ def export_model(
         raise UsageError(f"--format {form!r}: of a model use {' or '.join(FORMATS)}")
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    if run.summary() is None:
-        raise WsiFlError(
-            f"{run.path}: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
-        )
+    run.finished()
     with Party.of_run(study, run) as party:
         leaving = asked_for(party, called, site)
         require_allowed(leaving, private=private)
@@ -171,9 +167,9 @@ def _encoder(leaving: Leaving) -> Any:
     return encoder
 
 
-def print_export_model(document: dict[str, Any]) -> None:
-    """Print where the files are, and first of all what they may tell of patients."""
+def export_model_lines(document: dict[str, Any]) -> Lines:
+    """Say where the files are, and first of all what they may tell of patients."""
     private = document["model"] == "private" or "without differential privacy" in document["warning"]
-    say(document["warning"], "bold yellow" if private else "")
-    say(f"{document['out']}: {', '.join(document['files'])}")
-    say("  read MODEL_CARD.md and write a licence into it before you share this")
+    yield Line(document["warning"], "bold yellow" if private else "")
+    yield Line(f"{document['out']}: {', '.join(document['files'])}")
+    yield Line("  read MODEL_CARD.md and write a licence into it before you share this")

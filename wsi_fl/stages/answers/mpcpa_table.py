@@ -16,7 +16,7 @@ from wsi_fl.stages.answers.compare_runs import finished
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import begin
-from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.generating import Ddpm, Mpcpa
 from wsi_fl.study.pipeline import Pipeline
@@ -167,23 +167,25 @@ def _memorization(study: Study, site: str) -> dict[str, Any]:
     }
 
 
-def print_mpcpa(document: dict[str, Any]) -> None:
+def mpcpa_lines(document: dict[str, Any]) -> Lines:
     """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
     rows = [[row["row"], *(number(row[name]) for name in SCORES)] for row in document["rows"]]
     title = f"on {document['n_test']} test images of all sites"
-    print_table(title, ("model", "accuracy", "macro-acc.", "AUROC"), rows)
+    yield Table(title, ("model", "accuracy", "macro-acc.", "AUROC"), rows)
     if len(document["curve"]) > 2:
         for point in document["curve"]:
-            say(
+            yield Line(
                 f"  {point['per_class']} generated images of each class: mean {number(point['mean'])}, aggregated "
                 f"{number(point['aggregated'])}"
             )
-    say(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
+    yield Line(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
     for row in document["memorization"]:
-        say(
+        yield Line(
             f"  {row['site']}: nearest training image {row['least']:.4f} (paper's Table 4), held-out real images "
             f"{number(row['held_out_least'])}; {row['copies']} copies in {row['n_generated']}; check "
             f"{'passed' if row['passed'] else 'NOT passed'}"
         )
-    say(f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing")
-    say(f"next: wsi-fl report {document['run']}")
+    yield Line(
+        f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing"
+    )
+    yield Line(f"next: wsi-fl report {document['run']}")

@@ -16,7 +16,7 @@ from wsi_fl.stages.answers.predict_slide import percent, predict_slide
 from wsi_fl.stages.answers.predictor import Predictor, load_predictor
 from wsi_fl.stages.answers.trained import answers_with, trained_site
 from wsi_fl.stages.work.aside import reason_of
-from wsi_fl.stages.work.console import Watcher, print_table
+from wsi_fl.stages.work.console import Lines, Table, Watcher
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -92,8 +92,8 @@ def _names(slides: Sequence[Path]) -> list[str]:
     return names
 
 
-def print_predictions(document: dict[str, Any]) -> None:
-    """Print a row per slide, then the pictures' paths on stdout."""
+def predictions_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per slide, then the pictures' paths on stdout."""
     if document["slides"]:
         of_bags = "score" not in document["slides"][0]
         headings = (
@@ -102,9 +102,9 @@ def print_predictions(document: dict[str, Any]) -> None:
         whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
         cells = _of_slide if of_bags else _of_patches
         rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
-        print_table(f"{whose} of {document['site']}", ["slide", *headings], rows)
+        yield Table(f"{whose} of {document['site']}", ["slide", *headings], rows)
     for row in document["slides"]:
-        print(row["heatmap"] or row["csv"])
+        yield row["heatmap"] or row["csv"]
 
 
 def _of_patches(row: dict[str, Any]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from wsi_fl.report.run import render
 from wsi_fl.report.words import scores_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_of
+from wsi_fl.stages.answers.compare_runs import Run, runs_of
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
@@ -21,7 +22,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import Study, load_pipeline
+from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Train
 from wsi_fl.study.toml import value_of
 from wsi_fl.system.files import read_json, write_text
@@ -67,23 +68,18 @@ def _page(party: Party, *, pictures: bool) -> Page:
     shown = here if len(here) == 1 else [site for site in here if site.allows("patches")]
     opened = {site.name: party.data(site.name) for site in (shown or here[:1])}
     with_pixels = {site.name: s for site in shown if isinstance(s := opened[site.name].store, PatchStore)}
-    manifest, summary = run.manifest, run.summary()
-    if summary is None:
-        raise WsiFlError(
-            f"{run.path}/summary.json: the run has not finished; continue it with `wsi-fl train --resume {run.name}`"
-        )
-    inputs = inputs_of(run)
+    this = Run.of(run.path)
     return Page(
         run=run.name,
         method=party.name,
-        pipeline=manifest["pipeline"],
+        pipeline=run.manifest["pipeline"],
         classes=_counted(next(iter(opened.values())))[0],
         config_toml=(run.path / "config.toml").read_text(encoding="utf-8"),
-        manifest=manifest | {"inputs": inputs},
-        summary=summary,
+        manifest=run.manifest | {"inputs": this.inputs},
+        summary=this.summary,
         evaluation=run.evaluation(),
         metrics={name: run.site(name).metrics() for name in party.names},
-        baselines=list(_baselines(party, inputs)),
+        baselines=list(_baselines(party, this)),
         stores=[_store_row(data) for data in opened.values()],
         groups=_groups(run),
         audit=_optional(run.path / "audit" / "audit.json"),
@@ -160,55 +156,44 @@ def _groups(run: RunFolder) -> dict[str, Any]:
     return {site: found["group"] for site, found in ledgers.items() if found.get("group")}
 
 
-def inputs_of(run: RunFolder) -> dict[str, str]:
-    """The digest of every site's store that lies here."""
-    folders = sorted((run.path / "sites").glob("*"))
-    return {path.name: digest for path in folders if (digest := run.site(path.name).store_digest())}
-
-
 def _optional(path: Path) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _baselines(party: Party, inputs: dict[str, str]) -> Iterable[dict[str, Any]]:
+def _baselines(party: Party, this: Run) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
-    per_class, pipeline = value_of(party.pipeline, "mpcpa.per_class"), party.run.manifest["pipeline"]
-    scores = party.task.scores
-    train = party.pipeline.train
-    for path in sorted(party.study.runs.glob("[0-9]*-*")):
-        run = RunFolder(path)
-        evaluation, summary = run.evaluation(), run.summary()
-        if path.name == party.run.name or not evaluation or not summary or evaluation["merged"] is None:
+    for other in reversed([*runs_of(party.study)]):
+        evaluation, settings = other.folder.evaluation(), other.pipeline
+        if other.folder.name == party.run.name or not evaluation or evaluation["merged"] is None:
             continue
-        if scores_of(evaluation) != scores:
+        if scores_of(evaluation) != party.task.scores or other.inputs != this.inputs:
             continue
-        other = run.manifest
-        if inputs_of(run) != inputs or other["pipeline"] != pipeline:
+        if other.folder.manifest["pipeline"] != party.run.manifest["pipeline"]:
             continue
-        settings = load_pipeline(path / "config.toml")
-        if not _tests_the_same(settings.train, train):
+        if _tested(settings.train) != _tested(party.pipeline.train):
             continue
-        if other["method"] == "mpcpa" and value_of(settings, "mpcpa.per_class") != per_class:
+        if other.method == "mpcpa" and value_of(settings, "mpcpa.per_class") != value_of(
+            party.pipeline, "mpcpa.per_class"
+        ):
             continue  # a point of the curve over generated images
-        epsilons = [row["epsilon"] for row in summary["sites"]]
-        dp = summary["sites"][0]["guarantee"] != "none"
-        latest[other["method"], dp] = {
-            "run": path.name,
-            "method": other["method"],
+        sites = other.summary["sites"]
+        epsilons, guarantee = [row["epsilon"] for row in sites], sites[0]["guarantee"]
+        dp = guarantee != "none"
+        latest[other.method, dp] = {
+            "run": other.folder.name,
+            "method": other.method,
             "dp": dp,
             "epsilon": max(epsilons) if dp and None not in epsilons else None,
-            "guarantee": summary["sites"][0]["guarantee"],
-            **{name: evaluation["merged"].get(name) for name in scores},
+            "guarantee": guarantee,
+            **{name: evaluation["merged"].get(name) for name in party.task.scores},
         }
     return latest.values()
 
 
-def _tests_the_same(one: Train, other: Train) -> bool:
-    """Whether two runs on the same stores test the same patients: of folds, the seed draws them."""
-    if (one.folds, one.fold, one.left_out) != (other.folds, other.fold, other.left_out):
-        return False
-    return one.folds is None or one.seed == other.seed
+def _tested(train: Train) -> tuple[object, ...]:
+    """What says which patients of the same stores a run tests: of folds, the seed draws them."""
+    return train.folds, train.fold, train.left_out, train.seed if train.folds else None
 
 
 def _store_row(data: Data) -> dict[str, Any]:

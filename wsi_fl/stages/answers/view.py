@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.answers.viewing import gallery_of_predictions, gallery_of_site
+from wsi_fl.stages.work.console import Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 from wsi_fl.view.gallery import Gallery
@@ -57,14 +58,14 @@ def describe(server: ViewServer) -> dict[str, Any]:
     }
 
 
-def print_address(document: dict[str, Any]) -> None:
-    """Print where the page is, and the line of a tunnel to it."""
+def address_lines(document: dict[str, Any]) -> Lines:
+    """Say where the page is, and the line of a tunnel to it."""
     n = document["slides"]
-    print(f"{document['title']}: {n} slide{'' if n == 1 else 's'}")
+    yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"
     for one in document["not_shown"]:
-        print(f"  not shown: {one['slide']}: {one['reason']}")
-    print(f"\n  {document['url']}\n")
-    print(f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it.", flush=True)
+        yield f"  not shown: {one['slide']}: {one['reason']}"
+    yield f"\n  {document['url']}\n"
+    yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
 
 
 def serve(server: ViewServer, *, open_browser: bool = False) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.learning.counts import Scores
-from wsi_fl.report.coordinator import render_coordinator
+from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.stages.hospitals.kits.kit import Kit
 from wsi_fl.stages.hospitals.kits.reach import look
 from wsi_fl.stages.hospitals.plans.signed import Plan
 from wsi_fl.stages.site.account import spent_words
-from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -185,24 +185,24 @@ def _taking_part(plan: Plan, without: Sequence[str]) -> list[str]:
     return [site for site in plan.sites if site not in without]
 
 
-def print_submitted(document: dict[str, Any]) -> None:
-    """Print what each hospital spent, and where the result lies."""
+def submitted_lines(document: dict[str, Any]) -> Lines:
+    """Say what each hospital spent, and where the result lies."""
     for row in document["sites"]:
-        say(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
-    say(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
+        yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+    yield Line(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
 
 
-def print_check(document: dict[str, Any]) -> None:
-    """Print a line per step, and who reaches whom."""
+def check_lines(document: dict[str, Any]) -> Lines:
+    """Yield a line per step, and who reaches whom."""
     for step in document["steps"]:
-        say(
+        yield Line(
             f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}",
             "" if step["ok"] else "red",
         )
     if document["connected"] is not None:
-        say(f"  connected: {', '.join(document['connected']) or 'nobody'}")
+        yield Line(f"  connected: {', '.join(document['connected']) or 'nobody'}")
     for site, one in (document["peers"] or {}).items():
-        say(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
+        yield Line(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
 
 
 def _when(submitted: Any) -> str:
@@ -213,9 +213,9 @@ def _when(submitted: Any) -> str:
         return ""
 
 
-def print_status(document: dict[str, Any]) -> None:
-    """Print who is connected, and the newest jobs."""
-    say(f"connected: {', '.join(document['connected']) or 'nobody'}")
+def status_lines(document: dict[str, Any]) -> Lines:
+    """Say who is connected, and the newest jobs."""
+    yield Line(f"connected: {', '.join(document['connected']) or 'nobody'}")
     rows: list[list[str] | None] = [
         [
             *(str(job["id"]), _when(job["submitted"]), str(job["what"] or job["name"])),
@@ -224,10 +224,10 @@ def print_status(document: dict[str, Any]) -> None:
         ]
         for job in document["jobs"]
     ]
-    print_table("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
+    yield Table("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
     for job in document["jobs"]:
         if job["reason"]:
-            say(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
+            yield Line(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
 
 
 def _note_asked(kit: Kit, number: str, plan: Plan, job: Mapping[str, Any], sites: list[str]) -> None:

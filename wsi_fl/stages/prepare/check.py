@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_bags, open_store
-from wsi_fl.stages.work.console import Silent, Watcher, print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stores.bag_shards import read_shard
 from wsi_fl.stores.checksums import DAMAGE
 from wsi_fl.stores.fields import first_line
@@ -134,14 +134,14 @@ def _generators(study: Study, site: str) -> Iterator[list[Step]]:
             yield GeneratorFolder(folder, f"{name}.json").everything()
 
 
-def print_check(document: dict[str, Any]) -> None:
-    """Print a row per site, and a line for each damage."""
+def check_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per site, and a line for each damage."""
     rows = [
         [row["site"], str(row["read"]), str(len(row["damaged"])), f"{row['seconds']:.1f}"]
         for row in document["sites"]
     ]
-    print_table("check", ["site", "read", "damaged", "s"], rows)
+    yield Table("check", ["site", "read", "damaged", "s"], rows)
     for row in document["sites"]:
         for line in row["damaged"]:
-            say(f"  {line}", "bold red")
-    say("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")
+            yield Line(f"  {line}", "bold red")
+    yield Line("nothing is damaged" if document["ok"] else "damaged; see above for what mends it")

@@ -8,7 +8,7 @@ from typing import Any
 
 from wsi_fl.models.presets import HUB_FILES, PRESETS, Preset
 from wsi_fl.models.weights import cached_weights
-from wsi_fl.stages.work.console import print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Table
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
@@ -78,8 +78,8 @@ def _given(study: Study, pipeline_name: str | None) -> dict[str, Path]:
     return {name: path for name, path in found.items() if path.is_file()}
 
 
-def print_encoders(document: dict[str, Any]) -> None:
-    """Print a row per preset."""
+def encoders_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per preset."""
     rows = [
         [
             row["name"],
@@ -92,8 +92,8 @@ def print_encoders(document: dict[str, Any]) -> None:
         ]
         for row in document["encoders"]
     ]
-    print_table("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
-    say(
+    yield Table("encoders", ["name", "d", "px", "µm/px", "parameters", "licence", "weights"], rows)
+    yield Line(
         "any other model of timm works by its name; use one with --set features.encoder=NAME, or mosaic.encoder"
     )
-    say("weights are fetched from the hub with your own token, or features.weights names a file")
+    yield Line("weights are fetched from the hub with your own token, or features.weights names a file")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.stages.site.data import open_bags
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.stores.exchange import LAYOUTS, write_labels
 from wsi_fl.stores.exchange.clam import write_clam
 from wsi_fl.study.folder import Study
@@ -48,8 +48,8 @@ def export(
     }
 
 
-def print_export(document: dict[str, Any]) -> None:
-    """Print where the files are, and what CLAM's users need."""
-    say(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
+def export_lines(document: dict[str, Any]) -> Lines:
+    """Say where the files are, and what CLAM's users need."""
+    yield Line(f"{document['bags']} slides in {document['features']}, labels in {document['table']}")
     if document["format"] == "clam" and not document["pt"]:
-        say("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")
+        yield Line("  CLAM's training reads .pt files: add --pt, or call load_from_h5(True) on its data set")

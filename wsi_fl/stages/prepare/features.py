@@ -15,8 +15,8 @@ from wsi_fl.stages.prepare.bags import Chosen, Done, Way, quiet, speed_of_all
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.site.encoders import encoder_of, transform_of
-from wsi_fl.stages.site.rates import say_speed
-from wsi_fl.stages.work.console import Watcher, print_table, say
+from wsi_fl.stages.site.rates import speed_lines
+from wsi_fl.stages.work.console import Line, Lines, Table, Watcher, say
 from wsi_fl.stages.work.job import Job
 from wsi_fl.stores.bag_shards import fingerprint, read_shard
 from wsi_fl.stores.bags import BagMeta, bags_of, write_bags
@@ -131,14 +131,14 @@ def _make_site(
     return row, speed_of_all(way.site, made, began)
 
 
-def print_features(document: dict[str, Any]) -> None:
-    """Print a row per site."""
+def features_lines(document: dict[str, Any]) -> Lines:
+    """Yield a row per site."""
     headings = ("slides", "patches", "train", "test")
     rows = [[row["site"], *(str(row[key]) for key in headings)] for row in document["sites"]]
-    print_table("features", ["site", *headings], rows)
-    say_speed(document["speed"])
+    yield Table("features", ["site", *headings], rows)
+    yield from speed_lines(document["speed"])
     first = document["sites"][0]
-    say(f"{first['n_features']} features of every patch ready ({first['encoder']})")
-    say(
+    yield Line(f"{first['n_features']} features of every patch ready ({first['encoder']})")
+    yield Line(
         "next: wsi-fl train --set train.data=features --set model.private=linear_head --set model.proxy=linear_head"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from wsi_fl.slides.layouts import LAYOUTS, ArchiveSite, Sources, describe, detect, list_site
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
@@ -217,18 +217,18 @@ def _next(subtypes: Mapping[str, Sequence[str]]) -> str:
     return "mosaic" if subtypes else "tile"
 
 
-def print_init(document: dict[str, Any]) -> None:
+def init_lines(document: dict[str, Any]) -> Lines:
     for row in document["sites"]:
-        say(f"  sites/{row['site']}.toml: {row['slides']} slides")
+        yield Line(f"  sites/{row['site']}.toml: {row['slides']} slides")
     for kind, diagnoses in document.get("subtypes", {}).items():
-        say(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
+        yield Line(f"  {kind or 'tumour type unknown'}: {'; '.join(diagnoses)}")
     for note in document.get("notes", []):
-        say(f"  {note}", "yellow")
-    say(f"  pipelines/: {', '.join(document['pipelines'])}")
+        yield Line(f"  {note}", "yellow")
+    yield Line(f"  pipelines/: {', '.join(document['pipelines'])}")
     if document["sites"]:
         command = _next(document.get("subtypes", {}))
-        say(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
+        yield Line(f"study ready; next: cd {document['study']} && wsi-fl {command} --all")
     else:
-        say(
+        yield Line(
             f"study ready; write a site file for each hospital in {document['study']}/sites, then wsi-fl tile --all"
         )

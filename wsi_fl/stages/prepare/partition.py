@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stages.work.console import print_by_site, say
+from wsi_fl.stages.work.console import Line, Lines, by_site
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.images import DataSet, Images, read_data_set
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
@@ -183,11 +183,11 @@ def _row(study: Study, site: str, table: PatchTable, classes: tuple[str, ...]) -
     }
 
 
-def print_partition(document: dict[str, Any]) -> None:
-    """Print training images, classes × sites."""
+def partition_lines(document: dict[str, Any]) -> Lines:
+    """Yield training images, classes × sites."""
     sites = document["sites"]
     rows = [[name, *(row["classes"][name] for row in sites)] for name in document["classes"]]
     sums = [["sum", *(row["train"] for row in sites)], ["test", *(row["test"] for row in sites)]]
     title = f"training images ({document['skew']})"
-    print_by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
-    say("stores ready; next: wsi-fl train --method proxyfl --pipeline NAME")
+    yield by_site(title, "class", [row["site"] for row in sites], [*rows, None, *sums])
+    yield Line("stores ready; next: wsi-fl train --method proxyfl --pipeline NAME")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from wsi_fl.slides.choosing.patches import AllSetAside, PlanParams, SlidePlan
 from wsi_fl.slides.choosing.quality import KINDS, QualityParams, Segmenter
 from wsi_fl.slides.choosing.tissue import Method, TissueParams
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.files import ordinary, write_text
@@ -170,14 +170,14 @@ def read_set_aside(path: Path) -> dict[str, dict[str, int]]:
         raise WsiFlError(f"{path}: not what `wsi-fl tile` writes; tile the site again") from None
 
 
-def say_quality(row: Mapping[str, Any]) -> None:
+def quality_lines(row: Mapping[str, Any]) -> Lines:
     """Say what patches of a site were set aside for, and where tissue was not found by saturation."""
     where = Path(row["store"]).parent / "quality.csv"
     if aside := row["set_aside"]:
         said = ", ".join(f"{n} {kind}" for kind, n in aside.items())
-        say(
+        yield Line(
             f"  {row['site']}: {sum(aside.values())} patches set aside ({said}); by slide: {where}",
-            style="yellow",
+            "yellow",
         )
     for name, one in row["tissue"].items():
         if name != "saturation":
@@ -186,6 +186,6 @@ def say_quality(row: Mapping[str, Any]) -> None:
                 if one["gain"] is None
                 else f"{one['gain']:.2g} × that by saturation"
             )
-            say(
+            yield Line(
                 f"  {row['site']}: tissue of {one['slides']} slides by {name}, its area {area}; by slide: {where}"
             )

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.stages.prepare.quality import Quality, quality_row, say_quality
-from wsi_fl.stages.site.rates import say_speed
-from wsi_fl.stages.work.console import print_by_site, say
+from wsi_fl.stages.prepare.quality import Quality, quality_lines, quality_row
+from wsi_fl.stages.site.rates import speed_lines
+from wsi_fl.stages.work.console import Line, Lines, Table, by_site, say
 from wsi_fl.stores.columns import Counts
 from wsi_fl.study.folder import Study
 from wsi_fl.types import CLASSES, SPLITS, BagTable, SetAside, SlideRecord
@@ -112,8 +112,8 @@ def first_reason(failed: Sequence[SetAside]) -> str:
     return f"the first: {failed[0].slide}: {failed[0].reason}" if failed else "the first: it has no slides"
 
 
-def print_tile(document: dict[str, Any]) -> None:
-    """Print the table of the paper (Table 1), labels × train and test × sites, and what was set aside."""
+def tile_lines(document: dict[str, Any]) -> Lines:
+    """Yield the table of the paper (Table 1), labels × train and test × sites, and what was set aside."""
     rows = document["sites"]
     lines: list[list[Any] | None] = []
     for split in SPLITS:
@@ -121,68 +121,72 @@ def print_tile(document: dict[str, Any]) -> None:
         if any(sum(count.values()) for count in counts):
             lines += [[f"{split} {name}", *(count[name] for count in counts)] for name in CLASSES]
             lines += [[f"{split} sum", *(sum(count.values()) for count in counts)], None]
-    _print_by_site("patches", rows, lines)
-    _say_aside(rows, "patch")
+    yield _summed("patches", rows, lines)
+    yield from _aside_lines(rows, "patch")
     for row in rows:
-        say_quality(row)
+        yield from quality_lines(row)
         if missing := [name for name in CLASSES if not row[name]]:
-            say(f"  {row['site']}: has no {missing[0]} patch at all", style="bold yellow")
+            yield Line(f"  {row['site']}: has no {missing[0]} patch at all", "bold yellow")
         else:
-            _say_untested(row)
+            yield from _untested_lines(row)
     if idle := [row["site"] for row in rows if not row["train"]]:
-        say(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
+        yield Line(f"not ready ({', '.join(idle)}); see what was set aside, then run `wsi-fl tile` again")
         return
-    say(f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}")
+    yield Line(
+        f"stores ready ({', '.join(row['store'] for row in rows)}); next: {' && '.join(document['next'])}"
+    )
 
 
-def _say_untested(row: Mapping[str, Any]) -> None:
+def _untested_lines(row: Mapping[str, Any]) -> Lines:
     """Say which label a site will not be tested on."""
     untested = [name for name in CLASSES if not row["table"]["test"][name]]
     if untested and row["train"]:
         what = "test patch" if len(untested) == len(CLASSES) else f"{untested[0]} patch for testing"
-        say(
+        yield Line(
             f"  {row['site']}: has no {what}; test patients are drawn before slides are opened: set split in its "
             "table, or raise slides.test_fraction",
-            style="bold yellow",
+            "bold yellow",
         )
 
 
-def print_mosaic(document: dict[str, Any]) -> None:
-    """Print bags by class and split of every site, and what was set aside."""
+def mosaic_lines(document: dict[str, Any]) -> Lines:
+    """Yield bags by class and split of every site, and what was set aside."""
     rows = document["sites"]
     classes = [[name, *(row["classes"][name] for row in rows)] for name in rows[0]["classes"]]
     splits = [[key, *(row[key] for row in rows)] for key in ("train", "test", "patches")]
-    _print_by_site("mosaics", rows, [*classes, None, *splits])
-    _say_aside(rows, "slide")
-    say_speed(document.get("speed", ()))
+    yield _summed("mosaics", rows, [*classes, None, *splits])
+    yield from _aside_lines(rows, "slide")
+    yield from speed_lines(document.get("speed", ()))
     stores = ", ".join(row["store"] for row in rows)
-    say(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
+    yield Line(f"mosaics ready ({stores}; {rows[0]['encoder']}); next: wsi-fl train --set train.data=mosaics")
 
 
-def _print_by_site(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> None:
+def _summed(title: str, rows: Sequence[Any], lines: Iterable[list[Any] | None]) -> Table:
     """Print lines of a name and a number for each site as a table, with their sum."""
     summed = [line and [*line, sum(line[1:])] for line in lines]
-    print_by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
+    return by_site(title, "", [*(row["site"] for row in rows), "sum"], summed)
 
 
-def _say_aside(rows: Sequence[Any], unit: str) -> None:
+def _aside_lines(rows: Sequence[Any], unit: str) -> Lines:
     """Say which slides were set aside, what is to be known of others, and which sites have nothing to learn from."""
     for row in rows:
         for aside in row["failed"][:_NAMED]:
             whole = "" if " patches set aside" in aside["reason"] else " set aside"
-            say(f"  {row['site']}: {aside['slide']}{whole}: {aside['reason']}", style="yellow")
+            yield Line(f"  {row['site']}: {aside['slide']}{whole}: {aside['reason']}", "yellow")
         if len(row["failed"]) > _NAMED:
-            say(
+            yield Line(
                 f"  {row['site']}: and {len(row['failed']) - _NAMED} more set aside; --json names all",
                 "yellow",
             )
         notes = row.get("notes", ())
         for one in notes[:_NAMED]:
-            say(f"  {row['site']}: {one['slide']}: {one['note']}", style="yellow")
+            yield Line(f"  {row['site']}: {one['slide']}: {one['note']}", "yellow")
         if len(notes) > _NAMED:
-            say(f"  {row['site']}: and {len(notes) - _NAMED} more such notes; --json has all", "yellow")
+            yield Line(
+                f"  {row['site']}: and {len(notes) - _NAMED} more such notes; --json has all", "yellow"
+            )
         if not row["train"]:
-            say(
+            yield Line(
                 f"  {row['site']}: has no training {unit}, so nothing can be trained on it",
-                style="bold yellow",
+                "bold yellow",
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 
 if TYPE_CHECKING:
     from wsi_fl.models.encoder import Spent
@@ -25,10 +25,10 @@ def speed_of(site: str, spent: Spent, slides: int, patches: int, seconds: float)
     }
 
 
-def say_speed(rows: Sequence[dict[str, Any]]) -> None:
+def speed_lines(rows: Sequence[dict[str, Any]]) -> Lines:
     """Say how fast the patches of each site were encoded, where any were."""
     for row in rows:
         if row["patches_per_second"]:
             spent = ", ".join(f"{key} {seconds:.1f} s" for key, seconds in row["spent"].items())
             speed = f"{row['patches_per_second']:.1f} patches/s, {row['slides_per_second']:.2f} slides/s"
-            say(f"  {row['site']}: {speed} ({spent}, partly at once)")
+            yield Line(f"  {row['site']}: {speed} ({spent}, partly at once)")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wsi_fl.models.encoder import encode
 from wsi_fl.report import synthesis as page
-from wsi_fl.report.grids import grid, png_of
+from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.synthesis.kinds import (
@@ -28,7 +28,7 @@ from wsi_fl.stages.synthesis.kinds import (
     shared_phase,
 )
 from wsi_fl.stages.synthesis.synthetic import as_pixels
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import (
@@ -152,29 +152,29 @@ def _pixels(images: Tensor) -> NDArray[np.uint8]:
     return pixels
 
 
-def print_check(document: Document) -> None:
-    """Say the verdict, its reasons, and where the pictures are."""
+def check_lines(document: Document) -> Lines:
+    """Yield the verdict, its reasons, and where the pictures are."""
     passed = document["passed"]
-    say(
+    yield Line(
         f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}",
         "green" if passed else "red",
     )
     for reason in document["reasons"]:
-        say(f"  {reason}", "red")
+        yield Line(f"  {reason}", "red")
     for name in ("before", "after", "denoiser"):
         if one := (document["projection"] or {}).get(name):
-            say(
+            yield Line(
                 f"  projections {name}: median LPIPS {one['median']:.4f}, "
                 f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
             )
         if one := document["quality"].get(name):
-            say(f"  quality {name}: FID {one['fid']:.1f}, KID {one['kid']:.4f}")
+            yield Line(f"  quality {name}: FID {one['fid']:.1f}, KID {one['kid']:.4f}")
     if z := document.get("memorization"):
-        say(
+        yield Line(
             f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "
             f"{z['held_out_least']:.4f}, {z['held_out_median']:.4f}); "
             f"below 0.1: {z['below_paper']} of {z['n_generated']}"
         )
     for note in document["notes"]:
-        say(f"  {note}", "yellow")
-    say(f"  {document['files']['page']}")
+        yield Line(f"  {note}", "yellow")
+    yield Line(f"  {document['files']['page']}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from wsi_fl.stages.synthesis.kinds import kind_of, outcome
 from wsi_fl.stages.synthesis.synthetic import as_pixels, synthetic_meta, write_synthetic
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
@@ -113,10 +113,12 @@ def _refuse_taken(study: Study, name: str) -> None:
         raise UsageError(f"sites/{name}.toml exists already; use another --name")
 
 
-def print_sampled(document: dict[str, Any]) -> None:
+def sampled_lines(document: dict[str, Any]) -> Lines:
     """Say what was written, and what it is worth."""
     generator = document["generator"]
-    say(f"{document['patches']} synthetic patches: {document['store']}")
+    yield Line(f"{document['patches']} synthetic patches: {document['store']}")
     if generator["check"] != "passed":
-        say(f"  written although its check was {outcome(generator)}", "red")
-    say("  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow")
+        yield Line(f"  written although its check was {outcome(generator)}", "red")
+    yield Line(
+        "  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow"
+    )

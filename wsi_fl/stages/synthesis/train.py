@@ -8,11 +8,11 @@ from pathlib import Path
 from shutil import rmtree
 
 from wsi_fl import __version__
-from wsi_fl.report.grids import grid, png_of
+from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
 from wsi_fl.stages.synthesis.kinds import Course, Document, Kind, Losses
 from wsi_fl.stages.synthesis.synthetic import as_pixels
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
@@ -181,15 +181,17 @@ def _by_phase(settings: Document) -> tuple[Document, Document]:
     return first | {"terms": terms}, later
 
 
-def print_trained(document: Document) -> None:
+def trained_lines(document: Document) -> Lines:
     """Say what there is now, and what to do next."""
     later = document.get("privacy_iterations")
     more = f", then {later} with the privacy loss" if later is not None else ""
     epochs = f" ({document['epochs']:.0f} epochs)" if "epochs" in document else ""
-    say(
+    yield Line(
         f"generator of site {document['site']}: {document['resolution']} px, {document['iterations']} iterations"
         f"{more}{epochs}; {document['generator']}"
     )
     if (document.get("lpips") or "").startswith("UNTRAINED"):
-        say(f"  {document['lpips']}", "yellow")
-    say(f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}")
+        yield Line(f"  {document['lpips']}", "yellow")
+    yield Line(
+        f"next: wsi-fl synthesize check --generator {document.get('kind', 'gan')} --site {document['site']}"
+    )

@@ -25,7 +25,7 @@ from wsi_fl.stages.training.checks import (
     warn_of_other_patches,
 )
 from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines, say
 from wsi_fl.study.folder import Study
 
 _TIMED_STEPS = 3
@@ -120,21 +120,21 @@ def _cost(site: Site, party: Party) -> dict[str, Any]:
     }
 
 
-def print_plan(document: dict[str, Any]) -> None:
+def plan_lines(document: dict[str, Any]) -> Lines:
     for row in document["sites"]:
         held = f" and {row['n_validation']} validation" if row["n_validation"] else ""
         n_patients = row["n_units"] - row["canaries"]
         of = f" of {n_patients} training patients" if n_patients != row["n_train"] else ""
         planted = f" and {row['canaries']} canaries" if row["canaries"] else ""
-        say(
+        yield Line(
             f"  {row['site']}: {row['n_train']} training{held} {document['examples']}{of}{planted}, "
             f"{spent_words(row)}, {row['parameters'] / 1e6:.2f} M parameters"
         )
         if row["group"] is not None:
             above = above_budget(row["group"], row["max_epsilon"])
             told = f", which is above its max_epsilon = {row['max_epsilon']:g}" if above else ""
-            say(f"    {group_words(row['group'])}{told}", "yellow" if above else "")
-    say(
+            yield Line(f"    {group_words(row['group'])}{told}", "yellow" if above else "")
+    yield Line(
         f"all sites fit together; {document['rounds']} rounds of {document['method']} take about "
         f"{document['seconds'] / 60:.1f} min and {document['memory_bytes'] / 1e9:.1f} GB of memory, evaluation left out"
     )

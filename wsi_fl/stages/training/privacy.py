@@ -9,7 +9,7 @@ from typing import Any
 from wsi_fl.privacy.accounting import ACCOUNTANT, epsilon, plan, sigma_for
 from wsi_fl.privacy.groups import MOST_EPSILON, group_epsilon
 from wsi_fl.privacy.planner import Proposal, planned, proposals
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.toml import LEAST_SIGMA
 from wsi_fl.types import UsageError
 
@@ -79,26 +79,26 @@ def _row(way: Proposal) -> dict[str, Any]:
     }
 
 
-def print_privacy(document: dict[str, Any]) -> None:
+def privacy_lines(document: dict[str, Any]) -> Lines:
     value = "no guarantee (no noise)" if document["epsilon"] is None else f"ε = {document['epsilon']:.3f}"
     if document["delta"] * document["n"] >= 1:
-        say(
+        yield Line(
             f"δ = {document['delta']:g} is not below 1/n: it would allow some patches to be published whole",
-            style="yellow",
+            "yellow",
         )
     for way in document["ways"]:
         mark = "→" if way["batch_size"] == document["batch_size"] else " "
-        say(
+        yield Line(
             f" {mark} B = {way['batch_size']:<6} σ = {way['sigma']:<7.3f} {way['steps']:>6} steps   "
             f"signal to noise {way['signal_to_noise']:.0f}"
         )
     if document["ways"]:
-        say(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
-    say(
+        yield Line(f"most steps at nearly the best signal to noise: batch_size = {document['batch_size']}")
+    yield Line(
         f"{value} at δ = {document['delta']:g}: {document['steps']} steps at sample rate "
         f"{document['sample_rate']:.5f} with σ = {document['sigma']:g} ({document['accountant'].upper()} accountant)"
     )
     if document["group"]:
         rows, worth = document["group"]["rows"], document["group"]["epsilon"]
         above = f"more than {MOST_EPSILON:g}, no protection" if worth is None else f"{worth:.3g}"
-        say(f"for a patient with {rows} rows together: ε = {above} (group privacy)")
+        yield Line(f"for a patient with {rows} rows together: ε = {above} (group privacy)")

@@ -35,7 +35,7 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.site.sums import RUN, Facts, Sums, read_sums, refuse_others, wanted_of, write_sums
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import learned_from
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stages.work.job import Job
 from wsi_fl.study.folder import Study
@@ -204,15 +204,15 @@ def _summed(
     return model
 
 
-def print_releases(document: dict[str, Any]) -> None:
-    """Print a line per site."""
+def releases_lines(document: dict[str, Any]) -> Lines:
+    """Yield a line per site."""
     for row in document["sites"]:
         cost = "released" if row["spent"] else "released before, nothing spent"
         worth = "no differential privacy"
         if row["epsilon"] is not None:
             worth = f"ε = {row['epsilon']:.2f} ({row['guarantee']}) at δ = {row['delta']:g}"
-        say(f"  {row['site']}: sums over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
-    say(
+        yield Line(f"  {row['site']}: sums over {row['n']} {row['unit']}s; {cost}: {worth} ({row['file']})")
+    yield Line(
         "releases may be copied to the other sites' releases/; next: "
         "wsi-fl train --method oneshot --set train.releases=true"
     )

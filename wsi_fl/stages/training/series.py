@@ -16,7 +16,7 @@ from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.going_on import Series
 from wsi_fl.stages.training.launch import naming_resume
 from wsi_fl.stages.training.train import begin, resume
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher, say
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.ranks import launched_ranks
@@ -231,7 +231,7 @@ def _as_counted(member: Member, series: Series) -> Member:
     )
 
 
-def print_series(document: dict[str, Any]) -> None:
+def series_lines(document: dict[str, Any]) -> Lines:
     """The runs for people."""
     runs = " ".join(summary["run"] for summary in document["runs"])
     seconds = sum(summary["seconds"] for summary in document["runs"])
@@ -240,4 +240,6 @@ def print_series(document: dict[str, Any]) -> None:
     seeded = (
         f" from {len(document['seeds'])} seeds" if parts != "seeds" and len(document["seeds"]) > 1 else ""
     )
-    say(f"{n} {parts}{seeded} of {document['method']} done in {seconds:.0f} s; next: wsi-fl compare {runs}")
+    yield Line(
+        f"{n} {parts}{seeded} of {document['method']} done in {seconds:.0f} s; next: wsi-fl compare {runs}"
+    )

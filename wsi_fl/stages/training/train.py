@@ -28,7 +28,7 @@ from wsi_fl.stages.training.going_on import (
     taken_up,
     which_run,
 )
-from wsi_fl.stages.work.console import Silent, Watcher, say
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher, say
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.system.ranks import launched_ranks
@@ -156,13 +156,15 @@ def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
     return summary
 
 
-def print_summary(summary: dict[str, Any]) -> None:
+def summary_lines(summary: dict[str, Any]) -> Lines:
     """The summary for people."""
     for row in summary["sites"]:
-        say(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+        yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
     c = summary["communication"]
-    say(f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication")
+    yield Line(
+        f"  {c['messages']} messages, {c['bytes'] / 1e6:.1f} MB, {c['seconds']:.1f} s of communication"
+    )
     for loss in summary["losses"]:
-        say(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
-        say(f"  it can come back: wsi-fl train --resume {summary['run']}")
-    say(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")
+        yield Line(f"  {loss['site']} was lost in round {loss['round']}: {loss['reason']}", "yellow")
+        yield Line(f"  it can come back: wsi-fl train --resume {summary['run']}")
+    yield Line(f"{summary['run']} done in {summary['seconds']:.0f} s; next: wsi-fl evaluate {summary['run']}")

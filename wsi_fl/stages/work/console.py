@@ -8,12 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import rich.table
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import WsiFlError, printable
@@ -194,46 +194,67 @@ def say(text: str, style: str = "") -> None:
     stderr.print(printable(text), style=style or None, markup=False)
 
 
+class Line(NamedTuple):
+    """A sentence of a command's answer, on stderr."""
+
+    text: str
+    style: str = ""
+
+
+class Table(NamedTuple):
+    """A table of a command's answer, on stderr: names on the left, everything else to the right.
+
+    Attributes:
+        headings: one for each column.
+        rows: the cells; None draws a line.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Iterable[Sequence[str] | None]
+
+
+Lines = Iterable[str | Line | Table]
+"""What a command's document says to people, in order; text alone stands on stdout, for other programs."""
+
 _WIDEST = 120
 """Characters of a table that is wider than the terminal."""
-
-
 MOST_COLUMNS = 12
 """Sites that stand beside each other; more stand one below the other."""
 
 
-def print_by_site(
-    title: str, corner: str, sites: Sequence[str], lines: Sequence[Sequence[object] | None]
-) -> None:
-    """Print lines of a name and a number for each site: sites as columns, or as rows where they are many.
+def render(lines: Lines) -> None:
+    """Print what a document says to people."""
+    for line in lines:
+        if isinstance(line, Line):
+            say(*line)
+        elif isinstance(line, Table):
+            _print_table(line)
+        else:
+            print(line, flush=True)
+
+
+def by_site(title: str, corner: str, sites: Sequence[str], lines: Iterable[Sequence[object] | None]) -> Table:
+    """Return a table of a number for each site: sites as columns, or as rows where they are many.
 
     Args:
         title, corner: what stands above the table, and above its first column.
         sites: names, in the order of the numbers.
         lines: a name and its numbers each; None draws a line between them.
     """
+    cells = [[str(cell) for cell in line] if line else None for line in lines]
     if len(sites) <= MOST_COLUMNS:
-        print_table(
-            title, [corner, *sites], [[str(cell) for cell in line] if line else None for line in lines]
-        )
-        return
-    told = [line for line in lines if line]
-    rows = [[site, *(str(line[k]) for line in told)] for k, site in enumerate(sites, 1)]
-    print_table(title, ["site", *(str(line[0]) for line in told)], rows)
+        return Table(title, [corner, *sites], cells)
+    told = [line for line in cells if line]
+    rows = [[site, *(line[k] for line in told)] for k, site in enumerate(sites, 1)]
+    return Table(title, ["site", *(line[0] for line in told)], rows)
 
 
-def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str] | None]) -> None:
-    """Print a table on stderr: names on the left, everything else to the right.
-
-    Args:
-        title: stands above it.
-        headings: one for each column.
-        rows: the cells; None draws a line.
-    """
-    printed = Table(title=escape(printable(title)), title_justify="left")
-    for k, heading in enumerate(headings):
-        printed.add_column(escape(printable(heading)), justify="right" if k else "left", no_wrap=True)
-    for row in rows:
+def _print_table(table: Table) -> None:
+    printed = rich.table.Table(title=escape(printable(table.title)), title_justify="left")
+    for k, heading in enumerate(table.headings):
+        printed.add_column(escape(printable(heading)), justify="right" if k else "left", no_wrap=k > 0)
+    for row in table.rows:
         if row is None:
             printed.add_section()
         else:

@@ -25,7 +25,7 @@ from wsi_fl.federation.certificates import (
 )
 from wsi_fl.stages.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.stages.hospitals.kits.kit import STEM, Kit
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
 from wsi_fl.types import UsageError
 
@@ -200,43 +200,43 @@ def join(file: Path, kit: Path, expected: str | None = None) -> dict[str, Any]:
     return said | reached | {"kit": str(kit), "fingerprint": found, "until": until.date().isoformat()}
 
 
-def print_fingerprint(whose: str, found: str) -> None:
+def fingerprint_line(whose: str, found: str) -> Line:
     """Say the fingerprint of a key, all 32 bytes of it, for people to compare: of a few bytes forgeries are found."""
-    say(f"  fingerprint of {whose}: {found}")
+    return Line(f"  fingerprint of {whose}: {found}")
 
 
-def print_provisioned(document: dict[str, Any]) -> None:
+def provisioned_lines(document: dict[str, Any]) -> Lines:
     """Say what was founded, and what comes next."""
-    say(f"federation {document['federation']} founded; to be read out to hospitals:")
-    print_fingerprint("the root", document["fingerprint"])
+    yield Line(f"federation {document['federation']} founded; to be read out to hospitals:")
+    yield fingerprint_line("the root", document["fingerprint"])
     for name, kit in document["kits"].items():
-        say(f"  kit of {name}: {kit}")
-    say(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
+        yield Line(f"  kit of {name}: {kit}")
+    yield Line(f"keep {document['root']} offline: whoever has its key can name anybody", "yellow")
 
 
-def print_requested(document: dict[str, Any]) -> None:
+def requested_lines(document: dict[str, Any]) -> Lines:
     """Say what to send, and what to read out."""
-    say(f"send {document['file']} to the coordinator, and read out by telephone:")
-    print_fingerprint("the request", document["fingerprint"])
+    yield Line(f"send {document['file']} to the coordinator, and read out by telephone:")
+    yield fingerprint_line("the request", document["fingerprint"])
 
 
-def print_approved(document: dict[str, Any]) -> None:
+def approved_lines(document: dict[str, Any]) -> Lines:
     """Say what to send back."""
-    say(f"{document['name']} ({document['organization']}) is {document['role']} of the federation now")
-    print_fingerprint(document["name"], document["fingerprint"])
-    say(f"send {document['file']} back, and read out:")
-    print_fingerprint("the root", document["root_fingerprint"])
+    yield Line(f"{document['name']} ({document['organization']}) is {document['role']} of the federation now")
+    yield fingerprint_line(document["name"], document["fingerprint"])
+    yield Line(f"send {document['file']} back, and read out:")
+    yield fingerprint_line("the root", document["root_fingerprint"])
 
 
-def print_joined(document: dict[str, Any]) -> None:
+def joined_lines(document: dict[str, Any]) -> Lines:
     """Say what the kit is, and what comes next."""
     by = document.get("server") or document.get("folder")
-    say(
+    yield Line(
         f"{document['kit']} is the kit of {document['name']} in {document['federation']} until {document['until']}"
     )
-    say(f"  reached by {by}")
-    print_fingerprint("the root", document["fingerprint"])
-    say(f"next: wsi-fl federation check {document['kit']}")
+    yield Line(f"  reached by {by}")
+    yield fingerprint_line("the root", document["fingerprint"])
+    yield Line(f"next: wsi-fl federation check {document['kit']}")
 
 
 def _document(file: Path, wanted: str) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check
-from wsi_fl.stages.work.console import say
+from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
@@ -313,9 +313,9 @@ def _refuse_nothing_to_share(party: Party) -> None:
         raise UsageError("with train.releases sites meet by files alone, and no plan is needed; leave it out")
 
 
-def print_made(document: dict[str, Any]) -> None:
+def made_lines(document: dict[str, Any]) -> Lines:
     """Say where a plan lies, and what to do with it."""
-    say(
+    yield Line(
         f"{document['plan']}: plan {document['sha256'][:8]} for {', '.join(document['sites'])}; send it to every "
         f"hospital, which signs it with `wsi-fl federation approve {Path(document['plan']).name} --kit KIT`"
     )

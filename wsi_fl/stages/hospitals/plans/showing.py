@@ -7,38 +7,38 @@ from typing import Any
 
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.report.words import count, size
-from wsi_fl.stages.hospitals.kits.making import print_fingerprint
+from wsi_fl.stages.hospitals.kits.making import fingerprint_line
 from wsi_fl.stages.hospitals.plans.approving import Cost, Looked
 from wsi_fl.stages.hospitals.plans.making import PlanDocument
 from wsi_fl.stages.site.account import group_words
-from wsi_fl.stages.work.console import print_table, say
+from wsi_fl.stages.work.console import Line, Lines, Table
 
 
-def print_look(looked: Looked) -> None:
+def look_lines(looked: Looked) -> Lines:
     """Show people what they are about to sign."""
     said, privacy = looked.document, looked.document["privacy"]
-    say(
+    yield Line(
         f"plan {looked.plan.digest[:8]}: {said['does']} Pipeline {said['pipeline']}, {said['rounds']} rounds."
     )
-    print_table("who takes part", ("site", "real", "allows", "max ε", "δ"), _rows_of_sites(said))
+    yield Table("who takes part", ("site", "real", "allows", "max ε", "δ"), _rows_of_sites(said))
     for site in said["sites"]:
-        print_fingerprint(site["name"], site["key"] or "not pinned")
+        yield fingerprint_line(site["name"], site["key"] or "not pinned")
     learned = said["learns"]
     classes = ", ".join(learned["classes"] or ["unknown classes"])
     trained = f"trained on {learned['data']} ({learned['encoder'] or 'pixels'})"
-    say(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
-    say(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
-    say("what leaves your hospital:")
+    yield Line(f"  {trained} to answer {learned['asks']}: {classes}. {learned['says']}")
+    yield Line(f"  {privacy['says']}", "" if privacy["differential_privacy"] else "yellow")
+    yield Line("what leaves your hospital:")
     for one in said["leaves"]:
         each = f", {size(one['bytes'])} each" if one["bytes"] is not None else ""
-        say(f"  {one['what']} → {one['to']}; {one['often']}{each}. Protection: {one['protected_by']}")
-    say(f"what never leaves: {'; '.join(said['stays'])}")
+        yield Line(f"  {one['what']} → {one['to']}; {one['often']}{each}. Protection: {one['protected_by']}")
+    yield Line(f"what never leaves: {'; '.join(said['stays'])}")
     if looked.cost is not None:
-        say(cost_words(looked.cost))
+        yield Line(cost_words(looked.cost))
         if looked.cost.group is not None:
-            say(f"  {_patient_words(looked.cost)}", "red" if looked.cost.above else "")
+            yield Line(f"  {_patient_words(looked.cost)}", "red" if looked.cost.above else "")
     for note in looked.notes:
-        say(f"  {note}", "yellow")
+        yield Line(f"  {note}", "yellow")
 
 
 def _rows_of_sites(said: PlanDocument) -> list[tuple[str, ...]]:
@@ -91,9 +91,9 @@ def above_words(cost: Cost | None) -> str:
     return f"{_patient_words(cost)}, which is above your max_epsilon = {cost.max_epsilon:g}"
 
 
-def print_signed(document: dict[str, Any]) -> None:
+def signed_lines(document: dict[str, Any]) -> Lines:
     """Say where the approval lies, and what to do with it."""
-    say(
+    yield Line(
         f"{document['site']} signed plan {document['plan'][:8]}; send {document['approval']} to the coordinator, then "
         "start your kit"
     )
