@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.significance import clustered_interval
-from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
+from wsi_fl.synthesis.stages.mpcpa_table import mpcpa_table
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.work.console import Bars
 from wsi_fl.stores.images import read_data_set

@@ -14,8 +14,8 @@ from conftest import check, refused, train_generator
 from safetensors.torch import load_file
 from test_mpcpa import make_study
 
-from wsi_fl.stages.synthesis.ddpm import KIND
-from wsi_fl.stages.synthesis.sample import sample
+from wsi_fl.synthesis.stages.ddpm import KIND
+from wsi_fl.synthesis.stages.sample import sample
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import (

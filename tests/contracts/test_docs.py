@@ -8,7 +8,7 @@ import pytest
 from conftest import refused
 from typer.testing import CliRunner
 
-from wsi_fl.cli.federation import app as federation
+from wsi_fl.hospitals.cli import app as federation
 from wsi_fl.cli.main import app
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.pipeline import pipeline_model

@@ -10,10 +10,10 @@ from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
+from wsi_fl.synthesis.stages.mpcpa_table import mpcpa_table
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.training.mpcpa import _ready
+from wsi_fl.synthesis.stages.mpcpa import _ready
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent
@@ -215,7 +215,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
         noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
         yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
 
-    monkeypatch.setattr("wsi_fl.stages.synthesis.ddpm.drawn", planted)
+    monkeypatch.setattr("wsi_fl.synthesis.stages.ddpm.drawn", planted)
     document = check(study, site="S1", overrides=["ddpm.seed=0", "ddpm.samples_per_class=6"])
     assert not document["passed"]
     assert document["memorization"]["copies"] == 12

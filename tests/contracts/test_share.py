@@ -10,8 +10,8 @@ from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, su
 from wsi_fl.report import words
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.hospitals.dossier.assessment import assessment
-from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
+from wsi_fl.hospitals.dossier.assessment import assessment
+from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import train
 

@@ -29,26 +29,26 @@ from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers import view_layers
+from wsi_fl.viewer import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_slide import write_patches
-from wsi_fl.stages.answers.view import gallery
-from wsi_fl.stages.answers.view_predictions import Prediction
+from wsi_fl.viewer.stage import gallery
+from wsi_fl.viewer.view_predictions import Prediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
-from wsi_fl.view import gallery as galleries
-from wsi_fl.view import server as servers
-from wsi_fl.view.gallery import Exhibit, Gallery, Overlay
-from wsi_fl.view.layers import outlines, patches, tissue_rings, values
-from wsi_fl.view.pyramid import TILE_PX, Pyramid, read_tile
-from wsi_fl.view.recent import Recent
-from wsi_fl.view.server import ADDRESS, ViewServer
-from wsi_fl.view.tiles import TileReader
+from wsi_fl.viewer import gallery as galleries
+from wsi_fl.viewer import server as servers
+from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
+from wsi_fl.viewer.layers import outlines, patches, tissue_rings, values
+from wsi_fl.viewer.pyramid import TILE_PX, Pyramid, read_tile
+from wsi_fl.viewer.recent import Recent
+from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.tiles import TileReader
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
 TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
@@ -159,7 +159,7 @@ def test_tiles_put_together_are_the_slide_on_every_level(archive):
 
 
 def test_a_tile_averaged_from_many_pixels_is_read_in_strips_and_is_the_same(archive, monkeypatch):
-    from wsi_fl.view import pyramid
+    from wsi_fl.viewer import pyramid
 
     with Slide(slides_of(archive, 0)[0], reader="openslide") as slide:
         whole = read_tile(slide, 9, 0, 0)
@@ -321,7 +321,7 @@ def test_the_server_listens_on_this_machine_alone(server):
 def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
     empty = Gallery("nothing", [])
     refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
-    monkeypatch.setattr("wsi_fl.view.server.USUAL_PORT", server.port)
+    monkeypatch.setattr("wsi_fl.viewer.server.USUAL_PORT", server.port)
     with ViewServer(empty) as other:
         assert other.port != server.port
 
@@ -448,7 +448,7 @@ def test_as_many_tiles_are_read_at_once_as_there_are_processors(archive, monkeyp
         with counting:
             at_once[0] -= 1
 
-    monkeypatch.setattr("wsi_fl.view.tiles.read_tile", counted)
+    monkeypatch.setattr("wsi_fl.viewer.tiles.read_tile", counted)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with Slide(slides_of(archive, 0)[0]) as slide, ThreadPoolExecutor(8) as pool:
         tiles = TileReader()
@@ -465,7 +465,7 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
         gone.wait(20)
         read.append(1)
 
-    monkeypatch.setattr("wsi_fl.view.pyramid._STRIP_PX", 1 << 20)
+    monkeypatch.setattr("wsi_fl.viewer.pyramid._STRIP_PX", 1 << 20)
     with served(Gallery("one", [Exhibit("flat", flat)])) as running:
         running._first.join()
         monkeypatch.setattr(Slide, "area", slow)

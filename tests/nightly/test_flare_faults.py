@@ -11,7 +11,7 @@ import pytest
 from hospitals import Bed, digests
 
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.hospitals.trust.making import provision
 
 pytestmark = [
     pytest.mark.slow,

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from scipy.ndimage import gaussian_filter
 from torch.nn import functional
 
-from wsi_fl.models.lpips import (
+from wsi_fl.synthesis.lpips import (
     Lpips,
     _heads,
     embeddings,

@@ -20,7 +20,7 @@ from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.quality import KINDS, QualityParams, blurred_share, first_reason
 from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.view import gallery
+from wsi_fl.viewer.stage import gallery
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.quality import quality_row
 from wsi_fl.stages.prepare.tile import tile

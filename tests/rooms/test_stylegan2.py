@@ -6,7 +6,7 @@ import torch
 from scipy.signal import convolve2d, upfirdn
 from torch import nn
 
-from wsi_fl.models.lpips import load_lpips
+from wsi_fl.synthesis.lpips import load_lpips
 from wsi_fl.synthesis import gan
 from wsi_fl.synthesis.gan import GanState, GanTerms, ema_decay, path_penalty, r1_penalty, step
 from wsi_fl.synthesis.layers import (

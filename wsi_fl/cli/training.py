@@ -83,7 +83,8 @@ def train(
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
     several = seeds is not None or folds is not None or leave_site_out
-    if baselines and (method != "mpcpa" or resume is not None or several or dry_run):
+    own = generator.stage() if baselines and (generator := METHODS[method].share("generator")) else None
+    if baselines and (own is None or resume is not None or several or dry_run):
         raise UsageError("--baselines belongs to --method mpcpa, alone")
     study = find_study()
     divided = [] if folds is None else [f"train.folds={folds}"]
@@ -105,12 +106,10 @@ def train(
         show(cost, as_json, plan.plan_lines)
         return
     if baselines:
-        from wsi_fl.stages.answers.mpcpa_table import mpcpa_lines, mpcpa_table
-
         chosen.pop("method")
         with Bars("train") as bars:
-            table = mpcpa_table(study, **chosen, backend=backend, watcher=bars)
-        show(table, as_json, mpcpa_lines)
+            table = own.baselines(study, **chosen, backend=backend, watcher=bars)
+        show(table, as_json, own.baselines_lines)
         return
     with Bars("train") as bars:
         if resume is not None:
