@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import hypothesis
 import numpy as np
 import pytest
 
+from wsi_fl.federation.documents import decoded, encoded
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.stores.checksums import seal
 from wsi_fl.stores.contents import PIXELS
@@ -26,7 +29,7 @@ from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.keys import Synthesis
-from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError
+from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
@@ -293,6 +296,44 @@ def wsi_fl(monkeypatch):
             finally:
                 os.umask(before)
         return subprocess.CompletedProcess(arguments, code, said.getvalue(), told.getvalue())
+
+    return run
+
+
+@pytest.fixture
+def as_ranks(monkeypatch):
+    """Does a piece of work in n threads that take each other for ranks of MPI; returns what each returned or raised."""
+
+    def run(n, work):
+        barrier, me, told = threading.Barrier(n, timeout=60), threading.local(), [()] * n
+
+        class Comm:
+            running = tuple(range(n))
+
+            def __init__(self, *_):
+                self.sites = (me.rank,)
+
+            def gather(self, documents, kind):
+                told[me.rank] = [encoded(one, kind, me.rank) for one in documents]
+                barrier.wait()
+                found = [decoded(text, kind, k) for k, texts in enumerate(told) for text in texts]
+                barrier.wait()
+                return found
+
+            def abort(self, code=1):
+                barrier.abort()
+
+        def as_rank(k):
+            me.rank = k
+            try:
+                return work()
+            except (SystemExit, WsiFlError) as end:
+                return end
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(n) as threads:
+            patch.setattr("wsi_fl.stages.work.job.launched_ranks", lambda: n)
+            patch.setattr("wsi_fl.federation.comm.MpiComm", Comm)
+            return list(threads.map(as_rank, range(n)))
 
     return run
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from wsi_fl.learning.examples import Examples
     from wsi_fl.slides.reading.reader import Slide
-    from wsi_fl.stores.features import FeatureStore
+    from wsi_fl.stores.bags import BagStore
     from wsi_fl.stores.patches import PatchStore
     from wsi_fl.types import GridSpec
 
@@ -28,7 +28,7 @@ _HOME = {
     "GridSpec": "types",
     "tissue_mask": "slides.choosing.tissue",
     "PatchStore": "stores.patches",
-    "FeatureStore": "stores.features",
+    "BagStore": "stores.bags",
     "Encoder": "models.encoder",
     "encode": "models.encoder",
     "build": "models",
@@ -96,7 +96,7 @@ def patches(
     return chosen, (pixels for _, pixels in read)
 
 
-def examples(store: PatchStore | FeatureStore, split: str = "train") -> Examples:
+def examples(store: PatchStore | BagStore, split: str = "train") -> Examples:
     """Return the labelled rows of a split, "train", "val" or "test": patches, or a feature store's bags."""
     import numpy as np
 

@@ -426,7 +426,7 @@ def test_unfinished_and_unknown_runs_are_refused(series, tmp_path):
     (copy.runs / "00002-fedavg-small" / "summary.json").unlink()
     refused(
         lambda: compare(copy, ["1-6"]),
-        "wsi-fl train --resume runs/00002-fedavg-small",
+        "wsi-fl train --resume 00002-fedavg-small",
         error=WsiFlError,
     )
     refused(lambda: compare(study, []), "needs runs")

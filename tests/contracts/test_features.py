@@ -189,7 +189,7 @@ def test_settings_left_out_are_those_of_the_mosaic(study):
     same = study.pipeline("small", mosaic).encoding
     assert (same.encoder, same.weights, same.input_px) == ("densenet121", "a.safetensors", 224)
     own = study.pipeline("small", [*mosaic, "features.encoder=resnet18"]).encoding
-    assert (own.encoder, own.weights, own.input_px, own.batch_size) == ("resnet18", None, None, 32)
+    assert (own.encoder, own.weights, own.input_px) == ("resnet18", None, None)
 
 
 def test_newer_versions_and_other_files_are_refused(study):

@@ -130,7 +130,7 @@ def test_a_model_that_diverges_says_so(study, method, monkeypatch):
         def __init__(self, parameters, lr, **given):
             super().__init__(parameters, lr=1e30, **given)
 
-    monkeypatch.setattr(torch.optim, "Adam", Wild)
+    monkeypatch.setattr("wsi_fl.learning.local.Adam", Wild)
     with pytest.raises(
         WsiFlError, match=r"site S0: its (private|proxy) model is not finite.*lower train\.lr"
     ):

@@ -24,7 +24,7 @@ TWO = ("sites=['S0', 'S1']", "train.rounds=2", "model.private=mlp")
 
 @pytest.fixture
 def gossip(monkeypatch):
-    monkeypatch.setitem(METHODS, "gossip", GOSSIP)
+    monkeypatch.setitem(METHODS.own, "gossip", GOSSIP)
 
 
 def test_a_new_method_is_a_row_and_nothing_else(gossip, tmp_path):
@@ -67,7 +67,7 @@ def test_a_share_without_privacy_needs_its_name_in_every_site_file(monkeypatch, 
         supervised,
         shares=(Share("model", "ring", protected="leave"),),
     )
-    monkeypatch.setitem(METHODS, "bare", bare)
+    monkeypatch.setitem(METHODS.own, "bare", bare)
     study = make_study(tmp_path / "study", n_sites=2, site_extra=REAL)
 
     def plan(*overrides):

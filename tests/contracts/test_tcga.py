@@ -20,7 +20,7 @@ from wsi_fl.stages.prepare.init import Tables, init
 from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.types import UsageError, WsiFlError
@@ -419,7 +419,9 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
 
 
 def test_keys_of_a_table_are_quoted_where_they_must_be(tmp_path):
-    pipeline = validated(Pipeline, {"subtypes": {'Head & "Neck"': ["a \\ b"], "": ["c"], "Lung": ["d"]}}, "p")
+    pipeline = validated(
+        pipeline_model(), {"subtypes": {'Head & "Neck"': ["a \\ b"], "": ["c"], "Lung": ["d"]}}, "p"
+    )
     (tmp_path / "config.toml").write_text(dump_toml(pipeline))
     assert load_pipeline(tmp_path / "config.toml") == pipeline
     site = validated(SiteFile, {"name": "a", "columns": {"patient": "the patient"}}, "a")

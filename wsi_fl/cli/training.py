@@ -35,7 +35,7 @@ def train(
     method: Annotated[
         str,
         typer.Option(
-            help="; ".join(f"{name}: {row.does}" for name, row in METHODS.items()),
+            help="; ".join(f"{name}: {row.does}" for name, row in METHODS.own.items()),
         ),
     ] = DEFAULT,
     pipeline: Pipeline = None,
