@@ -8,8 +8,8 @@ import pytest
 from conftest import refused
 from typer.testing import CliRunner
 
-from wsi_fl.hospitals.cli import app as federation
 from wsi_fl.cli.main import app
+from wsi_fl.hospitals.cli import app as federation
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.study.pipeline import pipeline_model
 from wsi_fl.study.reference import keys, page

@@ -10,14 +10,6 @@ import pytest
 from conftest import REAL, make_study, refused, write_features
 from wires import Wire
 
-from wsi_fl.hospitals.trust import certificates
-from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root
-from wsi_fl.models import build
-from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.groups import group_epsilon
-from wsi_fl.privacy.plan import plan_of_round
-from wsi_fl.runs.run import RunFolder
-from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.plans import approving
 from wsi_fl.hospitals.plans import code as plan_code
 from wsi_fl.hospitals.plans import signed as signed_plans
@@ -26,7 +18,15 @@ from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.hospitals.plans.showing import cost_words, look_lines
 from wsi_fl.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root
+from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.taking_part import take_part
+from wsi_fl.models import build
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.groups import group_epsilon
+from wsi_fl.privacy.plan import plan_of_round
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines

@@ -29,12 +29,9 @@ from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.viewer import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_slide import write_patches
-from wsi_fl.viewer.stage import gallery
-from wsi_fl.viewer.view_predictions import Prediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
@@ -43,12 +40,15 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer import gallery as galleries
 from wsi_fl.viewer import server as servers
+from wsi_fl.viewer import view_layers
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.layers import outlines, patches, tissue_rings, values
 from wsi_fl.viewer.pyramid import TILE_PX, Pyramid, read_tile
 from wsi_fl.viewer.recent import Recent
 from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.stage import gallery
 from wsi_fl.viewer.tiles import TileReader
+from wsi_fl.viewer.view_predictions import Prediction
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
 TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 
-from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import UsageError, WsiFlError
 

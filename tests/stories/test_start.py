@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 
-from wsi_fl.hospitals.work import by_folder
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.work import by_folder
 from wsi_fl.hospitals.work.start import _end, start
 from wsi_fl.types import WsiFlError
 

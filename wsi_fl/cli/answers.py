@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Answering, Json, Pipeline, Run, find_study, show
+from wsi_fl.cli.options import Answering, Json, Run, find_study, show
 from wsi_fl.types import UsageError, WsiFlError
 
 

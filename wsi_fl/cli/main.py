@@ -22,7 +22,9 @@ class _Program(TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(self._all())
+        names = list(self.commands)
+        places = {"view": names.index("report") + 0.5, "synthesize": len(names) - 0.5}
+        return sorted(self._all(), key=lambda name: places.get(name, [*names, name].index(name)))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = self._all().get(cmd_name)
@@ -131,6 +133,7 @@ for command in (
     ),
     *(answers.compare, answers.audit, answers.report, training.privacy, config),
 ):
-    app.command()(announced(command) if command in _LONG else command)  # in the order of --help
+    described = training.Described if command is training.train else None
+    app.command(cls=described)(announced(command) if command in _LONG else command)  # in the order of --help
 app.command("import")(announced(prepare.import_features, "import"))
 app.command(hidden=True)(training.rank)

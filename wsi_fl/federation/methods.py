@@ -120,6 +120,8 @@ class Method:
         learns_from: what a round is learned from, a key of `learning.lessons.LESSONS`; "everybody" is what nobody may
             do, and what all are measured against.
         variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
+        baselines: the module whose `baselines` trains it and what its paper measures it against, in one table, and
+            whose `baselines_lines` shows that; "" where there is none.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Method:
     shares: tuple[Share, ...] = ()
     learns_from: LearnsFrom = "own"
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
+    baselines: str = ""
 
     def share(self, *kinds: What) -> Share | None:
         """Return the first thing of these kinds that leaves a site; None where none does."""

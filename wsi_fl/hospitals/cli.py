@@ -157,10 +157,10 @@ def approve(
 
 
 def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.plans.approving import look, sign
     from wsi_fl.hospitals.plans.showing import above_words, look_lines, signed_lines
     from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.stages.work.console import render
 
     identity = Kit.open(kit).identity()
@@ -253,8 +253,8 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Let the hospitals of a signed plan do it together."""
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import submit, submitted_lines
     from wsi_fl.stages.work.console import Bars
 
@@ -313,8 +313,8 @@ def abort(
 @app.command()
 def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
     """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
-    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
     from wsi_fl.hospitals.work.submit import check, check_lines
 
     document = check(Kit.open(kit), Plan.load(plan) if plan else None)

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
-from wsi_fl.synthesis.keys import Synthesis
 
 if TYPE_CHECKING:
-    from wsi_fl.synthesis.stages.kinds import Kind
     from wsi_fl.study.folder import Study
     from wsi_fl.study.pipeline import Pipeline as PipelineFile
+    from wsi_fl.synthesis.stages.kinds import Kind
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,6 +36,7 @@ def _chosen(
     name: str | None, overrides: list[str] | None, generator: str | None
 ) -> tuple[Study, PipelineFile, Kind]:
     """Return the study, its pipeline and the kind of generator that are asked for."""
+    from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.kinds import kind_of
 
     study = find_study()
@@ -58,8 +58,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
-    from wsi_fl.synthesis.stages.train import train_generator, trained_lines
     from wsi_fl.stages.work.console import Bars
+    from wsi_fl.synthesis.stages.train import train_generator, trained_lines
 
     with Bars("synthesize train") as bars:
         chosen = _chosen(pipeline, overrides, generator)
@@ -116,8 +116,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
-    from wsi_fl.synthesis.stages.check import check_generator, check_lines
     from wsi_fl.stages.work.console import Bars
+    from wsi_fl.synthesis.stages.check import check_generator, check_lines
 
     with Bars("synthesize check") as bars:
         chosen = _chosen(pipeline, overrides, generator)

@@ -30,8 +30,16 @@ def _replay() -> Method:
     return replace(row, variants={("replay.variant", name): one for name, one in variants.items()})
 
 
-GENERATED = Method("Generated", "all sites' generated data alone", PRIVATE, supervised, (_GENERATOR,), "generated")
+GENERATED = Method(
+    "Generated", "all sites' generated data alone", PRIVATE, supervised, (_GENERATOR,), "generated"
+)
 MPCPA = Method(
-    "MPCPA", "own and others' generated data", PRIVATE, supervised, (_GENERATOR, _HANDED_OVER), "own+received"
+    "MPCPA",
+    "own and others' generated data",
+    PRIVATE,
+    supervised,
+    (_GENERATOR, _HANDED_OVER),
+    "own+received",
+    baselines="wsi_fl.synthesis.stages.baselines",
 )
 REPLAY = _replay()

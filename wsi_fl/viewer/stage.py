@@ -9,12 +9,12 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.viewer.viewing import gallery_of_predictions, gallery_of_site
 from wsi_fl.stages.work.console import Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError
 from wsi_fl.viewer.gallery import Gallery
 from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.viewing import gallery_of_predictions, gallery_of_site
 
 
 def gallery(

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.slides.layouts import list_site
-from wsi_fl.viewer.view_layers import SiteLayers
-from wsi_fl.viewer.view_predictions import Prediction, of_folder
 from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.work.console import say
@@ -24,6 +22,8 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SetAside, SlideRecord, UsageError, natural
 from wsi_fl.viewer.gallery import Exhibit, Gallery
+from wsi_fl.viewer.view_layers import SiteLayers
+from wsi_fl.viewer.view_predictions import Prediction, of_folder
 
 
 def gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:

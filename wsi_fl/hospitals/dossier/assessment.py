@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from typing_extensions import TypedDict
 
-from wsi_fl.report.words import size
-from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.plans.making import PlanDocument
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.report.words import size
 from wsi_fl.stages.site.account import Group, group_words
 from wsi_fl.study.site import SiteFile
 

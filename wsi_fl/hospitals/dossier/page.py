@@ -13,6 +13,16 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
+from wsi_fl.hospitals.dossier.assessment import (
+    Connection,
+    Part,
+    assessment,
+    connections,
+    not_protected,
+)
+from wsi_fl.hospitals.plans.making import PlanDocument, document_of
+from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
+from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.guarantee import (
     Round,
@@ -26,16 +36,6 @@ from wsi_fl.privacy.guarantee import (
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
 from wsi_fl.report import dossier as page
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.hospitals.dossier.assessment import (
-    Connection,
-    Part,
-    assessment,
-    connections,
-    not_protected,
-)
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.plans.making import PlanDocument, document_of
-from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
 from wsi_fl.stages.site.account import Group, terms_of
 from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.stages.training.going_on import runs_of_plan

@@ -29,10 +29,10 @@ from nvflare.fuel.f3.cellnet.defs import ReturnCode as CellCode
 from nvflare.fuel.f3.cellnet.utils import make_reply as make_cell_reply
 from nvflare.fuel.f3.message import Message
 
-from wsi_fl.hospitals.trust.letters import Buffer
-from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.flare.files import SAID
+from wsi_fl.hospitals.lines.relayed import Answer
 from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.letters import Buffer
 from wsi_fl.hospitals.work.said import answered, failed
 from wsi_fl.hospitals.work.taking_part import greet, known_to_all, take_part
 from wsi_fl.stages.training.launch import naming

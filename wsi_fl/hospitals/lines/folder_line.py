@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping
 from secrets import token_hex
 
-from wsi_fl.hospitals.trust.letters import HELLO, Buffer
 from wsi_fl.hospitals.lines.relayed import MOST_BYTES, Answer
 from wsi_fl.hospitals.lines.share import Entry, Share
+from wsi_fl.hospitals.trust.letters import HELLO, Buffer
 from wsi_fl.types import one_line
 
 _INBOX, _LETTER, _REFUSED = "inbox-", ".letter", ".refused"

@@ -18,11 +18,11 @@ from typing import Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
-from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
 from wsi_fl.federation.comm import PeerLate, Traffic, count
 from wsi_fl.federation.documents import NotAgreed, decoded, encoded
-from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
 from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Kind, Message, Outgoing, pack, received
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
+from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
 from wsi_fl.types import Interrupted, KnownToAll
 
 T = TypeVar("T")

@@ -9,10 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.hospitals.trust.certificates import Identity
-from wsi_fl.privacy.accounting import epsilon
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
-from wsi_fl.runs.run import RunFolder
 from wsi_fl.hospitals.plans.contents import of_store
 from wsi_fl.hospitals.plans.making import (
     PlanDocument,
@@ -33,6 +29,10 @@ from wsi_fl.hospitals.plans.signed import (
     keep_cost,
     shown,
 )
+from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import (
     Group,
     above_budget,

@@ -19,10 +19,10 @@ from typing_extensions import TypedDict
 
 from wsi_fl import __version__
 from wsi_fl.federation.methods import names_of
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.hospitals.plans.code import code_digest, packages
 from wsi_fl.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check

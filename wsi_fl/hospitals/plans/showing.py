@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
-from wsi_fl.report.words import count, size
-from wsi_fl.hospitals.trust.making import fingerprint_line
 from wsi_fl.hospitals.plans.approving import Cost, Looked
 from wsi_fl.hospitals.plans.making import PlanDocument
+from wsi_fl.hospitals.trust.making import fingerprint_line
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.report.words import count, size
 from wsi_fl.stages.site.account import group_words
 from wsi_fl.stages.work.console import Line, Lines, Table
 

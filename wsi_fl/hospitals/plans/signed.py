@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.hospitals.plans.code import code_digest, packages
+from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline, pipeline_model
 from wsi_fl.study.site import SiteFile

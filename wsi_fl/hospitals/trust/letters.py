@@ -20,8 +20,8 @@ from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verified
 from wsi_fl.federation.documents import Digest, Name, NotAgreed, Words, decoded, encoded
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verified
 
 _MAGIC = b"wsi-fl letter 1\n"
 _PREFIX = struct.Struct(f"<{len(_MAGIC)}sII")

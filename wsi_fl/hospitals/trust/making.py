@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from wsi_fl.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.hospitals.trust.certificates import (
     Identity,
     Role,
@@ -23,7 +24,6 @@ from wsi_fl.hospitals.trust.certificates import (
     request_names,
     verified,
 )
-from wsi_fl.hospitals.flare.files import COORDINATOR, SERVER, write_flare_files
 from wsi_fl.hospitals.trust.kit import STEM, Kit
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from wsi_fl.hospitals.lines.folder_line import FolderLine
-from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.lines.relayed import SiteReturned
-from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.plans.signed import Plan, approved_plan
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.stages.training.going_on import finished_summary
 from wsi_fl.stages.work.console import say

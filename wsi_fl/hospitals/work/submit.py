@@ -9,12 +9,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.learning.counts import Scores
-from wsi_fl.report.between import render_coordinator
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
+from wsi_fl.hospitals.plans.signed import Plan
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.reach import look
-from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.learning.counts import Scores
+from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text

@@ -12,11 +12,8 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from wsi_fl import __version__
-from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.federation.documents import Name
-from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
-from wsi_fl.runs.run import RunFolder
 from wsi_fl.hospitals.plans.code import code_digest
 from wsi_fl.hospitals.plans.signed import (
     Plan,
@@ -25,6 +22,9 @@ from wsi_fl.hospitals.plans.signed import (
     check_code,
     check_promises,
 )
+from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.going_on import (

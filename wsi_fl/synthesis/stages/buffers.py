@@ -8,8 +8,8 @@ from wsi_fl.federation.buffers import Buffer, BufferShape, packed
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
 from wsi_fl.stages.site.party import Party
-from wsi_fl.synthesis.keys import Replay
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.keys import Replay
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
@@ -33,10 +33,10 @@ def agreed_buffer(party: Party, index: int) -> Buffer | None:
 
 def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
+    from wsi_fl.synthesis.sampling import balanced_labels
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
     from wsi_fl.synthesis.stages.kinds import outcome
     from wsi_fl.synthesis.stages.synthetic import as_pixels
-    from wsi_fl.synthesis.sampling import balanced_labels
 
     study, site, settings = party.study, data.site, party.pipeline.section(Replay)
     folder, document = GAN.trained(study, site)

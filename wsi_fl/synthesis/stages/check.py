@@ -18,16 +18,6 @@ from wsi_fl.report import synthesis as page
 from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
-from wsi_fl.synthesis.stages.kinds import (
-    HELD_OUT,
-    Case,
-    Document,
-    Evidence,
-    Kind,
-    pictures_of,
-    shared_phase,
-)
-from wsi_fl.synthesis.stages.synthetic import as_pixels
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -39,6 +29,16 @@ from wsi_fl.synthesis.evidence import (
     frechet_distance,
     kernel_distance,
 )
+from wsi_fl.synthesis.stages.kinds import (
+    HELD_OUT,
+    Case,
+    Document,
+    Evidence,
+    Kind,
+    pictures_of,
+    shared_phase,
+)
+from wsi_fl.synthesis.stages.synthetic import as_pixels
 from wsi_fl.system.files import write_bytes, write_text
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError

@@ -20,28 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.synthesis.lpips import Lpips, nearest_lpips
-from wsi_fl.synthesis.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
 from wsi_fl.report.synthesis import NEAREST
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.synthesis.stages.kinds import (
-    Case,
-    Course,
-    Document,
-    Evidence,
-    Kind,
-    Losses,
-    from_section,
-    lpips_of,
-    pictures_of,
-    usual_lpips,
-)
-from wsi_fl.synthesis.stages.synthetic import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.ddpm import (
     DdpmShape,
@@ -59,7 +43,23 @@ from wsi_fl.synthesis.ddpm import (
 )
 from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, over_usual
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
+from wsi_fl.synthesis.lpips import Lpips, nearest_lpips
+from wsi_fl.synthesis.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
 from wsi_fl.synthesis.sampling import balanced_labels
+from wsi_fl.synthesis.stages.kinds import (
+    Case,
+    Course,
+    Document,
+    Evidence,
+    Kind,
+    Losses,
+    from_section,
+    lpips_of,
+    pictures_of,
+    usual_lpips,
+)
+from wsi_fl.synthesis.stages.synthetic import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError
 

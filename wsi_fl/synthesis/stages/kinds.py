@@ -15,16 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips, nearest_other_lpips
 from wsi_fl.stages.site.data import examples_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.evidence import CRITERIA, Comparison
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
+from wsi_fl.synthesis.lpips import RANDOM, Lpips, load_lpips, nearest_lpips, nearest_other_lpips
 from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.types import UsageError, WsiFlError
 

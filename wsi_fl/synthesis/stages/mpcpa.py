@@ -18,24 +18,24 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Digest, Round
 from wsi_fl.federation.site import Site, release_once
-from wsi_fl.synthesis.star_exchange import StarExchange
 from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
 from wsi_fl.stages.site.data import Patches, examples_of
 from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.synthesis.stages.check import check_generator
 from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
 from wsi_fl.synthesis.stages.ddpm import checked_as, images_of, load_denoiser
 from wsi_fl.synthesis.stages.kinds import check_state
 from wsi_fl.synthesis.stages.train import train_generator
-from wsi_fl.stages.work.console import Watcher
-from wsi_fl.stages.work.devices import device_of_rank
-from wsi_fl.stores.patches import PatchStore
-from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.keys import Ddpm, Mpcpa
-from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.star_exchange import StarExchange
 from wsi_fl.system.files import atomic
 from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
 

@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from wsi_fl.synthesis.stages.kinds import kind_of, outcome
-from wsi_fl.synthesis.stages.synthetic import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
 from wsi_fl.study.toml import dump_toml, validated
 from wsi_fl.synthesis.sampling import balanced_labels
+from wsi_fl.synthesis.stages.kinds import kind_of, outcome
+from wsi_fl.synthesis.stages.synthetic import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.system.files import write_text
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError

@@ -10,13 +10,13 @@ from shutil import rmtree
 from wsi_fl import __version__
 from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
-from wsi_fl.synthesis.stages.kinds import Course, Document, Kind, Losses
-from wsi_fl.synthesis.stages.synthetic import as_pixels
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.sampling import balanced_labels
+from wsi_fl.synthesis.stages.kinds import Course, Document, Kind, Losses
+from wsi_fl.synthesis.stages.synthetic import as_pixels
 from wsi_fl.system.files import write_bytes
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError

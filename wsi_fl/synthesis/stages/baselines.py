@@ -18,15 +18,15 @@ from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.train import begin
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.keys import Ddpm, Mpcpa
 from wsi_fl.system.files import read_json, write_json
 from wsi_fl.types import UsageError
 
 _OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
 
 
-def mpcpa_table(
+def baselines(
     study: Study,
     *,
     pipeline_name: str | None = None,
@@ -167,7 +167,7 @@ def _memorization(study: Study, site: str) -> dict[str, Any]:
     }
 
 
-def mpcpa_lines(document: dict[str, Any]) -> Lines:
+def baselines_lines(document: dict[str, Any]) -> Lines:
     """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
     rows = [[row["row"], *(number(row[name]) for name in SCORES)] for row in document["rows"]]
     title = f"on {document['n_test']} test images of all sites"
