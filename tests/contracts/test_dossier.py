@@ -11,6 +11,7 @@ from test_plan import Root, hospital, made
 from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 
 from wsi_fl.hospitals.dossier.assessment import connections
+from wsi_fl.hospitals.dossier.html import render
 from wsi_fl.hospitals.dossier.page import make_dossier
 from wsi_fl.hospitals.plans.approving import look, sign
 from wsi_fl.hospitals.plans.making import document_of
@@ -21,7 +22,6 @@ from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
-from wsi_fl.report.dossier import render
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.system.files import write_json, write_sealed

@@ -360,7 +360,7 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp
 def package(tmp_path_factory):
     """A copy of what is installed, without what Python compiled."""
     copy = tmp_path_factory.mktemp("package") / "wsi_fl"
-    here = Path(signed_plans.__file__).parents[3]
+    here = Path(signed_plans.__file__).parents[2]
     shutil.copytree(here, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
@@ -368,10 +368,10 @@ def package(tmp_path_factory):
 @pytest.mark.parametrize(
     "file",
     [
-        "report/dossier.html.j2",
+        "hospitals/dossier/dossier.html.j2",
         "report/style.css",
         "view/page/viewer.js",
-        "models/lpips_vgg16.safetensors",
+        "synthesis/lpips_vgg16.safetensors",
         "privacy/ledger.py",
     ],
 )

@@ -44,10 +44,9 @@ from wsi_fl.viewer import view_layers
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.layers import outlines, patches, tissue_rings, values
 from wsi_fl.viewer.pyramid import TILE_PX, Pyramid, read_tile
-from wsi_fl.viewer.recent import Recent
 from wsi_fl.viewer.server import ADDRESS, ViewServer
 from wsi_fl.viewer.stage import gallery
-from wsi_fl.viewer.tiles import TileReader
+from wsi_fl.viewer.tiles import Recent, TileReader
 from wsi_fl.viewer.view_predictions import Prediction
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]

@@ -51,7 +51,7 @@ def by_flare(kit, host, port):
 def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import net_utils
 
-    from wsi_fl.hospitals.flare.names import check_names
+    from wsi_fl.hospitals.flare.processes import check_names
 
     monkeypatch.setattr(net_utils, "get_ssl_context", net_utils.get_ssl_context)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then

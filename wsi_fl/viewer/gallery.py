@@ -19,8 +19,7 @@ from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer.layers import Layer, encoded, finite
 from wsi_fl.viewer.pyramid import TILE_PX, Pyramid
-from wsi_fl.viewer.recent import Recent
-from wsi_fl.viewer.tiles import TileReader
+from wsi_fl.viewer.tiles import Recent, TileReader
 
 _OPEN_SLIDES = 8
 _LAYERS_BYTES = 64 << 20

@@ -20,6 +20,7 @@ from wsi_fl.hospitals.dossier.assessment import (
     connections,
     not_protected,
 )
+from wsi_fl.hospitals.dossier.html import render
 from wsi_fl.hospitals.plans.making import PlanDocument, document_of
 from wsi_fl.hospitals.plans.signed import Plan, approvals, kept_cost, plan_path
 from wsi_fl.hospitals.trust.kit import Kit
@@ -34,7 +35,6 @@ from wsi_fl.privacy.guarantee import (
     units_of,
 )
 from wsi_fl.privacy.ledger_file import Entry, LedgerFile
-from wsi_fl.report import dossier as page
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import Group, terms_of
 from wsi_fl.stages.site.ledgers import open_ledger
@@ -147,7 +147,7 @@ def make_dossier(study: Study, *, site: str | None, kit: Path | None, out: Path)
         raise UsageError(f"site {name} is not in this plan, which has {', '.join(plan.sites)}")
     dossier = _of(study, plan, said, study.site(name), found)
     write_json(out.with_suffix(".json"), dossier)
-    write_text(out, page.render(dossier))
+    write_text(out, render(dossier))
     return dossier
 
 

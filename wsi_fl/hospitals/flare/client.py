@@ -24,8 +24,7 @@ from nvflare.private.fed.client.scheduler_cmds import StartJobProcessor
 from nvflare.private.fed.client.training_cmds import AbortAppProcessor, DeployProcessor
 
 from wsi_fl.hospitals.flare.files import STARTED_BY
-from wsi_fl.hospitals.flare.names import check_names
-from wsi_fl.system.parents import end_with
+from wsi_fl.hospitals.flare.processes import check_names, end_with
 
 _KEPT = {
     "ClientStatusProcessor",

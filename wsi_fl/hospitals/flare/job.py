@@ -11,8 +11,7 @@ from nvflare.app_common.job_launcher.client_process_launcher import ClientProces
 from nvflare.private.fed.app.client import worker_process
 
 from wsi_fl.hospitals.flare.files import JOB, STARTED_BY
-from wsi_fl.hospitals.flare.names import check_names
-from wsi_fl.system.parents import end_with
+from wsi_fl.hospitals.flare.processes import check_names, end_with
 
 
 class Launcher(ClientProcessJobLauncher):  # type: ignore[misc]

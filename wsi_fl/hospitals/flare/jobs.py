@@ -16,7 +16,7 @@ from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
 
 from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files
-from wsi_fl.hospitals.flare.names import check_names
+from wsi_fl.hospitals.flare.processes import check_names
 from wsi_fl.hospitals.flare.watching import BEGUN, GO_ON, Watch, answering, at_work
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.reach import likely_reason, require_server

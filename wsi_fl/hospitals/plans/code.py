@@ -11,7 +11,7 @@ from wsi_fl import plugins
 from wsi_fl.types import WsiFlError
 
 _RESTS_ON = ("torch", "opacus", "numpy", "cryptography")
-_PACKAGE = Path(__file__).parents[3]
+_PACKAGE = Path(__file__).parents[2]
 
 
 def packages() -> dict[str, str]:

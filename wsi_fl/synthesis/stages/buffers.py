@@ -36,7 +36,7 @@ def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffe
     from wsi_fl.synthesis.sampling import balanced_labels
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
     from wsi_fl.synthesis.stages.kinds import outcome
-    from wsi_fl.synthesis.stages.synthetic import as_pixels
+    from wsi_fl.synthesis.stages.sample import as_pixels
 
     study, site, settings = party.study, data.site, party.pipeline.section(Replay)
     folder, document = GAN.trained(study, site)

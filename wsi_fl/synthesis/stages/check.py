@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from wsi_fl.models.encoder import encode
-from wsi_fl.report import synthesis as page
 from wsi_fl.report.pictures import grid, png_of
 from wsi_fl.stages.site.data import learned_from, open_store
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis import page
 from wsi_fl.synthesis.evidence import (
     COPY,
     CRITERIA,
@@ -38,7 +38,7 @@ from wsi_fl.synthesis.stages.kinds import (
     pictures_of,
     shared_phase,
 )
-from wsi_fl.synthesis.stages.synthetic import as_pixels
+from wsi_fl.synthesis.stages.sample import as_pixels
 from wsi_fl.system.files import write_bytes, write_text
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError, WsiFlError

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.report.synthesis import NEAREST
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
@@ -46,6 +45,7 @@ from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
 from wsi_fl.synthesis.lpips import Lpips, nearest_lpips
 from wsi_fl.synthesis.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
+from wsi_fl.synthesis.page import NEAREST
 from wsi_fl.synthesis.sampling import balanced_labels
 from wsi_fl.synthesis.stages.kinds import (
     Case,
@@ -59,7 +59,7 @@ from wsi_fl.synthesis.stages.kinds import (
     pictures_of,
     usual_lpips,
 )
-from wsi_fl.synthesis.stages.synthetic import as_pixels, synthetic_meta, write_synthetic
+from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
 from wsi_fl.system.locks import locked
 from wsi_fl.types import UsageError
 

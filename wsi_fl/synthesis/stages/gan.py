@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.report.synthesis import PROJECTED, Distances
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
@@ -25,6 +24,7 @@ from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.gan import GanState, GanTerms, step
 from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.lpips import Lpips, embeddings, nearest_lpips
+from wsi_fl.synthesis.page import PROJECTED, Distances
 from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
 from wsi_fl.synthesis.projection import projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -49,7 +50,7 @@ def render(
         "rows": [(NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in rows],
         "samples": [(NAMES[name], [patch_uri(enlarged(p)) for p in patches]) for name, patches in samples],
     }
-    return fill("synthesis", context)
+    return fill("check", context, Path(__file__).parent)
 
 
 def histogram(distances: Distances, axis: str = PROJECTED) -> Chart:

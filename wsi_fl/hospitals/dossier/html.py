@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -32,6 +33,7 @@ def render(dossier: Mapping[str, Any]) -> str:
             "most_lines": _MOST_LINES,
             "n_releases": sum(len(account["releases"]) for account in dossier["accounts"]),
         },
+        Path(__file__).parent,
     )
 
 
