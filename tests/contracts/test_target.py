@@ -36,6 +36,7 @@ def ledger(study, path, site):
     return json.loads((study.root / path / "sites" / site / "ledger.json").read_text())
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("method", ["proxyfl", "regular", "joint"])
 def test_every_site_ends_at_the_target_and_never_above(uneven, method):
     summary = run(uneven, method=method)
@@ -111,6 +112,7 @@ def test_the_smaller_of_target_and_max_epsilon_binds(study):
     assert total(site_of(study, max_epsilon=9.0))[1] == total(site_of(study))[1]
 
 
+@pytest.mark.story
 def test_what_was_spent_before_counts_and_a_real_site_has_one_life(study):
     pipeline = study.pipeline("small", [TARGET, ROUNDS])
     sums, runs = [Mechanism(8.0, 1.0, 1.0, 1)], [Mechanism(1.4, 0.7, 0.2, 60)]

@@ -144,6 +144,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("fault", FAULTS)
 def test_pen_black_and_blur_are_found(tissue, tmp_path, fault):
     kind, make = FAULTS[fault]
@@ -360,6 +361,7 @@ def test_tile_sets_patches_aside_and_says_so_everywhere(hurt, monkeypatch):
     assert [drawn["groups"][k] for k in drawn["group"]] == [why for _, _, why in aside]
 
 
+@pytest.mark.story
 def test_without_qc_stores_are_what_they_were_and_thresholds_count(hurt):
     study, slide = hurt
     tile(study, site="C1", overrides=SETTINGS)
