@@ -28,7 +28,6 @@ from wsi_fl.stores.contents import PIXELS
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
-from wsi_fl.synthesis.keys import Synthesis
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
@@ -340,6 +339,7 @@ def as_ranks(monkeypatch):
 
 def train_generator(study, *, site, overrides=(), **given):
     """`synthesize train` of the study's only pipeline."""
+    from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.kinds import kind_of
     from wsi_fl.synthesis.stages.train import train_generator
 
@@ -349,6 +349,7 @@ def train_generator(study, *, site, overrides=(), **given):
 
 def check(study, *, site, overrides=()):
     """`synthesize check` of the study's only pipeline."""
+    from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.check import check_generator
     from wsi_fl.synthesis.stages.kinds import kind_of
 

@@ -370,7 +370,7 @@ def package(tmp_path_factory):
     [
         "hospitals/dossier/dossier.html.j2",
         "report/style.css",
-        "view/page/viewer.js",
+        "viewer/page/viewer.js",
         "synthesis/lpips_vgg16.safetensors",
         "privacy/ledger.py",
     ],

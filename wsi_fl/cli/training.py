@@ -78,7 +78,7 @@ def train(
     baselines: Annotated[
         bool,
         typer.Option(
-            "--baselines", help="mpcpa: own, all original, all generated and FedAvg too, in a table."
+            "--baselines", help="Beside mpcpa also own, all original, all generated and FedAvg, in a table."
         ),
     ] = False,
     dry_run: Annotated[

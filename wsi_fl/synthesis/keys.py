@@ -152,6 +152,7 @@ class LpipsKeys(Section):
 class Replay(Section):
     """The method replay: models and buffers of synthetic samples go round, both without differential privacy."""
 
+    compared = True
     variant: Literal["replay", "buffer_only", "synthetic_only", "no_buffer", "central"] = "replay"
     """What travels and what is learned from: models and buffers (`replay`), buffers alone (`buffer_only`), synthetic
     samples in place of real patches (`synthetic_only`), models alone (`no_buffer`), or all buffers once
