@@ -31,9 +31,9 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.study.folder import Study
 from wsi_fl.viewer.gallery import Gallery, Overlay
 from wsi_fl.viewer.layers import Layer, patches
-from wsi_fl.viewer.pyramid import TILE_PX, Pyramid
 from wsi_fl.viewer.server import ADDRESS, ViewServer
-from wsi_fl.viewer.stage import gallery
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid
+from wsi_fl.viewer.viewing import gallery
 
 PATCH_PX = 448
 N_TILES = 40

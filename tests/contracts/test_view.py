@@ -40,14 +40,13 @@ from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer import gallery as galleries
 from wsi_fl.viewer import server as servers
-from wsi_fl.viewer import view_layers
+from wsi_fl.viewer import site_layers
 from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
 from wsi_fl.viewer.layers import outlines, patches, tissue_rings, values
-from wsi_fl.viewer.pyramid import TILE_PX, Pyramid, read_tile
+from wsi_fl.viewer.predictions import Prediction
 from wsi_fl.viewer.server import ADDRESS, ViewServer
-from wsi_fl.viewer.stage import gallery
-from wsi_fl.viewer.tiles import Recent, TileReader
-from wsi_fl.viewer.view_predictions import Prediction
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader, read_tile
+from wsi_fl.viewer.viewing import gallery
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
 TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
@@ -158,11 +157,9 @@ def test_tiles_put_together_are_the_slide_on_every_level(archive):
 
 
 def test_a_tile_averaged_from_many_pixels_is_read_in_strips_and_is_the_same(archive, monkeypatch):
-    from wsi_fl.viewer import pyramid
-
     with Slide(slides_of(archive, 0)[0], reader="openslide") as slide:
         whole = read_tile(slide, 9, 0, 0)
-        monkeypatch.setattr(pyramid, "_STRIP_PX", 1 << 14)
+        monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 14)
         assert np.array_equal(read_tile(slide, 9, 0, 0), whole)
 
 
@@ -464,7 +461,7 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
         gone.wait(20)
         read.append(1)
 
-    monkeypatch.setattr("wsi_fl.viewer.pyramid._STRIP_PX", 1 << 20)
+    monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 20)
     with served(Gallery("one", [Exhibit("flat", flat)])) as running:
         running._first.join()
         monkeypatch.setattr(Slide, "area", slow)
@@ -517,7 +514,7 @@ def test_outlines_are_those_of_tile(predicted, archive):
 def test_tissue_is_looked_for_only_where_its_reader_was_vouched_for(predicted, monkeypatch):
     asked_for = []
     monkeypatch.setattr(
-        view_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
+        site_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
     )
     layers_of(gallery(predicted[0], site="C1"), ILL)
     assert asked_for == [(ILL, "auto")]

@@ -27,7 +27,7 @@ from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
-from wsi_fl.viewer.stage import gallery
+from wsi_fl.viewer.viewing import gallery
 
 MPP = 0.5
 SPEC = GridSpec(64, 1.0, 64)

@@ -34,8 +34,8 @@ def view(
     if of_run is not None and run is not None:
         raise UsageError("view takes one run: give it as RUN or with --run")
     study = find_study()
-    from wsi_fl.viewer.server import ViewServer
-    from wsi_fl.viewer.stage import address_lines, describe, gallery, serve
+    from wsi_fl.viewer.server import ViewServer, address_lines, describe, serve
+    from wsi_fl.viewer.viewing import gallery
 
     shown = gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
     with ViewServer(shown, port) as server:

@@ -18,8 +18,7 @@ from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer.layers import Layer, encoded, finite
-from wsi_fl.viewer.pyramid import TILE_PX, Pyramid
-from wsi_fl.viewer.tiles import Recent, TileReader
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader
 
 _OPEN_SLIDES = 8
 _LAYERS_BYTES = 64 << 20

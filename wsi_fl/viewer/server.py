@@ -7,8 +7,12 @@ another origin, and the page may ask for nothing but this server.
 
 from __future__ import annotations
 
+import getpass
 import hmac
+import platform
 import secrets
+import signal
+import webbrowser
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,10 +22,11 @@ from socketserver import TCPServer
 from threading import Thread, Timer
 from typing import Any
 
+from wsi_fl.stages.work.console import Lines
 from wsi_fl.types import UsageError, WsiFlError, one_line
 from wsi_fl.viewer.answers import Answer, Refused, answer, document
 from wsi_fl.viewer.gallery import Gallery
-from wsi_fl.viewer.pyramid import NotAwaited
+from wsi_fl.viewer.tiles import NotAwaited
 
 ADDRESS = "127.0.0.1"
 USUAL_PORT = 8642
@@ -216,3 +221,42 @@ class _Handler(BaseHTTPRequestHandler):
 def _hang_up(connection: socket) -> None:
     with suppress(OSError):  # it may have ended by itself
         connection.shutdown(SHUT_RD)
+
+
+def describe(server: ViewServer) -> dict[str, Any]:
+    """Return the `--json` document: where the page is, and how to reach it from elsewhere."""
+    port, slides = server.port, server.gallery.exhibits
+    return {
+        "url": server.url,
+        "port": port,
+        "tunnel": f"ssh -N -L {port}:{ADDRESS}:{port} {getpass.getuser()}@{platform.node()}",
+        "title": server.gallery.title,
+        "slides": sum(one.path is not None for one in slides),
+        "not_shown": [{"slide": one.name, "reason": one.note} for one in slides if one.path is None],
+    }
+
+
+def address_lines(document: dict[str, Any]) -> Lines:
+    """Say where the page is, and the line of a tunnel to it."""
+    n = document["slides"]
+    yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"
+    for one in document["not_shown"]:
+        yield f"  not shown: {one['slide']}: {one['reason']}"
+    yield f"\n  {document['url']}\n"
+    yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
+
+
+def serve(server: ViewServer, *, open_browser: bool = False) -> None:
+    """Serve until Ctrl-C.
+
+    It is noted rather than raised: raised while a thread starts, it would leave Python hanging.
+    """
+    asked_to_end: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked_to_end.append(number))
+    try:
+        if open_browser:
+            webbrowser.open(server.url)
+        while not asked_to_end:
+            server.handle_request()
+    finally:
+        signal.signal(signal.SIGINT, before)

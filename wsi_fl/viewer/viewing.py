@@ -22,8 +22,36 @@ from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import SetAside, SlideRecord, UsageError, natural
 from wsi_fl.viewer.gallery import Exhibit, Gallery
-from wsi_fl.viewer.view_layers import SiteLayers
-from wsi_fl.viewer.view_predictions import Prediction, of_folder
+from wsi_fl.viewer.predictions import Prediction, of_folder
+from wsi_fl.viewer.site_layers import SiteLayers
+
+
+def gallery(
+    study: Study,
+    *,
+    site: str | None = None,
+    run: str | None = None,
+    predictions: Path | None = None,
+    pipeline: str | None = None,
+) -> Gallery:
+    """Return what a viewer shows: a site's slides, or those that were predicted.
+
+    Args:
+        site: whose slides.
+        run: whose predictions.
+        predictions: a folder that `predict --out` wrote.
+        pipeline: how the site's slides are cut, where it has no store.
+
+    Raises:
+        UsageError, WsiFlError: when there is nothing to show, or it may not be shown.
+    """
+    if run is None and predictions is None:
+        if site is None:
+            raise UsageError("view needs --site NAME for a site's slides, or --run RUN for predictions")
+        return gallery_of_site(study, site, pipeline)
+    if pipeline is not None:
+        raise UsageError("--pipeline is for the slides of a site; a run keeps its own")
+    return gallery_of_predictions(study, run, predictions, site)
 
 
 def gallery_of_site(study: Study, name: str, pipeline_name: str | None = None) -> Gallery:
