@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
 from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
-from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look
 from wsi_fl.hospitals.trust.making import approve_request, join, provision, request, requested_lines
-from wsi_fl.hospitals.trust.reach import likely_reason, look
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import WsiFlError
 

@@ -18,8 +18,7 @@ from wsi_fl.federation.documents import NotAgreed
 from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files
 from wsi_fl.hospitals.flare.processes import check_names
 from wsi_fl.hospitals.flare.watching import BEGUN, GO_ON, Watch, answering, at_work
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.reach import likely_reason, require_server
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, require_server
 from wsi_fl.hospitals.work.said import agreed
 from wsi_fl.system.files import read_json
 from wsi_fl.types import UsageError, WsiFlError, one_line

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from wsi_fl.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
 from wsi_fl.hospitals.plans.signed import approved_plan
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.reach import likely_reason, server_of
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
 from wsi_fl.study.folder import Study
 from wsi_fl.types import UsageError, WsiFlError
 

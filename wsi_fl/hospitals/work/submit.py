@@ -11,8 +11,7 @@ from typing import Any
 
 from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
 from wsi_fl.hospitals.plans.signed import Plan
-from wsi_fl.hospitals.trust.kit import Kit
-from wsi_fl.hospitals.trust.reach import look
+from wsi_fl.hospitals.trust.kit import Kit, look
 from wsi_fl.learning.counts import Scores
 from wsi_fl.report.between import render_coordinator
 from wsi_fl.stages.site.account import spent_words
