@@ -1,7 +1,7 @@
 """The one door to NVIDIA FLARE 2.9: its server runs `Together`, hospitals run `Hospital`, and letters go between them.
 
 FLARE brings connections, mutual TLS, and processes that are started for a job. It is not trusted with anything: what it
-carries is sealed and signed by `federation.letters`, and its own encryption from end to end is on as well. A job names
+carries is sealed and signed by `trust.letters`, and its own encryption from end to end is on as well. A job names
 the plan that the hospitals have signed; everything else about it comes from the hospital's own study.
 """
 

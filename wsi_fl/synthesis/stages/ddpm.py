@@ -2,7 +2,7 @@
 
 Its check looks at exactly the images that other sites would draw: `ddpm.samples_per_class` of each class. It asks three
 questions, all calibrated on held-out real images. How near is each generated image to a training image, and does that
-one stand out (`privacy.memorization`)? Are training images nearer to the generated ones than held-out images are, for
+one stand out (`synthesis.memorization`)? Are training images nearer to the generated ones than held-out images are, for
 how near they are to other real ones (`synthesis.evidence`)? And is that so by LPIPS too, where there are weights?
 """
 
