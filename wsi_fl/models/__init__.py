@@ -21,7 +21,8 @@ from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mil import abmil, clam_sb, transmil
 from wsi_fl.models.mlp import mlp
-from wsi_fl.models.shared_head import N_DIRECTIONS, SharedHead
+from wsi_fl.models.directions import N_RANDOM
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors
 
@@ -106,7 +107,7 @@ def _of_features(name: str, n_classes: int, shape: Bags | Vectors) -> nn.Module:
     made, _, directions = name.partition(":")
     if made == "shared_head":  # of `oneshot` alone
         return SharedHead(
-            n_classes, shape.n_features, bags=kind == "bags", n_directions=int(directions or N_DIRECTIONS)
+            n_classes, shape.n_features, bags=kind == "bags", directions=int(directions or N_RANDOM)
         )
     sees, _, builders = _SEEN[kind]
     if name not in builders:

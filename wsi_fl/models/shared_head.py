@@ -1,9 +1,10 @@
-"""A head that several sites make together from sums of their features, each released once.
+"""A head that several sites make together from one letter each: the sums of their features by class, with noise.
 
-z is a row's feature vector, layer-normalised, projected onto a few public random directions, clipped to norm 1, with a
-constant appended. Over all rows, A = Σ z zᵀ and B = Σ z v(y)ᵀ suffice for ridge regression on the labels' codes v.
-Sums of several sites add up, and noise that was added to them stays what it was (sufficient statistics perturbation;
-Wang, "Revisiting differentially private linear regression", UAI 2018).
+z is a row's feature vector along directions that all know (`directions`), clipped to norm 1. A site's letter holds, for
+each class, the sum of z over its rows and their number. Noise of a known variance is added to each of these numbers
+before they leave. Letters add up. Who receives them knows its own class means exactly and the others' up to noise,
+weighs each by its precision, and solves linear discriminant analysis with the covariance within its own classes,
+shrunk to that of public rows (Fisher, 1936; Friedman, "Regularized discriminant analysis", JASA 1989).
 """
 
 from __future__ import annotations
@@ -15,102 +16,118 @@ from math import sqrt
 import torch
 from torch import Tensor, nn
 
+from wsi_fl.models.directions import N_RANDOM, Directions, random_directions
 from wsi_fl.models.heads import MeanOfBag
 
-N_DIRECTIONS = 128
-"""Of the projection. With fewer too much of the features is lost, with more there is more noise."""
-CONSTANT = 0.5
-"""What every row has beside its directions, so that means can be read from the sums."""
-LONGEST = 1 + CONSTANT**2
-"""Bound on |z|²."""
-_ON_A = 0.6
-"""Share of the sensitivity's square that A gets, and B the rest."""
-_SCALE_A, _SCALE_B = sqrt(_ON_A) / LONGEST, sqrt((1 - _ON_A) / LONGEST)
+COUNT = 0.3
+"""What a row adds to the count of its class, beside z of length 1: counts need less precision than sums."""
+_SCALE = 1 / sqrt(1 + COUNT**2)
+"""Makes the letter of one row at most 1 long."""
+PATIENT = 0.4
+"""What the mean of a patient's patches is clipped to, in lengths of one row: patches differ more than their means."""
 _ROUND_OFF = 1e-6
-_PUBLIC_SEED = 1_618_033
+_RIDGE = 0.5
+"""Added to the covariance, in parts of its mean variance."""
 
 
 class SharedHead(nn.Module):
-    """A linear head that is solved from sums which travel, with the site's own part exact.
+    """A linear head that is solved from letters, with the site's own part exact.
 
-    Its parameters are one vector of sums: what a site releases, and after the exchange the mean over all sites. What
-    the site alone may know, its own sums without noise, stands in buffers and never travels.
+    Its parameters are one letter: what a site releases, and after the exchange the mean over all sites. What the site
+    alone may know, its own sums without noise, stands in buffers and never travels.
 
     Args:
         n_classes, n_features: of the task and of the encoder.
         bags: whether rows are bags of features, float32[b, m, d + 1], of which the mean counts.
-        n_directions: of the projection, at most n_features.
+        directions: along which rows are summed, or how many random ones.
 
     Example:
         >>> SharedHead(2, 1280)(torch.zeros(3, 1280)).shape
         torch.Size([3, 2])
 
     Attributes:
-        sums: float32[k + 1], `packed` A and B, and the variance of the noise in each of these k numbers, which is
-            no secret.
-        released, exact: float64[k + 1], the site's own sums with noise and without.
+        sums: float32[k + 1], `packed` sums and counts, and the variance of the noise in each of these k numbers, which
+            is no secret.
+        released, exact: float64[k + 1], the site's own letter with noise and without.
+        own: float64[classes, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
+            vary about the means of their classes.
+        length: what a unit's z was divided by before it was summed: 1, or `PATIENT` where units are patients.
         n_sites: how many sites `sums` is the mean of; 0 before the exchange.
     """
 
     sums: nn.Parameter
     released: Tensor
     exact: Tensor
+    own: Tensor
+    scatter: Tensor
+    length: Tensor
     n_sites: Tensor
-    projection: Tensor
-    codes: Tensor
+    mean: Tensor
+    components: Tensor
+    covariance: Tensor
 
     def __init__(
-        self, n_classes: int, n_features: int, *, bags: bool = False, n_directions: int = N_DIRECTIONS
+        self, n_classes: int, n_features: int, *, bags: bool = False, directions: Directions | int = N_RANDOM
     ) -> None:
         super().__init__()
         self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
-        projection = projection_of(n_features, n_directions)
-        self.width = projection.shape[1] + 1
-        self.register_buffer("projection", projection, persistent=False)
-        self.register_buffer("codes", codes(n_classes), persistent=False)
-        size = n_sums(n_classes, n_features, n_directions)
+        if isinstance(directions, int):
+            directions = random_directions(n_features, directions)
+        self.shape = (n_classes, directions.n + 1)
+        size = n_sums(n_classes, directions.n)
         self.sums = nn.Parameter(torch.zeros(size))
-        for name, value in (("released", torch.zeros(size)), ("exact", torch.zeros(size))):
-            self.register_buffer(name, value.double())
-        self.register_buffer("n_sites", torch.zeros((), dtype=torch.int64))
+        for name, value in {
+            "mean": torch.from_numpy(directions.mean),
+            "components": torch.from_numpy(directions.components),
+            "covariance": torch.from_numpy(directions.covariance),
+            "released": torch.zeros(size, dtype=torch.float64),
+            "exact": torch.zeros(size, dtype=torch.float64),
+            "own": torch.zeros(self.shape, dtype=torch.float64),
+            "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
+            "length": torch.ones((), dtype=torch.float64),
+            "n_sites": torch.zeros((), dtype=torch.int64),
+        }.items():
+            self.register_buffer(name, value)
 
     def embedded(self, x: Tensor) -> Tensor:
-        """Return z float64[b, width] of each row, whose square is at most `LONGEST`; 0 where it is not finite."""
-        return self._embedded(self.pooled(x), self.projection)
-
-    @staticmethod
-    def _embedded(x: Tensor, projection: Tensor) -> Tensor:
-        rows = (nn.functional.layer_norm(x, x.shape[-1:]) @ projection).double()
-        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1) * (1 - _ROUND_OFF)
-        z = torch.cat([rows, torch.full_like(rows[:, :1], CONSTANT)], dim=1)
-        return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
+        """Return z float64[b, d] of each row, at most 1 long; 0 where it is not finite."""
+        return _embedded(self.pooled(x), self.mean, self.components)
 
     def packed(self, z: Tensor, y: Tensor) -> Tensor:
-        """Return float64[k], A and B of rows z[b, width] with labels int64[b]; those of one row are at most 1 long.
+        """Return float64[k], the letter of rows z[b, d] with labels int64[b]; that of one row is at most 1 long."""
+        return self._letter(_by_class(z, y, self.shape[0]))
 
-        Off the diagonal A is scaled by √2, so that the vector of a row is as long as its matrix and every number
-        deserves the same noise.
+    def packed_means(self, z: Tensor, y: Tensor) -> Tensor:
+        """Return float64[k], the letter of one patient's rows: the mean of each class that is among them, counted once.
+
+        It is clipped by whoever adds it up.
         """
-        a = z.mT @ z
-        b = z.mT @ self.codes[y]
-        upper = torch.triu_indices(self.width, self.width, device=z.device)
-        factor = torch.where(upper[0] == upper[1], 1.0, sqrt(2))
-        return torch.cat([a[upper[0], upper[1]] * factor * _SCALE_A, b.flatten() * _SCALE_B])
+        sums = _by_class(z, y, self.shape[0])
+        means = sums / sums[:, -1:].clamp(min=1)
+        means[:, :-1] /= self.length
+        long = means[:, :-1].norm().clamp(min=1) * (1 + _ROUND_OFF)
+        means[:, :-1] /= long
+        return self._letter(means)
+
+    def _letter(self, sums: Tensor) -> Tensor:
+        return torch.cat([sums[:, :-1], COUNT * sums[:, -1:]], dim=1).flatten() * _SCALE
 
     def unpacked(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A float64[width, width] and B float64[width, classes − 1] of packed sums."""
-        upper = torch.triu_indices(self.width, self.width, device=sums.device)
-        n = upper.shape[1]
-        b = sums[n : n + self.width * self.codes.shape[1]]
-        factor = torch.where(upper[0] == upper[1], 1.0, sqrt(2))
-        a = sums.new_zeros(self.width, self.width, dtype=torch.float64)
-        a[upper[0], upper[1]] = sums[:n].double() / factor / _SCALE_A
-        a = a + torch.triu(a, 1).mT
-        return a, b.double().view(self.width, -1) / _SCALE_B
+        """Return sums float64[classes, d] and counts float64[classes] of a letter."""
+        both = sums[: self.shape[0] * self.shape[1]].double().view(self.shape) / _SCALE
+        return both[:, :-1] * self.length, both[:, -1] / COUNT
+
+    @torch.no_grad()
+    def know(self, z: Tensor, y: Tensor) -> None:
+        """Keep what the site alone may know of its rows z[n, d] with labels int64[n]: exact sums and their scatter."""
+        self.own.copy_(_by_class(z, y, self.shape[0]))
+        means = self.own[:, :-1] / self.own[:, -1:].clamp(min=1)
+        apart = z - means[y]
+        self.scatter.copy_(apart.mT @ apart)
 
     @torch.no_grad()
     def hold(self, exact: Tensor, noisy: Tensor, variance: float) -> None:
-        """Keep the site's own sums float64[k], as they are and with noise of this variance, as they may leave it."""
+        """Keep the site's own letter float64[k], as it is and with noise of this variance, as it may leave it."""
         self.exact.copy_(torch.cat([exact, exact.new_zeros(1)]))
         self.sums.copy_(torch.cat([noisy, noisy.new_full((1,), variance)]))
         self.released.copy_(self.sums)
@@ -119,7 +136,7 @@ class SharedHead(nn.Module):
     @staticmethod
     @torch.no_grad()
     def combine(heads: Sequence[SharedHead]) -> None:
-        """Give each of several sites' heads the sums of all, as they do when they have released their own.
+        """Give each of several sites' heads the letters of all, as they do when they have released their own.
 
         Example:
             >>> heads = [SharedHead(2, 8), SharedHead(2, 8)]
@@ -132,76 +149,67 @@ class SharedHead(nn.Module):
             head.sums.copy_(mean)
             head.n_sites.fill_(len(heads))
 
-    def total(self, *, own: bool = True) -> Tensor:
-        """Return the sums float64[k + 1] over all sites; the last is the variance of the noise in the others.
+    def others(self) -> Tensor:
+        """Return the letters float64[k + 1] of all other sites; the last is the variance of the noise in the others."""
+        return self.sums.double() * int(self.n_sites) - self.released * (int(self.n_sites) > 0)
 
-        Args:
-            own: whether the site's own part is among them, without noise; else it is left out.
+    def means(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the means float64[classes, d] of all classes, what each is worth in rows, and the covariance within.
+
+        A class's mean over n own rows has the variance v / n in each direction, where v is the mean variance within
+        classes; that over N rows of others whose sum has noise of variance s² has v / N + s² / N².
         """
-        n = max(1, int(self.n_sites))
-        others = self.sums.double() * n - self.released
-        return others + self.exact if own else others
+        n_classes, d = self.shape[0], self.shape[1] - 1
+        # 1. The covariance within classes: that of public rows counts as much as d own rows.
+        rows = self.own[:, -1]
+        n = float((rows - 1).clamp(min=0).sum())
+        within = (self.scatter + d * self.covariance) / (n + d)
+        v = within.trace() / d
+        # 2. The means of others, and how precisely they are known.
+        letters = self.others()
+        sums, counts = self.unpacked(letters)
+        noise = letters[-1].clamp(min=0) / _SCALE**2 * self.length**2
+        counts = counts.clamp(min=0)
+        theirs = counts**2 / (v * counts + noise).clamp(min=_TINY)
+        # 3. Own and others' means, each as far as it is known.
+        precision = theirs + rows / v
+        weighed = sums * (counts / (v * counts + noise).clamp(min=_TINY))[:, None] + self.own[:, :-1] / v
+        means = weighed / precision.clamp(min=_TINY)[:, None]
+        return means, precision * v, within
 
     @torch.no_grad()
-    def head(self, *, own: bool = True) -> tuple[Tensor, Tensor]:
-        """Return weights float64[width, classes] and bias float64[classes] of the ridge regression.
+    def head(self) -> tuple[Tensor, Tensor]:
+        """Return weights float64[d, classes] and bias float64[classes] of linear discriminant analysis.
 
-        Noise makes small eigenvalues of A wrong by up to 2 s √d, where s is its standard deviation; they are taken for
-        at least 0, and half of that is added to all. The classes count alike, however rare one is: their logits are
-        equal midway between the means of all classes. How certain the answers are is not known from noisy sums, so
-        logits are given a usual spread; a stack finds the right one.
+        All classes are as likely beforehand, however rare one is.
         """
-        sums = self.total(own=own)
-        a, b = self.unpacked(sums)
-        n_classes = len(self.codes)
-        counts, means, learned = self._means(a, b)
-        spread = sqrt(max(0.0, float(sums[-1])) / 2) / _SCALE_A
-        values, vectors = torch.linalg.eigh(a)
-        values = values.clamp(min=0)
-        a = vectors * values @ vectors.mT
-        ridge = max(spread * sqrt(self.width), _LEAST_RIDGE * float(values.sum()) / self.width)
-        if ridge == 0:  # nobody has released anything
-            return b.new_zeros(self.width, n_classes), b.new_zeros(n_classes)
-        solved = vectors @ ((vectors.mT @ b) / (values + ridge)[:, None])
-        weights = solved @ self.codes.mT
-        # weights follow the noise in B a little, and so a mean that has the same noise seems further away than it is
-        noise_in_b = max(0.0, float(sums[-1])) / _SCALE_B**2
-        by_heart = noise_in_b * float((1 / (values + ridge)).sum()) * learned @ self.codes.mT
-        middle = (means @ weights - by_heart / counts[:, None]).mean(0)
-        every = counts.sum()
-        squares = (weights.mT @ a @ weights).diagonal() / every
-        centred = squares - ((counts @ means) @ weights / every) ** 2
-        scale = _USUAL / torch.maximum(centred, _LEAST_SPREAD * squares).clamp(min=_TINY).mean().sqrt()
-        return weights * scale, -middle * scale
+        means, rows, within = self.means()
+        if not bool((rows > 0).any()):  # nobody has released anything
+            return means.new_zeros(means.shape[1], len(means)), means.new_zeros(len(means))
+        v = within.trace() / len(within)
+        weights = torch.linalg.solve(within + _RIDGE * v * torch.eye(len(within)).to(within), means.mT)
+        return weights, -(means.mT * weights).sum(0) / 2
+
+    @torch.no_grad()
+    def worth(self) -> float:
+        """Return how many rows of each class the head's means are worth: the harmonic mean over classes."""
+        rows = self.means()[1]
+        return float(len(rows) / (1 / rows.clamp(min=_TINY)).sum())
 
     @torch.no_grad()
     def linear(self) -> tuple[Tensor, Tensor]:
         """Return weight float32[classes, n_features] and bias float32[classes] of a linear layer after LayerNorm.
 
-        It answers as this head does, but for rows that are longer than 1 when projected, which it leaves as they are.
+        It answers as this head does, but for rows that are longer than 1 along the directions, which it leaves as they
+        are.
         """
         weights, bias = self.head()
-        weight = (self.projection.double() @ weights[:-1]).mT
-        return weight.float(), (bias + CONSTANT * weights[-1]).float()
+        weight = self.components.double() @ weights
+        return weight.mT.float(), (bias - self.mean.double() @ weight).float()
 
-    def _means(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return how many rows each class has, their means, and how much of each column of B is in each class's sum.
-
-        The shapes are [classes], at least 1, [classes, width] and [classes, classes − 1].
-
-        B and the column of the constant in A are all sums over classes, from which each class's own follow.
-        """
-        n_classes = len(self.codes)
-        every = torch.cat([b, a[:, -1:] / CONSTANT], dim=1)  # Σ_c S_c [v_c, 1]
-        known = torch.cat([self.codes, self.codes.new_ones(n_classes, 1)], dim=1)
-        parts = torch.linalg.inv(known.mT)
-        of_class = parts @ every.mT
-        counts = (of_class[:, -1] / CONSTANT).clamp(min=1)
-        return counts, of_class / counts[:, None], parts[:, :-1]
-
-    def forward(self, x: Tensor, own: bool = True) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes]."""
-        weights, bias = self.head(own=own)
+        weights, bias = self.head()
         logits: Tensor = torch.addmm(bias, self.embedded(x), weights).float()
         return logits
 
@@ -211,73 +219,66 @@ class SharedHead(nn.Module):
         The site's own part is the noisy one that the others have too.
         """
         public = copy.deepcopy(self)
-        public.exact.copy_(public.released)
-        return SolvedHead(copy.deepcopy(self.pooled), self.projection, *public.head())
+        public.forget()
+        return SolvedHead(copy.deepcopy(self.pooled), self.mean, self.components, *public.head())
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Forget all that the site alone knows, so that its own letter is one of the others'."""
+        for mine in (self.released, self.exact, self.own, self.scatter):
+            mine.zero_()
+        self.n_sites.clamp_(min=1)
 
 
 class SolvedHead(nn.Module):
     """A shared head that was solved: its weights and nothing that they were made of."""
 
-    projection: Tensor
+    mean: Tensor
+    components: Tensor
     weights: Tensor
     bias: Tensor
 
-    def __init__(self, pooled: nn.Module, projection: Tensor, weights: Tensor, bias: Tensor) -> None:
+    def __init__(
+        self, pooled: nn.Module, mean: Tensor, components: Tensor, weights: Tensor, bias: Tensor
+    ) -> None:
         super().__init__()
         self.pooled = pooled
-        for name, value in (("projection", projection), ("weights", weights), ("bias", bias)):
+        for name, value in (
+            ("mean", mean),
+            ("components", components),
+            ("weights", weights),
+            ("bias", bias),
+        ):
             self.register_buffer(name, value.detach().clone())
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits float32[b, classes]."""
-        z = SharedHead._embedded(self.pooled(x), self.projection)
+        z = _embedded(self.pooled(x), self.mean, self.components)
         logits: Tensor = torch.addmm(self.bias, z, self.weights).float()
         return logits
 
 
-_LEAST_RIDGE, _TINY = 1e-6, 1e-30
-_USUAL, _LEAST_SPREAD = 2.0, 0.05
-"""Standard deviation of logits over all rows, and the least part of their square that is not their mean."""
+_TINY = 1e-30
 
 
-def projection_of(n_features: int, n_directions: int = N_DIRECTIONS) -> Tensor:
-    """Return float32[n_features, directions], the projection that all sites know.
-
-    |LayerNorm(x)|² is n_features, so that a projected row is about 1 long.
-    """
-    directions = min(n_directions, n_features)
-    public = torch.Generator().manual_seed(_PUBLIC_SEED)
-    drawn = torch.randn(n_features, directions, dtype=torch.float64, generator=public)
-    return (drawn / sqrt(directions * n_features)).float()
+def _embedded(x: Tensor, mean: Tensor, components: Tensor) -> Tensor:
+    rows = nn.functional.layer_norm(x, x.shape[-1:]).double() - mean.double()
+    z = rows @ components.double()
+    z = z / z.norm(dim=1, keepdim=True).clamp(min=1) * (1 - _ROUND_OFF)
+    return torch.where(z.isfinite().all(1, keepdim=True), z, 0.0)
 
 
-def n_sums(n_classes: int, n_features: int, n_directions: int = N_DIRECTIONS) -> int:
-    """Return how many numbers `SharedHead.sums` has: packed A and B, and the variance of their noise.
-
-    Example:
-        >>> n_sums(2, 1280), SharedHead(2, 1280).sums.numel()
-        (8515, 8515)
-    """
-    width = min(n_directions, n_features) + 1
-    return width * (width + 1) // 2 + width * (n_classes - 1) + 1
+def _by_class(z: Tensor, y: Tensor, n_classes: int) -> Tensor:
+    """Return float64[classes, d + 1], the sum of the rows z[b, d] of each class, and their number."""
+    counted = torch.cat([z, torch.ones_like(z[:, :1])], dim=1)
+    return z.new_zeros(n_classes, counted.shape[1]).index_add_(0, y, counted)
 
 
-def codes(n_classes: int) -> Tensor:
-    """Return float64[classes, classes − 1]: the corners of a regular simplex about 0, all 1 long.
-
-    Of two classes they are −1 and +1. A label's code has the length 1 however many classes there are, which one
-    column for each class would have too, but without telling the number of rows once more.
+def n_sums(n_classes: int, n_directions: int) -> int:
+    """Return how many numbers `SharedHead.sums` has: sums and counts of all classes, and the variance of their noise.
 
     Example:
-        >>> codes(2).tolist()
-        [[-1.0], [1.0]]
-        >>> (codes(4) @ codes(4).mT).round(decimals=3)[0].tolist()
-        [1.0, -0.333, -0.333, -0.333]
+        >>> n_sums(2, 32), SharedHead(2, 1280, directions=32).sums.numel()
+        (67, 67)
     """
-    if n_classes == 2:
-        return torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    centred = torch.eye(n_classes, dtype=torch.float64) - 1 / n_classes
-    values, vectors = torch.linalg.eigh(centred)
-    corners = vectors[:, 1:] * values[1:].sqrt()
-    found: Tensor = corners / corners.norm(dim=1, keepdim=True)
-    return found
+    return n_classes * (n_directions + 1) + 1

@@ -8,7 +8,6 @@ and Steinke, 2020).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +24,6 @@ from wsi_fl.privacy.discrete import (
 )
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
-
-Packed = Callable[[Tensor], Tensor]
-"""Rows int64[b] → the sums float64[k] of these rows. One row's are at most 1 long."""
-
 
 @dataclass(frozen=True)
 class NoisySums:
@@ -62,31 +57,33 @@ class NoisySums:
             patient: int64[n], whose each row is, where the unit is a patient.
         """
         z = head.embedded(x)
-        exact = self.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), patient)
+        head.know(z, y)
+        exact = self.clipped(head, z, y, patient)
         noisy = self.noisy(exact, stream) if self.sigma else exact
         head.hold(exact, noisy.float().double(), (self.sigma * self.clip) ** 2)
 
-    def clipped(self, packed: Packed, n: int, patient: Tensor | None = None) -> Tensor:
-        """Return the sums float64[k] of n rows in which no unit counts for more than `clip`.
+    def clipped(self, head: SharedHead, z: Tensor, y: Tensor, patient: Tensor | None = None) -> Tensor:
+        """Return the letter float64[k] of n rows in which no unit counts for more than `clip`.
 
-        A patient's rows are summed first, and the sum is clipped whole.
+        A patient counts with the mean of its rows of each class, jointly clipped.
 
         Args:
+            z, y: the rows as the head sees them, float64[n, d], and their labels int64[n].
             patient: int64[n], whose each row is, where the unit is a patient.
 
         Raises:
             WsiFlError: where the unit is a patient and nobody says whose a row is.
         """
-        rows = torch.arange(n)
+        most = min(1.0, self.clip)
         if self.unit == "row":
-            return packed(rows) * min(1.0, self.clip)
+            return head.packed(z, y) * most
         if patient is None:
             raise WsiFlError("sums with patients as units must know whose each row is")
-        of = patient.cpu()
-        found = packed(rows[:0])
-        for one in sorted(set(of.tolist())):
-            part = packed(rows[of == one])
-            found += part * float((self.clip * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))
+        found = head.packed(z[:0], y[:0])
+        for one in patient.unique():
+            mine = patient == one
+            part = head.packed_means(z[mine], y[mine])
+            found += part * float((most * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))
         return found
 
     def noisy(self, sums: Tensor, stream: CipherStream) -> Tensor:
