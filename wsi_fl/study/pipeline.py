@@ -127,8 +127,8 @@ class Train(Section):
 class Target(Section):
     """What models of slides learn to answer: a column of a table as classes or as a number, or the time of an event.
 
-    Without it they answer what the stores are labelled with. It is for `train.data = "mosaics"`. The table is the
-    site's own, `clinical` in its site file.
+    Without it they answer what the stores are labelled with. It is for examples that are slides or patients. The table
+    is the site's own, `clinical` in its site file.
     """
 
     column: str | None = None
