@@ -36,17 +36,17 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.demo.children import Children, Place, children
-from wsi_fl.demo.hospitals import free_port
-from wsi_fl.federation.certificates import Identity
-from wsi_fl.federation.folder_line import FolderLine
-from wsi_fl.federation.letters import Letter, Writer
 from wsi_fl.federation.message import HEADER_BYTES, Outgoing
-from wsi_fl.federation.relayed import RelayedComm
+from wsi_fl.hospitals.children import Children, Place, children
+from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.lines.relayed import RelayedComm
+from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.letters import Letter, Writer
+from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import provision
 from wsi_fl.system.files import read_lines
 
 SITES = ["S1", "S2", "S3", "S4"]

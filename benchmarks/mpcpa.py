@@ -29,11 +29,11 @@ from numpy.typing import NDArray
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wsi_fl.learning.significance import clustered_interval
-from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.work.console import Bars
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.study.folder import Study, shipped
+from wsi_fl.synthesis.stages.baselines import baselines
 
 SITES = ("A", "B", "C")
 TEST_SHARE = 0.2
@@ -141,7 +141,7 @@ def measured(study: Study, setting: Setting, seed: int, args: argparse.Namespace
     overrides = ["mpcpa.unchecked=true", "evaluate.bootstrap=0", f"ddpm.seed={seed}", f"train.seed={seed}"]
     overrides += args.set
     with Bars(f"{setting.name}, seed {seed}") as watcher:
-        document = mpcpa_table(
+        document = baselines(
             study, pipeline_name=args.pipeline, overrides=overrides, backend="local", watcher=watcher
         )
     runs = {method: right(study.root / run).tolist() for method, run in document["runs"].items()}

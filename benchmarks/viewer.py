@@ -27,13 +27,13 @@ from big_slide import write_big_slide
 
 from wsi_fl.demo.phantom import paint_slide, plan_slides
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.view import gallery
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.study.folder import Study
-from wsi_fl.view.gallery import Gallery, Overlay
-from wsi_fl.view.layers import Layer, patches
-from wsi_fl.view.pyramid import TILE_PX, Pyramid
-from wsi_fl.view.server import ADDRESS, ViewServer
+from wsi_fl.viewer.gallery import Gallery, Overlay
+from wsi_fl.viewer.layers import Layer, patches
+from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid
+from wsi_fl.viewer.viewing import gallery
 
 PATCH_PX = 448
 N_TILES = 40

@@ -28,7 +28,6 @@ from wsi_fl.stores.contents import PIXELS
 from wsi_fl.stores.fields import StoreMeta
 from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
 from wsi_fl.study.folder import Study
-from wsi_fl.study.generating import Synthesis
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, UsageError, WsiFlError
 
 SHARED = Path(__file__).parents[1].parent / "shared"
@@ -340,8 +339,9 @@ def as_ranks(monkeypatch):
 
 def train_generator(study, *, site, overrides=(), **given):
     """`synthesize train` of the study's only pipeline."""
-    from wsi_fl.stages.synthesis.kinds import kind_of
-    from wsi_fl.stages.synthesis.train import train_generator
+    from wsi_fl.synthesis.keys import Synthesis
+    from wsi_fl.synthesis.stages.kinds import kind_of
+    from wsi_fl.synthesis.stages.train import train_generator
 
     pipeline = study.pipeline(study.pipeline_name(None), overrides)
     return train_generator(study, pipeline, kind_of(pipeline.section(Synthesis).generator), site, **given)
@@ -349,8 +349,9 @@ def train_generator(study, *, site, overrides=(), **given):
 
 def check(study, *, site, overrides=()):
     """`synthesize check` of the study's only pipeline."""
-    from wsi_fl.stages.synthesis.check import check_generator
-    from wsi_fl.stages.synthesis.kinds import kind_of
+    from wsi_fl.synthesis.keys import Synthesis
+    from wsi_fl.synthesis.stages.check import check_generator
+    from wsi_fl.synthesis.stages.kinds import kind_of
 
     pipeline = study.pipeline(study.pipeline_name(None), overrides)
     return check_generator(study, pipeline, kind_of(pipeline.section(Synthesis).generator), site)

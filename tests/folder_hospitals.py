@@ -17,13 +17,14 @@ import numpy as np
 import sklearn.linear_model
 import sklearn.model_selection  # noqa: F401
 
-from wsi_fl.federation import loop, relayed, shared
+from wsi_fl.federation import loop, shared
+from wsi_fl.hospitals.lines import relayed
+from wsi_fl.hospitals.plans.signed import Plan, approve, plan_path
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.work import by_folder
+from wsi_fl.hospitals.work.by_folder import take_part_by_folder
 from wsi_fl.privacy.ledger import PrivacyLedger
-from wsi_fl.stages.hospitals import by_folder
-from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.plans.signed import Plan, approve, plan_path
-from wsi_fl.stages.training import mpcpa, ranks  # noqa: F401
+from wsi_fl.stages.training import ranks
 from wsi_fl.study.folder import Study
 
 

@@ -39,15 +39,15 @@ MODULES = (
     "federation.preflight",
     "federation.roster",
     "federation.shared",
-    "federation.star_exchange",
+    "synthesis.star_exchange",
     "federation.between",
     "federation.scoring",
-    "federation.letters",
-    "stages.hospitals.taking_part",
+    "hospitals.trust.letters",
+    "hospitals.work.taking_part",
     "stages.training.ranks",
     "stages.training.going_on",
 )
-SLOW_MODULES = ("stages.training.mpcpa",)
+SLOW_MODULES = ("synthesis.stages.mpcpa",)
 """It takes seconds to import."""
 SCHEMA = "ab" * 32
 N_SITES, ROUND, HOP, N_VALUES = 4, 3, 1, 24

@@ -16,12 +16,12 @@ from pathlib import Path
 from conftest import make_study
 from opened import Opened
 
-from wsi_fl.demo.hospitals import free_port
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import issued_keys, provision
-from wsi_fl.stages.hospitals.plans.approving import look, sign
-from wsi_fl.stages.hospitals.plans.making import make_plan
-from wsi_fl.stages.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.demo import free_port
+from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.making import make_plan
+from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import issued_keys, provision
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 

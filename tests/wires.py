@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from wsi_fl.federation.certificates import Identity, approved, new_key, new_request, new_root
-from wsi_fl.federation.letters import Buffer
-from wsi_fl.federation.relayed import Answer
+from wsi_fl.hospitals.lines.relayed import Answer
+from wsi_fl.hospitals.trust.certificates import Identity, approved, new_key, new_request, new_root
+from wsi_fl.hospitals.trust.letters import Buffer
 
 NAMES = ("C1", "C2", "C3")
 

@@ -36,7 +36,7 @@ class Table(Mapping[str, T], Generic[T]):
         kind: what a plugin's row has to be.
 
     Attributes:
-        own: as given; help texts take these alone, since they are made before a plugin may be imported.
+        own: as given.
 
     Example:
         >>> table = Table("wsi_fl.nothing", {"own": 1}, int)

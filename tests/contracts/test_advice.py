@@ -69,8 +69,8 @@ def _parses(command: str) -> None:
     if words[0] in ("1", "ARGUMENTS"):  # a command that the text is told
         return
     while hasattr(here, "commands") and words:
-        assert words[0] in here.commands, f"no command {words[0]}"
-        here = here.commands[words.pop(0)]
+        name, here = words[0], here.get_command(None, words.pop(0))
+        assert here is not None, f"no command {name}"
     if words and words != ["1"]:
         try:
             here.make_context("wsi-fl", words)

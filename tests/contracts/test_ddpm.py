@@ -14,8 +14,6 @@ from conftest import check, refused, train_generator
 from safetensors.torch import load_file
 from test_mpcpa import make_study
 
-from wsi_fl.stages.synthesis.ddpm import KIND
-from wsi_fl.stages.synthesis.sample import sample
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.synthesis.ddpm import (
@@ -35,6 +33,8 @@ from wsi_fl.synthesis.ddpm import (
     steps_by_rule,
     vector_of,
 )
+from wsi_fl.synthesis.stages.ddpm import KIND
+from wsi_fl.synthesis.stages.sample import sample
 from wsi_fl.types import UsageError, WsiFlError
 
 CPU = torch.device("cpu")

@@ -10,19 +10,19 @@ from conftest import REAL, refused
 from test_plan import Root, hospital, made
 from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
 
+from wsi_fl.hospitals.dossier.assessment import connections
+from wsi_fl.hospitals.dossier.html import render
+from wsi_fl.hospitals.dossier.page import make_dossier
+from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.making import document_of
+from wsi_fl.hospitals.plans.signed import plan_path
+from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.report.between import render_coordinator
-from wsi_fl.report.dossier import render
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.dossier.assessment import connections
-from wsi_fl.stages.hospitals.dossier.page import make_dossier
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.plans.approving import look, sign
-from wsi_fl.stages.hospitals.plans.making import document_of
-from wsi_fl.stages.hospitals.plans.signed import plan_path
 from wsi_fl.stages.site.ledgers import open_ledger
 from wsi_fl.system.files import write_json, write_sealed
 from wsi_fl.types import WsiFlError

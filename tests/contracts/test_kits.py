@@ -11,10 +11,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from typer.testing import CliRunner
 
 from wsi_fl.cli.main import app
-from wsi_fl.federation.certificates import NotTrusted, verified
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import approve_request, join, provision, request, requested_lines
-from wsi_fl.stages.hospitals.kits.reach import likely_reason, look
+from wsi_fl.hospitals.trust.certificates import NotTrusted, verified
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, look
+from wsi_fl.hospitals.trust.making import approve_request, join, provision, request, requested_lines
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import WsiFlError
 
@@ -43,7 +42,7 @@ def test_a_key_is_made_at_the_hospital_and_never_leaves_it(founded, tmp_path):
     assert joined["name"] == "C1"
     assert Kit.open(tmp_path / "C1").identity().name == "C1"
     allowed = json.loads((tmp_path / "C1" / "local" / "resources.json").read_text())
-    assert allowed["class_allow_list"] == ["wsi_fl.stages.hospitals.flare.roles.Hospital"]
+    assert allowed["class_allow_list"] == ["wsi_fl.hospitals.flare.roles.Hospital"]
     assert not allowed["allow_log_streaming"]
     rights = json.loads((tmp_path / "C1" / "local" / "authorization.json").read_text())["permissions"]
     assert set(rights) == {"project_admin"}

@@ -10,16 +10,16 @@ from conftest import SHARED, check, patches_of, refused, train_generator
 from safetensors.numpy import load_file
 
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.answers.mpcpa_table import mpcpa_table
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.training.mpcpa import _ready
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.images import read_data_set
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
+from wsi_fl.synthesis.stages.baselines import baselines
+from wsi_fl.synthesis.stages.mpcpa import _ready
 from wsi_fl.system.files import read_json, read_lines
 from wsi_fl.types import WsiFlError
 
@@ -215,7 +215,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
         noisy = pixels + np.random.default_rng(seed).integers(-2, 3, pixels.shape)
         yield torch.from_numpy(noisy.clip(0, 255).astype(np.uint8).transpose(0, 3, 1, 2).copy())
 
-    monkeypatch.setattr("wsi_fl.stages.synthesis.ddpm.drawn", planted)
+    monkeypatch.setattr("wsi_fl.synthesis.stages.ddpm.drawn", planted)
     document = check(study, site="S1", overrides=["ddpm.seed=0", "ddpm.samples_per_class=6"])
     assert not document["passed"]
     assert document["memorization"]["copies"] == 12
@@ -233,7 +233,7 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
 
 def test_one_command_trains_every_baseline(trained, tmp_path):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
-    document = mpcpa_table(study, backend="local")
+    document = baselines(study, backend="local")
     labels = [row["row"] for row in document["rows"]]
     assert labels == [
         *(f"A{k}" for k in (1, 2, 3)),
@@ -250,20 +250,20 @@ def test_one_command_trains_every_baseline(trained, tmp_path):
     assert document["transfers"] == {"mpcpa": 9, "fedavg": 2 * 3 * 2}  # the paper counts as much
     assert [row["site"] for row in document["memorization"]] == ["S1", "S2", "S3"]
     n_runs = len(list(study.runs.glob("0*")))
-    mpcpa_table(study, backend="local")
+    baselines(study, backend="local")
     assert len(list(study.runs.glob("0*"))) == n_runs, "runs that are there are not made again"
 
 
 def test_the_curve_over_generated_images_joins_own_and_all(trained, tmp_path):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
-    document = mpcpa_table(study, backend="local", overrides=["mpcpa.curve=[2]"])
+    document = baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
     rows = {row["row"]: row["accuracy"] for row in document["rows"]}
     assert [point["per_class"] for point in document["curve"]] == [0, 2, 5]
     assert document["curve"][0]["mean"] == rows["mean A"]
     assert document["curve"][-1]["aggregated"] == rows["aggregated B"]
     assert set(document["curve"][1]["sites"]) == {"S1", "S2", "S3"}
     refused(
-        lambda: mpcpa_table(study, backend="local", overrides=["mpcpa.curve=[6]"]), "6 images", "5 are drawn"
+        lambda: baselines(study, backend="local", overrides=["mpcpa.curve=[6]"]), "6 images", "5 are drawn"
     )
     page = report(study, document["run"]).read_text(encoding="utf-8")
     assert "How many generated images" in page

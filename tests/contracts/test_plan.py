@@ -10,23 +10,23 @@ import pytest
 from conftest import REAL, make_study, refused, write_features
 from wires import Wire
 
-from wsi_fl.federation import certificates
-from wsi_fl.federation.certificates import approved, fingerprint, new_key, new_request, new_root
+from wsi_fl.hospitals.plans import approving
+from wsi_fl.hospitals.plans import code as plan_code
+from wsi_fl.hospitals.plans import signed as signed_plans
+from wsi_fl.hospitals.plans.approving import look, sign
+from wsi_fl.hospitals.plans.code import code_digest
+from wsi_fl.hospitals.plans.making import document_of, make_plan
+from wsi_fl.hospitals.plans.showing import cost_words, look_lines
+from wsi_fl.hospitals.plans.signed import Plan, approvals, plan_path
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, new_request, new_root
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.models import build
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.plans import approving
-from wsi_fl.stages.hospitals.plans import code as plan_code
-from wsi_fl.stages.hospitals.plans import signed as signed_plans
-from wsi_fl.stages.hospitals.plans.approving import look, sign
-from wsi_fl.stages.hospitals.plans.code import code_digest
-from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
-from wsi_fl.stages.hospitals.plans.showing import cost_words, look_lines
-from wsi_fl.stages.hospitals.plans.signed import Plan, approvals, plan_path
-from wsi_fl.stages.hospitals.taking_part import take_part
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines
@@ -360,7 +360,7 @@ def test_words_that_do_not_follow_from_the_settings_are_refused(coordinator, tmp
 def package(tmp_path_factory):
     """A copy of what is installed, without what Python compiled."""
     copy = tmp_path_factory.mktemp("package") / "wsi_fl"
-    here = Path(signed_plans.__file__).parents[3]
+    here = Path(signed_plans.__file__).parents[2]
     shutil.copytree(here, copy, ignore=shutil.ignore_patterns("__pycache__"))
     return copy
 
@@ -368,10 +368,10 @@ def package(tmp_path_factory):
 @pytest.mark.parametrize(
     "file",
     [
-        "report/dossier.html.j2",
+        "hospitals/dossier/dossier.html.j2",
         "report/style.css",
-        "view/page/viewer.js",
-        "models/lpips_vgg16.safetensors",
+        "viewer/page/viewer.js",
+        "synthesis/lpips_vgg16.safetensors",
         "privacy/ledger.py",
     ],
 )

@@ -13,8 +13,13 @@ from test_comm import release_of
 from typing_extensions import TypedDict
 from wires import NAMES, Federation, Wire
 
-from wsi_fl.federation import certificates, relayed
-from wsi_fl.federation.certificates import (
+from wsi_fl.federation.comm import LocalComm, PeerLate
+from wsi_fl.federation.documents import Count
+from wsi_fl.federation.message import BYTES, Outgoing
+from wsi_fl.hospitals.lines import relayed
+from wsi_fl.hospitals.lines.relayed import RelayedComm, SiteReturned
+from wsi_fl.hospitals.trust import certificates
+from wsi_fl.hospitals.trust.certificates import (
     Identity,
     NotTrusted,
     approved,
@@ -24,11 +29,7 @@ from wsi_fl.federation.certificates import (
     new_root,
     verified,
 )
-from wsi_fl.federation.comm import LocalComm, PeerLate
-from wsi_fl.federation.documents import Count
-from wsi_fl.federation.letters import Letter, Writer
-from wsi_fl.federation.message import BYTES, Outgoing
-from wsi_fl.federation.relayed import RelayedComm, SiteReturned
+from wsi_fl.hospitals.trust.letters import Letter, Writer
 from wsi_fl.types import KnownToAll, UsageError
 
 

@@ -36,9 +36,9 @@ from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.training.workshop import build_site, start_models
 from wsi_fl.study.folder import Study, shipped
-from wsi_fl.study.generating import Replay
 from wsi_fl.synthesis.evidence import CRITERIA
 from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.keys import Replay
 from wsi_fl.synthesis.stylegan2 import GanShape, Generator
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import Images, UsageError, WsiFlError

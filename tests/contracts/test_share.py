@@ -7,11 +7,11 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.methods import COMMON_WITH_DP, METHODS, Method, Share, supervised
+from wsi_fl.hospitals.dossier.assessment import assessment
+from wsi_fl.hospitals.plans.making import document_of, make_plan
 from wsi_fl.report import words
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.hospitals.dossier.assessment import assessment
-from wsi_fl.stages.hospitals.plans.making import document_of, make_plan
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import train
 
@@ -114,4 +114,4 @@ def test_no_other_file_asks_for_a_method_by_name(name):
         for path in PACKAGE.rglob("*.py")
         if known.search(path.read_text("utf-8"))
     ]
-    assert set(here) <= {"federation/methods.py", "demo/hospitals.py", "stages/answers/mpcpa_table.py"}
+    assert set(here) <= {"federation/methods.py", "hospitals/demo.py", "synthesis/stages/baselines.py"}

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import REAL, make_study, refused
 
+from wsi_fl.hospitals.work import submit as submitting
+from wsi_fl.hospitals.work.submit import submit
+from wsi_fl.hospitals.work.taking_part import known_to_all
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.hospitals import submit as submitting
-from wsi_fl.stages.hospitals.submit import submit
-from wsi_fl.stages.hospitals.taking_part import known_to_all
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError

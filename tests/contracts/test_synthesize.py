@@ -20,17 +20,17 @@ from safetensors.torch import load_file
 from wsi_fl.stages.prepare.check import check as check_stores
 from wsi_fl.stages.prepare.partition import partition
 from wsi_fl.stages.site.data import open_store
-from wsi_fl.stages.synthesis.gan import KIND, load_gan
-from wsi_fl.stages.synthesis.sample import sample
 from wsi_fl.stages.training.release import release
 from wsi_fl.stores.bags import BagMeta
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.stores.shards import pack
 from wsi_fl.study.folder import Study
-from wsi_fl.study.generating import Gan
 from wsi_fl.synthesis.folder import GeneratorFolder
+from wsi_fl.synthesis.keys import Gan
 from wsi_fl.synthesis.layers import upsampled
 from wsi_fl.synthesis.sampling import to_pixels
+from wsi_fl.synthesis.stages.gan import KIND, load_gan
+from wsi_fl.synthesis.stages.sample import sample
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,26 +30,24 @@ from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
 from wsi_fl.slides.choosing.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers import view_layers
 from wsi_fl.stages.answers.bag_answers import Answer
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_slide import write_patches
-from wsi_fl.stages.answers.view import gallery
-from wsi_fl.stages.answers.view_predictions import Prediction
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
 from wsi_fl.types import WsiFlError
-from wsi_fl.view import gallery as galleries
-from wsi_fl.view import server as servers
-from wsi_fl.view.gallery import Exhibit, Gallery, Overlay
-from wsi_fl.view.layers import outlines, patches, tissue_rings, values
-from wsi_fl.view.pyramid import TILE_PX, Pyramid, read_tile
-from wsi_fl.view.recent import Recent
-from wsi_fl.view.server import ADDRESS, ViewServer
-from wsi_fl.view.tiles import TileReader
+from wsi_fl.viewer import gallery as galleries
+from wsi_fl.viewer import server as servers
+from wsi_fl.viewer import site_layers
+from wsi_fl.viewer.gallery import Exhibit, Gallery, Overlay
+from wsi_fl.viewer.layers import outlines, patches, tissue_rings, values
+from wsi_fl.viewer.predictions import Prediction
+from wsi_fl.viewer.server import ADDRESS, ViewServer
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader, read_tile
+from wsi_fl.viewer.viewing import gallery
 
 SETTINGS = ["tile.size_px=64", "tile.mpp=1.0", "tile.min_tissue=0.3"]
 TRAINING = ["train.rounds=1", "train.input_px=24", "privacy.enabled=false", "model.private=gn_cnn_small"]
@@ -159,11 +158,9 @@ def test_tiles_put_together_are_the_slide_on_every_level(archive):
 
 
 def test_a_tile_averaged_from_many_pixels_is_read_in_strips_and_is_the_same(archive, monkeypatch):
-    from wsi_fl.view import pyramid
-
     with Slide(slides_of(archive, 0)[0], reader="openslide") as slide:
         whole = read_tile(slide, 9, 0, 0)
-        monkeypatch.setattr(pyramid, "_STRIP_PX", 1 << 14)
+        monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 14)
         assert np.array_equal(read_tile(slide, 9, 0, 0), whole)
 
 
@@ -321,7 +318,7 @@ def test_the_server_listens_on_this_machine_alone(server):
 def test_a_port_that_is_taken_is_said_and_the_usual_one_gives_way(server, monkeypatch):
     empty = Gallery("nothing", [])
     refused(lambda: ViewServer(empty, server.port), f"port {server.port} cannot be used", "--port")
-    monkeypatch.setattr("wsi_fl.view.server.USUAL_PORT", server.port)
+    monkeypatch.setattr("wsi_fl.viewer.server.USUAL_PORT", server.port)
     with ViewServer(empty) as other:
         assert other.port != server.port
 
@@ -448,7 +445,7 @@ def test_as_many_tiles_are_read_at_once_as_there_are_processors(archive, monkeyp
         with counting:
             at_once[0] -= 1
 
-    monkeypatch.setattr("wsi_fl.view.tiles.read_tile", counted)
+    monkeypatch.setattr("wsi_fl.viewer.tiles.read_tile", counted)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     with Slide(slides_of(archive, 0)[0]) as slide, ThreadPoolExecutor(8) as pool:
         tiles = TileReader()
@@ -465,7 +462,7 @@ def test_no_tile_is_read_for_a_browser_that_has_gone(flat, monkeypatch):
         gone.wait(20)
         read.append(1)
 
-    monkeypatch.setattr("wsi_fl.view.pyramid._STRIP_PX", 1 << 20)
+    monkeypatch.setattr("wsi_fl.viewer.tiles._STRIP_PX", 1 << 20)
     with served(Gallery("one", [Exhibit("flat", flat)])) as running:
         running._first.join()
         monkeypatch.setattr(Slide, "area", slow)
@@ -518,7 +515,7 @@ def test_outlines_are_those_of_tile(predicted, archive):
 def test_tissue_is_looked_for_only_where_its_reader_was_vouched_for(predicted, monkeypatch):
     asked_for = []
     monkeypatch.setattr(
-        view_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
+        site_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
     )
     layers_of(gallery(predicted[0], site="C1"), ILL)
     assert asked_for == [(ILL, "auto")]
@@ -720,12 +717,13 @@ def test_a_site_of_images_has_no_slides_to_show(tmp_path):
 def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
     study, _ = predicted
     command = [sys.executable, "-m", "wsi_fl", "view", "--site", "C1", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "BROWSER": "false"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "BROWSER": "false"}
     process = subprocess.Popen(
         command, cwd=study.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        text = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        text = "".join(takewhile(lambda line: line != "}\n", process.stdout)) + "}"
         document = json.loads(text)
         address = urlsplit(document["url"])
         assert (address.hostname, address.port, document["slides"]) == ("127.0.0.1", document["port"], 4)

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 import pytest
 from hospitals import Bed, digests
 
+from wsi_fl.hospitals.trust.making import provision
 from wsi_fl.privacy.ledger_file import LedgerFile
-from wsi_fl.stages.hospitals.kits.making import provision
 
 pytestmark = [
     pytest.mark.slow,

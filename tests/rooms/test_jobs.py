@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.hospitals import submit as submitting
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.work import submit as submitting
 from wsi_fl.stages.work.console import render
 from wsi_fl.types import UsageError, WsiFlError
 
@@ -101,7 +101,7 @@ def kit(founded, tmp_path):
 @pytest.fixture
 def asking(monkeypatch, kit):
     """Ask this server, on whose clock everything happens."""
-    from wsi_fl.stages.hospitals.flare import jobs, watching
+    from wsi_fl.hospitals.flare import jobs, watching
 
     def ask(server):
         monkeypatch.setattr(jobs, "_session", lambda _: nullcontext(server))

@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 from scipy.ndimage import gaussian_filter
 from torch.nn import functional
 
-from wsi_fl.models.lpips import (
+from wsi_fl.synthesis.gan import to_images
+from wsi_fl.synthesis.lpips import (
     Lpips,
     _heads,
     embeddings,
@@ -18,7 +19,6 @@ from wsi_fl.models.lpips import (
     pairwise_lpips,
     squared_distances,
 )
-from wsi_fl.synthesis.gan import to_images
 from wsi_fl.synthesis.privacy_loss import Keepaway, clamped, hinged, margin_of, privacy_loss
 from wsi_fl.types import UsageError, WsiFlError
 

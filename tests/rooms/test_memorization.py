@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wsi_fl.privacy.memorization import duplicates, judged, nearest, nearest_other
 from wsi_fl.synthesis.evidence import COPY, compared, over_usual
+from wsi_fl.synthesis.memorization import duplicates, judged, nearest, nearest_other
 
 
 def films(n, seed, side=8):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from wsi_fl.stages.hospitals.kits.making import provision
+from wsi_fl.hospitals.trust.making import provision
 
 pytestmark = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 
@@ -51,7 +51,7 @@ def by_flare(kit, host, port):
 def test_a_server_by_another_name_is_left(called, tmp_path, monkeypatch, checked):
     from nvflare.fuel.f3.drivers import net_utils
 
-    from wsi_fl.stages.hospitals.flare.names import check_names
+    from wsi_fl.hospitals.flare.processes import check_names
 
     monkeypatch.setattr(net_utils, "get_ssl_context", net_utils.get_ssl_context)
     if checked:  # what is tested here is that FLARE itself looks at no name, and that it does then
@@ -71,7 +71,7 @@ def test_all_that_connects_checks_names(module, monkeypatch):
     from importlib import import_module
 
     checked = []
-    part = import_module(f"wsi_fl.stages.hospitals.flare.{module}")
+    part = import_module(f"wsi_fl.hospitals.flare.{module}")
     monkeypatch.setattr(
         part, "check_names", lambda: checked.append(True) or (_ for _ in ()).throw(SystemExit)
     )

@@ -20,7 +20,6 @@ from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
 from wsi_fl.slides.choosing.quality import KINDS, QualityParams, blurred_share, first_reason
 from wsi_fl.slides.choosing.tissue import NoTissueError, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.view import gallery
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.quality import quality_row
 from wsi_fl.stages.prepare.tile import tile
@@ -28,6 +27,7 @@ from wsi_fl.stores.fields import read_marked
 from wsi_fl.stores.patches import PatchStore
 from wsi_fl.study.folder import Study
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+from wsi_fl.viewer.viewing import gallery
 
 MPP = 0.5
 SPEC = GridSpec(64, 1.0, 64)

@@ -8,8 +8,8 @@ import pytest
 from conftest import REAL, make_study, refused
 
 from wsi_fl.federation.documents import NotAgreed
-from wsi_fl.stages.hospitals.said import agreed, answered, failed
-from wsi_fl.stages.hospitals.taking_part import known_to_all
+from wsi_fl.hospitals.work.said import agreed, answered, failed
+from wsi_fl.hospitals.work.taking_part import known_to_all
 from wsi_fl.stages.training import checks
 from wsi_fl.stages.training.train import train
 from wsi_fl.types import WsiFlError
@@ -88,7 +88,7 @@ def test_a_server_that_hands_on_something_else_is_refused():
 )
 def test_a_job_hands_nothing_else_to_the_coordinator(monkeypatch, tmp_path, evil):
     pytest.importorskip("nvflare", reason="the extra flare is not installed")
-    from wsi_fl.stages.hospitals.flare import jobs
+    from wsi_fl.hospitals.flare import jobs
 
     def result(_, place):
         (tmp_path / "said.json").write_text(json.dumps({"S1": evil}))

@@ -6,7 +6,6 @@ import torch
 from scipy.signal import convolve2d, upfirdn
 from torch import nn
 
-from wsi_fl.models.lpips import load_lpips
 from wsi_fl.synthesis import gan
 from wsi_fl.synthesis.gan import GanState, GanTerms, ema_decay, path_penalty, r1_penalty, step
 from wsi_fl.synthesis.layers import (
@@ -18,6 +17,7 @@ from wsi_fl.synthesis.layers import (
     upsampled,
     with_minibatch_std,
 )
+from wsi_fl.synthesis.lpips import load_lpips
 from wsi_fl.synthesis.privacy_loss import Keepaway
 from wsi_fl.synthesis.projection import projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_pixels

@@ -22,13 +22,13 @@ from test_oneshot import HEADS, rows_of
 from test_relayed import NAMES, Federation, rounds_of, together
 
 from wsi_fl.federation.comm import PeerLate
-from wsi_fl.federation.folder_line import FolderLine
-from wsi_fl.federation.letters import Writer
-from wsi_fl.federation.relayed import KnownToAll, RelayedComm
-from wsi_fl.stages.hospitals.by_folder import take_part_by_folder
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.plans.code import code_digest
-from wsi_fl.stages.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
+from wsi_fl.hospitals.lines.folder_line import FolderLine
+from wsi_fl.hospitals.lines.relayed import KnownToAll, RelayedComm
+from wsi_fl.hospitals.plans.code import code_digest
+from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.hospitals.work.by_folder import take_part_by_folder
 from wsi_fl.stages.site.party import Party
 from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
 from wsi_fl.stages.training.train import train

@@ -14,10 +14,10 @@ from conftest import make_study, refused
 
 from wsi_fl import plugins
 from wsi_fl.federation.methods import METHODS
+from wsi_fl.hospitals.plans.code import code_digest, packages
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.presets import PRESETS
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.hospitals.plans.code import code_digest, packages
 from wsi_fl.types import WsiFlError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")

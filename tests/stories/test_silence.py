@@ -14,26 +14,27 @@ import torch
 from conftest import REAL, make_study, refused, write_store
 
 from wsi_fl.federation import loop
-from wsi_fl.federation.letters import Head, Hello
 from wsi_fl.federation.preflight import Brought
 from wsi_fl.federation.roster import Answer, Arrival, Standing
 from wsi_fl.federation.scoring import Counted, Present
-from wsi_fl.federation.star_exchange import Size
+from wsi_fl.hospitals.trust.letters import Head, Hello
+from wsi_fl.hospitals.work.taking_part import Seen
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.tasks import scored
 from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.hospitals.taking_part import Seen
 from wsi_fl.stages.site.kept import as_begun
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training import launch, mpcpa
+from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
 from wsi_fl.stages.training.summary import Row
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
+from wsi_fl.synthesis.stages import mpcpa
+from wsi_fl.synthesis.star_exchange import Size
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import UsageError, WsiFlError
 

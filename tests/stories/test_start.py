@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 from conftest import refused
 
-from wsi_fl.stages.hospitals import by_folder
-from wsi_fl.stages.hospitals.kits.kit import Kit
-from wsi_fl.stages.hospitals.kits.making import provision
-from wsi_fl.stages.hospitals.start import _end, start
+from wsi_fl.hospitals.trust.kit import Kit
+from wsi_fl.hospitals.trust.making import provision
+from wsi_fl.hospitals.work import by_folder
+from wsi_fl.hospitals.work.start import _end, start
 from wsi_fl.types import WsiFlError
 
 needs_flare = pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
@@ -38,7 +38,7 @@ def test_a_job_ends_with_the_client_that_started_it():
     assert _ended(job)
 
 
-MODULES = "wsi_fl.stages.hospitals.flare"
+MODULES = "wsi_fl.hospitals.flare"
 STARTED = f"""
 import os, sys, time
 import nvflare.private.fed.app.client.worker_process as theirs
@@ -80,7 +80,7 @@ def test_nothing_goes_on_after_what_started_it_was_killed(module):
 HOLDER = """
 import sys, time
 from pathlib import Path
-from wsi_fl.stages.hospitals.kits.kit import Kit
+from wsi_fl.hospitals.trust.kit import Kit
 with Kit.open(Path(sys.argv[1])).alone():
     print("held", flush=True)
     time.sleep(60)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Answering, Json, Pipeline, Run, find_study, show
+from wsi_fl.cli.options import Answering, Json, Run, find_study, show
 from wsi_fl.types import UsageError, WsiFlError
 
 
@@ -110,37 +110,6 @@ def report(
 
     path = report(study, run, pictures=pictures)
     show({"report": study.relative(path)}, as_json, lambda _: [str(path)])
-
-
-def view(
-    of_run: Annotated[str | None, typer.Argument(metavar="RUN", help="The same as --run.")] = None,
-    site: Annotated[
-        str | None, typer.Option(help="Show this site's slides, or of a run this site's predictions.")
-    ] = None,
-    run: Annotated[str | None, typer.Option(help="Show the predictions of a run.")] = None,
-    predictions: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Show what `predict --out` wrote there.")
-    ] = None,
-    pipeline: Pipeline = None,
-    port: Annotated[
-        int | None, typer.Option(min=1024, max=65535, help="Where to listen. Default: 8642, or a free one.")
-    ] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open a browser on this machine.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Look at slides in a page on this machine: what was kept of them, and what models say. Read-only."""
-    if of_run is not None and run is not None:
-        raise UsageError("view takes one run: give it as RUN or with --run")
-    study = find_study()
-    from wsi_fl.stages.answers.view import address_lines, describe, gallery, serve
-    from wsi_fl.view.server import ViewServer
-
-    shown = gallery(study, site=site, run=run or of_run, predictions=predictions, pipeline=pipeline)
-    with ViewServer(shown, port) as server:
-        show(describe(server), as_json, address_lines)
-        serve(server, open_browser=open_browser)
 
 
 def export(

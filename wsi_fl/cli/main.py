@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from wsi_fl import __version__
-from wsi_fl.cli import answers, federation, prepare, synthesis, training
+from wsi_fl.cli import answers, prepare, training
 from wsi_fl.cli.options import Json, announced, show
 from wsi_fl.plugins import Table
 
@@ -22,7 +22,9 @@ class _Program(TyperGroup):
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(self._all())
+        names = list(self.commands)
+        places = {"view": names.index("report") + 0.5, "synthesize": len(names) - 0.5}
+        return sorted(self._all(), key=lambda name: places.get(name, [*names, name].index(name)))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = self._all().get(cmd_name)
@@ -50,8 +52,6 @@ app = typer.Typer(
     help="Hospitals learn together from whole-slide images they may not share.",
     epilog="Start with: wsi-fl demo",
 )
-app.add_typer(synthesis.app, name="synthesize")
-app.add_typer(federation.app, name="federation")
 
 
 def _version(wanted: bool) -> None:
@@ -107,7 +107,7 @@ def config(
 _LONG = {
     *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.partition, prepare.pack),
     *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
-    *(answers.audit, answers.report, answers.view, prepare.check, prepare.encoders, doctor),
+    *(answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
 }
 """Commands that read, train or import for longer than a second."""
 
@@ -131,8 +131,9 @@ for command in (
         answers.evaluate,
         answers.predict,
     ),
-    *(answers.compare, answers.audit, answers.report, answers.view, training.privacy, config),
+    *(answers.compare, answers.audit, answers.report, training.privacy, config),
 ):
-    app.command()(announced(command) if command in _LONG else command)  # in the order of --help
+    described = training.Described if command is training.train else None
+    app.command(cls=described)(announced(command) if command in _LONG else command)  # in the order of --help
 app.command("import")(announced(prepare.import_features, "import"))
 app.command(hidden=True)(training.rank)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from wsi_fl.cli.options import Json, Pipeline, Set, find_study, one_or_all, show
-from wsi_fl.federation.methods import DEFAULT, METHODS
+from wsi_fl.federation.methods import DEFAULT, METHODS, names_of
 from wsi_fl.types import UsageError
 
 
@@ -31,11 +33,20 @@ def release(
     show(document, as_json, releases_lines)
 
 
+class Described(TyperCommand):
+    """A command whose help says what every method does, also those of other packages, which it imports."""
+
+    def get_help(self, ctx: Any) -> str:
+        method: Any = next(one for one in self.params if one.name == "method")
+        method.help = "; ".join(f"{name}: {row.does}" for name, row in METHODS.items())
+        return super().get_help(ctx)
+
+
 def train(
     method: Annotated[
         str,
         typer.Option(
-            help="; ".join(f"{name}: {row.does}" for name, row in METHODS.own.items()),
+            help="What is done; --help says it of each.",
         ),
     ] = DEFAULT,
     pipeline: Pipeline = None,
@@ -67,7 +78,7 @@ def train(
     baselines: Annotated[
         bool,
         typer.Option(
-            "--baselines", help="mpcpa: own, all original, all generated and FedAvg too, in a table."
+            "--baselines", help="Beside mpcpa also own, all original, all generated and FedAvg, in a table."
         ),
     ] = False,
     dry_run: Annotated[
@@ -83,8 +94,11 @@ def train(
     if without and resume is None:
         raise UsageError("--without belongs to --resume; a new run takes its sites from the pipeline")
     several = seeds is not None or folds is not None or leave_site_out
-    if baselines and (method != "mpcpa" or resume is not None or several or dry_run):
-        raise UsageError("--baselines belongs to --method mpcpa, alone")
+    row = METHODS.get(method) if baselines else None
+    if baselines and (row is None or not row.baselines or resume is not None or several or dry_run):
+        raise UsageError(
+            f"--baselines belongs to --method {names_of(lambda row: bool(row.baselines))}, alone"
+        )
     study = find_study()
     divided = [] if folds is None else [f"train.folds={folds}"]
     chosen: dict[str, Any] = {
@@ -104,13 +118,12 @@ def train(
         cost = plan.dry_run(study, **chosen, backend=backend)
         show(cost, as_json, plan.plan_lines)
         return
-    if baselines:
-        from wsi_fl.stages.answers.mpcpa_table import mpcpa_lines, mpcpa_table
-
+    if row is not None:
         chosen.pop("method")
+        measured = import_module(row.baselines)
         with Bars("train") as bars:
-            table = mpcpa_table(study, **chosen, backend=backend, watcher=bars)
-        show(table, as_json, mpcpa_lines)
+            table = measured.baselines(study, **chosen, backend=backend, watcher=bars)
+        show(table, as_json, measured.baselines_lines)
         return
     with Bars("train") as bars:
         if resume is not None:

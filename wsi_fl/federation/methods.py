@@ -120,6 +120,8 @@ class Method:
         learns_from: what a round is learned from, a key of `learning.lessons.LESSONS`; "everybody" is what nobody may
             do, and what all are measured against.
         variants: (key, value) of a pipeline → the row that takes this one's place where a pipeline has that value.
+        baselines: the module whose `baselines` trains it and what its paper measures it against, in one table, and
+            whose `baselines_lines` shows that; "" where there is none.
     """
 
     name: str
@@ -129,6 +131,7 @@ class Method:
     shares: tuple[Share, ...] = ()
     learns_from: LearnsFrom = "own"
     variants: Mapping[tuple[str, Any], Method] = field(default_factory=dict)
+    baselines: str = ""
 
     def share(self, *kinds: What) -> Share | None:
         """Return the first thing of these kinds that leaves a site; None where none does."""
@@ -241,25 +244,6 @@ def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
     return {}
 
 
-def _replay() -> Method:
-    """Experience replay with synthetic samples (Pennisi et al., section III-C), and its variants.
-
-    Models alone travel (Table III), or buffers alone (Fig. 5a); owners too learn from synthetic samples (Fig. 5b); or
-    every site computes one model of all sites' synthetic samples for itself (Table I).
-    """
-    models = Share("model", "random", protected="leave")
-    buffers = Share("buffer", "random", protected="leave", made_by="wsi_fl.stages.training.buffers")
-    once, does = replace(buffers, by="complete", times="once"), "models and synthetic patches go round"
-    row = Method("Replay", does, COMMON, supervised, (models, buffers), "own+received")
-    variants = {
-        "no_buffer": replace(row, shares=(models,), learns_from="own"),
-        "buffer_only": replace(row, learners=PRIVATE, shares=(buffers,)),
-        "synthetic_only": replace(row, learns_from="synthetic+received"),
-        "central": replace(row, learners=PRIVATE, shares=(once,), learns_from="all synthetic"),
-    }
-    return replace(row, variants={("replay.variant", name): one for name, one in variants.items()})
-
-
 def _oneshot() -> Method:
     """Heads that are made of sums of features, which each site releases once.
 
@@ -271,9 +255,6 @@ def _oneshot() -> Method:
     return replace(row, variants={("train.releases", True): by_files})
 
 
-_MPCPA = "wsi_fl.stages.training.mpcpa"
-_GENERATOR = Share("generator", "star", protected="leave", times="before", made_by=_MPCPA)
-_HANDED_OVER = Share("model", HUB, protected="leave", times="after", made_by=_MPCPA)
 _OWN = {
     ALONE: Method("Regular", "each site alone", PRIVATE_WITH_DP, supervised),
     POOLED: Method("Joint", "all data pooled", PRIVATE_WITH_DP, supervised, learns_from="everybody"),
@@ -295,18 +276,6 @@ _OWN = {
         "ProxyFL", "proxies travel, no centre", TAUGHT_PAIR, mutual, (Share("model", "exponential", "proxy"),)
     ),
     "oneshot": _oneshot(),
-    "generated": Method(
-        "Generated", "all sites' generated data alone", PRIVATE, supervised, (_GENERATOR,), "generated"
-    ),
-    "mpcpa": Method(
-        "MPCPA",
-        "own and others' generated data",
-        PRIVATE,
-        supervised,
-        (_GENERATOR, _HANDED_OVER),
-        "own+received",
-    ),
-    "replay": _replay(),
 }
 
 METHODS = Table("wsi_fl.methods", _OWN, Method)

@@ -47,6 +47,8 @@ class Section(BaseModel):
     without_effect: ClassVar[tuple[str, ...]] = ()
     """Beginnings of its keys that make no other method: they change nothing about what is learned from a given store or
     answered, repeat it, or are told of anyway; "" for all."""
+    compared: ClassVar[bool] = False
+    """Whether the sites of a run must share its settings, of a section that has joined; of the core's `train` knows."""
 
 
 def goes(*, needs: Mapping[str, str] | None = None, excludes: Mapping[str, str] | None = None) -> Any:

@@ -1,1 +1,1 @@
-"""Generators of shareable synthetic images. Empty in this release; `synthesize` will fill it."""
+"""Generators of synthetic patches, and the methods that share them."""

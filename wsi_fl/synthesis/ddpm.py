@@ -22,7 +22,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler,
 from numpy.typing import NDArray
 from torch import Tensor
 
-from wsi_fl.models.lpips import half_precision
+from wsi_fl.synthesis.lpips import half_precision
 from wsi_fl.synthesis.sampling import to_images, to_pixels
 from wsi_fl.synthesis.state import TrainingState, move_average
 

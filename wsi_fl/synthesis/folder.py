@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
-from torch import Tensor, nn
-
-from wsi_fl.synthesis.state import TrainingState
 from wsi_fl.system.files import append_line, ordinary, read_lines, read_sealed, write_sealed, write_text
 from wsi_fl.system.tensors import load_tensors, save_tensors
 from wsi_fl.types import WsiFlError, one_line
 
+if TYPE_CHECKING:  # `check` comes by without PyTorch
+    import torch
+    from torch import Tensor, nn
+
+    from wsi_fl.study.folder import Study
+    from wsi_fl.synthesis.state import TrainingState
+
 Phase = Literal["before", "after", "denoiser"]
 """Which network of a training: a GAN's without, or with, the privacy loss, or the one of a diffusion model."""
-Network = TypeVar("Network", bound=nn.Module)
+Network = TypeVar("Network", bound="nn.Module")
 
 _KEPT = 2
 _VERDICT = ("passed", "reasons", "generator", "criteria")
@@ -224,6 +227,13 @@ class GeneratorFolder:
         kept = [line for line in self.metrics() if line["iteration"] <= iteration]
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
         write_text(self.path / "metrics.jsonl", text)
+
+
+def everything_of(study: Study, site: str) -> Iterator[list[tuple[str, Callable[[], object]]]]:
+    """Yield what `check` reads of each generator that a site has, as its entry point `wsi_fl.checks`."""
+    for name, folder in (("gan", study.generator(site)), ("ddpm", study.denoiser(site))):
+        if folder.exists():
+            yield GeneratorFolder(folder, f"{name}.json").everything()
 
 
 def _sha256(path: Path) -> str:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wsi_fl.models.lpips import half_precision
 from wsi_fl.synthesis.ada import Controller, augmented
+from wsi_fl.synthesis.lpips import half_precision
 from wsi_fl.synthesis.privacy_loss import Keepaway
 from wsi_fl.synthesis.sampling import to_images
 from wsi_fl.synthesis.state import TrainingState, move_average

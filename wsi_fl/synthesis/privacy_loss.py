@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wsi_fl.models.lpips import Lpips, pairwise_lpips, squared_distances
+from wsi_fl.synthesis.lpips import Lpips, pairwise_lpips, squared_distances
 
 
 def hinged(distances: Tensor, margin: float) -> Tensor:

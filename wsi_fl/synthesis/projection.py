@@ -14,7 +14,7 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
-from wsi_fl.models.lpips import Lpips, squared_distances
+from wsi_fl.synthesis.lpips import Lpips, squared_distances
 from wsi_fl.synthesis.privacy_loss import clamped
 from wsi_fl.synthesis.sampling import device_of, to_images, to_pixels
 from wsi_fl.synthesis.stylegan2 import Generator

@@ -12,6 +12,7 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
+from wsi_fl.plugins import entries
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.data import open_bags, open_store
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -80,7 +81,8 @@ def _check_site(study: Study, site: str, watcher: Watcher) -> Row:
             row["damaged"].append(
                 f"{path}: missing, though its shards are there; run `wsi-fl {command} --site {site}` again"
             )
-    _take(row, _generators(study, site), watcher)
+    for of_plugin in entries("wsi_fl.checks").values():  # what others store beside it
+        _take(row, of_plugin(study, site), watcher)
     return row | {"seconds": time.perf_counter() - began}
 
 
@@ -124,14 +126,6 @@ def _bags(data: str, study: Study, site: str) -> Iterator[list[Step]]:
         steps: list[Step] = [(str(slide), partial(store.bag, k)) for k, slide in enumerate(store.table.slide)]
         shards = sorted((store.path.parent / data).glob("*.h5"))
         yield [*steps, *((path.stem, partial(read_shard, path)) for path in shards)]
-
-
-def _generators(study: Study, site: str) -> Iterator[list[Step]]:
-    for name, folder in (("gan", study.generator(site)), ("ddpm", study.denoiser(site))):
-        if folder.exists():
-            from wsi_fl.synthesis.folder import GeneratorFolder  # PyTorch takes seconds to import
-
-            yield GeneratorFolder(folder, f"{name}.json").everything()
 
 
 def check_lines(document: dict[str, Any]) -> Lines:

@@ -29,7 +29,7 @@ from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.learners import bring_released, learners_of, tune
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.pipeline import Pipeline
-from wsi_fl.study.toml import value_of
+from wsi_fl.study.toml import Section, value_of
 from wsi_fl.system.files import ordinary
 from wsi_fl.types import Bags, UsageError, WsiFlError
 
@@ -139,8 +139,8 @@ def brought(site: Site, party: Party) -> Brought:
     }
 
 
-_COMPARED = ("privacy", "train", "target", "audit", "topology", "replay")
-"""The sections of a pipeline whose settings all sites must share."""
+_COMPARED = ("privacy", "train", "target", "audit", "topology")
+"""The sections whose settings all sites must share, of those that every pipeline has."""
 _OWN = ("topology.graph", "train.input_px")
 """Settings that may differ between sites, or whose effect rather than spelling is compared."""
 
@@ -148,7 +148,8 @@ _OWN = ("topology.graph", "train.input_px")
 def _settings(pipeline: Pipeline) -> dict[str, Setting]:
     """ "section.key" → value, of all settings that must be the same at every site."""
     values = pipeline.model_dump(by_alias=True)
-    found = {f"{section}.{key}": value for section in _COMPARED for key, value in values[section].items()}
+    joined = [name for name, one in pipeline if isinstance(one, Section) and one.compared]
+    found = {f"{name}.{key}": value for name in (*_COMPARED, *joined) for key, value in values[name].items()}
     return {key: value for key, value in found.items() if key not in _OWN}
 
 

@@ -1,0 +1,353 @@
+"""`wsi-fl federation …`: hospitals that learn together over NVIDIA FLARE, or over a folder that all can reach."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wsi_fl.cli.options import Json, Pipeline, Set, find_study, show
+from wsi_fl.federation.methods import names_of
+from wsi_fl.types import UsageError, WsiFlError
+
+if TYPE_CHECKING:
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.study.folder import Study
+
+app = typer.Typer(
+    no_args_is_help=True, help="Hospitals that learn together: kits, plans, and what joins them."
+)
+
+KitOption = Annotated[Path, typer.Option(metavar="DIR", help="Your kit, the folder with federation.json.")]
+KitOrRoot = Annotated[
+    Path,
+    typer.Option("--kit", metavar="DIR", help="Your kit; for a request, the folder that `provision` made."),
+]
+KitFolder = Annotated[Path, typer.Argument(metavar="KIT", help="The folder of the kit.")]
+PlanFile = Annotated[
+    Path | None, typer.Option("--plan", metavar="FILE", help="The plan that all have signed.")
+]
+StudyFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="The study. Default: the one at or above this folder.")
+]
+
+
+def _study(folder: Path | None) -> Study:
+    from wsi_fl.study.folder import Study
+
+    return find_study() if folder is None else Study.find(folder)
+
+
+@app.command()
+def provision(
+    folder: Annotated[Path, typer.Argument(help="A new folder, for the root and the first kits.")],
+    name: Annotated[str, typer.Option(help="Of the federation.")] = "wsi-fl",
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where hospitals reach the server.")
+    ] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option("--folder", metavar="ADDRESS", help="Without a server: a folder that all can reach."),
+    ] = None,
+    sites: Annotated[str, typer.Option(help="A test bed: kits of these hospitals too, as in A,B,C.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Found a federation: its root, and the kits of its server and its coordinator."""
+    from wsi_fl.hospitals.trust.making import provision, provisioned_lines
+
+    named = [site.strip() for site in sites.split(",") if site.strip()]
+    document = provision(folder, federation=name, server=server, shared_folder=shared, sites=named)
+    show(document, as_json, provisioned_lines)
+
+
+@app.command()
+def request(
+    site: Annotated[
+        str, typer.Argument(help="The hospital's name in the federation, that of its site file.")
+    ],
+    kit: Annotated[
+        Path, typer.Option(help="A new folder for the kit; the key is made there and stays there.")
+    ],
+    organization: Annotated[str, typer.Option(help="The hospital's full name.")],
+    as_json: Json = False,
+) -> None:
+    """Make a key at a hospital, and the request that is sent to the coordinator."""
+    from wsi_fl.hospitals.trust.making import request, requested_lines
+
+    show(request(kit, name=site, organization=organization), as_json, requested_lines)
+
+
+@app.command()
+def join(
+    file: Annotated[Path, typer.Argument(help="The certificate that the coordinator sent back.")],
+    kit: Annotated[Path, typer.Option(help="The kit that the request was made in.")],
+    fingerprint: Annotated[
+        str | None, typer.Option(help="The root's, as the coordinator read it out; another one is refused.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put the certificate beside the key; the kit is complete then."""
+    from wsi_fl.hospitals.trust.making import join, joined_lines
+
+    show(join(file, kit, fingerprint), as_json, joined_lines)
+
+
+@app.command()
+def plan(
+    method: Annotated[
+        str, typer.Option(help=f"What the hospitals run: {names_of(lambda row: bool(row.shares))}.")
+    ],
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("plan.json"),
+    kit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="The founded folder: the plan pins the keys that it gave certificates."
+        ),
+    ] = None,
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Write the plan that hospitals sign: what runs, what leaves, what it costs, and what never leaves."""
+    from wsi_fl.hospitals.plans.making import made_lines, make_plan
+
+    keys = {}
+    if kit is not None:
+        from wsi_fl.hospitals.trust.making import issued_keys
+
+        keys = issued_keys(kit)
+    made = make_plan(
+        _study(study), method=method, pipeline_name=pipeline, overrides=overrides or [], out=out, keys=keys
+    )
+    document = {"plan": str(out), "sha256": made.digest, "sites": made.sites, "most_bytes": made.most_bytes}
+    show(document, as_json, made_lines)
+
+
+@app.command()
+def approve(
+    file: Annotated[Path, typer.Argument(help="A plan, or a certificate request.")],
+    kit: KitOrRoot,
+    fingerprint: Annotated[
+        str | None,
+        typer.Option(help="Of a certificate request: what the hospital read to you by telephone."),
+    ] = None,
+    study: StudyFolder = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Sign without being asked.")] = False,
+    yes_per_row: Annotated[
+        bool,
+        typer.Option(
+            "--yes-per-row",
+            help="Say yes also to an ε per row that is above max_epsilon for the patient with the most rows.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read a plan, see what it costs your hospital, and sign it; or approve a hospital's certificate request."""
+    from wsi_fl.hospitals.plans.signed import is_request
+
+    if is_request(file):
+        from wsi_fl.hospitals.trust.making import approve_request, approved_lines
+
+        show(approve_request(file, kit, fingerprint), as_json, approved_lines)
+        return
+    _sign(file, kit, _study(study), yes=yes, yes_per_row=yes_per_row, as_json=as_json)
+
+
+def _sign(file: Path, kit: Path, study: Study, *, yes: bool, yes_per_row: bool, as_json: bool) -> None:
+    from wsi_fl.hospitals.plans.approving import look, sign
+    from wsi_fl.hospitals.plans.showing import above_words, look_lines, signed_lines
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.stages.work.console import render
+
+    identity = Kit.open(kit).identity()
+    looked = look(study, Plan.load(file), identity.name)
+    render(look_lines(looked))
+    if (
+        (said := above_words(looked.cost))
+        and not yes_per_row
+        and (yes or not typer.confirm(f"Do you accept that {said}?", err=True))
+    ):
+        raise WsiFlError(
+            f"{file}: nothing was signed, for {said}; ask for a plan per patient (privacy.unit), or say "
+            "--yes-per-row too"
+        )
+    if not yes and not typer.confirm(f"Sign this in the name of {identity.name}?", err=True):
+        raise WsiFlError(f"{file}: nothing was signed")
+    path = sign(study, looked, identity)
+    document: dict[str, Any] = {
+        "site": identity.name,
+        "plan": looked.plan.digest,
+        "approval": study.relative(path),
+        "epsilon": looked.cost.epsilon if looked.cost else None,
+        "lifetime_epsilon": looked.cost.lifetime_epsilon if looked.cost else None,
+        "most_epsilon": looked.cost.most_epsilon if looked.cost else None,
+        "rounds": looked.cost.rounds if looked.cost else None,
+        "group": looked.cost.group if looked.cost else None,
+        "lifetime_group": looked.cost.lifetime_group if looked.cost else None,
+        "notes": list(looked.notes),
+    }
+    show(document, as_json, signed_lines)
+
+
+@app.command()
+def start(
+    kit: KitFolder,
+    study: StudyFolder = None,
+    shared: Annotated[
+        str | None,
+        typer.Option("--folder", metavar="ADDRESS", help="Where a folder joins all: another address of it."),
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="Over a folder: go on without it. Repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Start a hospital's client, or the server; over a folder, take part until the run is done."""
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.start import start
+    from wsi_fl.stages.work.console import say
+
+    opened = Kit.open(kit)
+    found = _study_to_start(opened, study)
+    if shared is None and opened.folder is None:
+        if without:
+            raise UsageError("--without is for a folder; with a server the coordinator says it, in `submit`")
+        start(opened, found, told=say)
+    if found is None:
+        raise UsageError(f"{kit} is the kit of a {opened.role}, which starts nothing over a folder")
+    from wsi_fl.hospitals.work.by_folder import take_part_by_folder
+    from wsi_fl.stages.training.train import summary_lines
+
+    show(take_part_by_folder(found, opened, folder=shared, without=without or []), as_json, summary_lines)
+
+
+def _study_to_start(kit: Kit, folder: Path | None) -> Study | None:
+    """The hospital's study; none for a kit that starts in no study."""
+    if kit.role != "hospital":
+        return None
+    try:
+        return _study(folder)
+    except UsageError as error:
+        raise UsageError(f"which study is {kit.name}'s? {error}, or give --study DIR") from None
+
+
+@app.command()
+def submit(
+    kit: KitOption,
+    plan: PlanFile = None,
+    method: Annotated[str | None, typer.Option(help="That of the plan; another one is refused.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with a run of this plan, or with the last."),
+    ] = None,
+    without: Annotated[
+        list[str] | None, typer.Option(metavar="SITE", help="With --resume: go on without it. Repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for what comes back. Default: result-RUN beside the plan.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Let the hospitals of a signed plan do it together."""
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.submit import submit, submitted_lines
+    from wsi_fl.stages.work.console import Bars
+
+    file = plan or _plan_here()
+    agreed = Plan.load(file)
+    if method is not None and method != agreed.method:
+        raise UsageError(f"{file} is a plan for {agreed.method}, not for {method}")
+    if without and resume is None:
+        raise UsageError("--without is for going on with a run; give --resume RUN too")
+    with Bars("federation") as bars:
+        document = submit(
+            Kit.open(kit),
+            agreed,
+            out=out,
+            beside=file.parent,
+            resume=resume,
+            without=without or [],
+            watcher=bars,
+        )
+    show(document, as_json, submitted_lines)
+
+
+def _plan_here() -> Path:
+    """The signed plan of the study at or above this folder."""
+    from wsi_fl.hospitals.plans.signed import plan_path
+
+    with suppress(UsageError):
+        if (path := plan_path(find_study())).is_file():
+            return path
+    raise UsageError("which plan? give --plan FILE, the one that all hospitals have signed")
+
+
+@app.command()
+def status(kit: KitOption, as_json: Json = False) -> None:
+    """Say which hospitals are connected, and what became of the jobs."""
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.submit import status, status_lines
+
+    show(status(Kit.open(kit)), as_json, status_lines)
+
+
+@app.command()
+def abort(
+    job: Annotated[str, typer.Argument(help="The job's id, as `status` has it.")],
+    kit: KitOption,
+    as_json: Json = False,
+) -> None:
+    """End a job at all hospitals; what was finished stays."""
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.submit import abort
+    from wsi_fl.stages.work.console import Line
+
+    show(abort(Kit.open(kit), job), as_json, lambda one: [Line(f"job {one['aborted']} was ended")])
+
+
+@app.command()
+def check(kit: KitFolder, plan: PlanFile = None, as_json: Json = False) -> None:
+    """Look whether a kit gets through; the coordinator's and a plan: whether all hospitals reach each other."""
+    from wsi_fl.hospitals.plans.signed import Plan
+    from wsi_fl.hospitals.trust.kit import Kit
+    from wsi_fl.hospitals.work.submit import check, check_lines
+
+    document = check(Kit.open(kit), Plan.load(plan) if plan else None)
+    show(document, as_json, check_lines)
+    if not document["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="A new folder, for everybody's own folders.")] = Path(
+        "federation-demo"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Let a server and four hospitals of painted slides, all processes of this machine, learn together."""
+    from wsi_fl.hospitals.demo import federation_demo, federation_demo_lines
+
+    show(federation_demo(out), as_json, federation_demo_lines)
+
+
+@app.command()
+def dossier(
+    site: Annotated[str | None, typer.Option(help="Whose dossier. Default: the kit's hospital.")] = None,
+    kit: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Your kit; it knows who has signed and what joins you.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page; its JSON lies beside it.")] = Path("dossier.html"),
+    study: StudyFolder = None,
+    as_json: Json = False,
+) -> None:
+    """Write one page for data protection and network people: what leaves, by which way, and what it cost so far."""
+    from wsi_fl.hospitals.dossier.page import make_dossier
+
+    made = make_dossier(_study(study), site=site, kit=kit, out=out)
+    show(dict(made), as_json, lambda _: [str(out)])

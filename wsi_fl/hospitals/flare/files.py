@@ -1,0 +1,261 @@
+"""What NVIDIA FLARE 2.9 reads from a kit: who is where, what may run here, and where it writes.
+
+A hospital runs one class alone, which came with this package. Jobs bring no code, the coordinator may submit, watch and
+end them and nothing else, and no log is streamed away.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.hospitals.trust.certificates import Role
+from wsi_fl.system.files import write_json
+from wsi_fl.types import UsageError
+
+HOSPITAL = "wsi_fl.hospitals.flare.roles.Hospital"
+TOGETHER = "wsi_fl.hospitals.flare.roles.Together"
+JOB = "wsi_fl.hospitals.flare.job"
+"""The module that is a hospital's process of a job."""
+STARTED_BY = "WSI_FL_STARTED_BY"
+"""Environment variable with the id of the process that a process ends with: `federation start`, or a job's client."""
+HEARTBEAT_S = 30
+"""A hospital that is not heard of for so long is lost."""
+SERVER = "server"
+"""What the server's certificate calls it."""
+COORDINATOR = "coordinator"
+_MAIN_LOG = "log.txt"
+SAID = "said.json"
+"""What each hospital said of a job, in the job's folder on the server."""
+
+
+def need_flare() -> None:
+    """Refuse what needs NVIDIA FLARE where it is not installed.
+
+    Raises:
+        UsageError: which says how to install it.
+    """
+    if find_spec("nvflare") is None:
+        raise UsageError("this needs NVIDIA FLARE; install it with `pip install 'wsi-fl[flare]'`")
+
+
+def write_flare_files(kit: Path, *, name: str, role: Role, federation: str, host: str, port: int) -> None:
+    """Write the files that FLARE reads, all but key and certificates, into a kit."""
+    startup, local = kit / "startup", kit / "local"
+    address = f"{host}:{port}"
+    if role == "server":
+        write_json(startup / "fed_server.json", _server(federation, address, port))
+        write_json(local / "resources.json", _server_resources(kit))
+    elif role == "coordinator":
+        write_json(startup / "fed_admin.json", _admin(federation, name, host, port))
+        write_json(local / "resources.json", {"format_version": 1, "admin": {"idle_timeout": 900.0}})
+        return
+    else:
+        write_json(startup / "fed_client.json", _client(federation, name, address))
+        write_json(local / "resources.json", _hospital_resources())
+    write_json(local / "authorization.json", _RIGHTS)
+    write_json(local / "log_config.json", _logging())
+    (kit / "transfer").mkdir(exist_ok=True)
+
+
+def job_files(folder: Path, sites: list[str], job: dict[str, Any]) -> None:
+    """Write a job: JSON that names the two classes, and no code.
+
+    Args:
+        sites: that take part.
+        job: what the hospitals are asked to do, see `flare.Hospital`.
+    """
+    config = folder / "app" / "config"
+    config.mkdir(parents=True)
+    write_json(
+        folder / "meta.json",
+        {
+            "name": f"wsi-fl {job['what']}",
+            "resource_spec": {},
+            "min_clients": len(sites),
+            "mandatory_clients": sites,
+            "deploy_map": {"app": [SERVER, *sites]},
+        },
+    )
+    together = {"id": "together", "path": TOGETHER, "args": {"sites": sites, "job": job}}
+    write_json(config / "config_fed_server.json", {"format_version": 2, "workflows": [together]})
+    hospital = {"tasks": ["ready", "work"], "executor": {"path": HOSPITAL, "args": {}}}
+    write_json(config / "config_fed_client.json", {"format_version": 2, "executors": [hospital]})
+
+
+def _client(federation: str, name: str, address: str) -> dict[str, Any]:
+    return {
+        "format_version": 2,
+        "servers": [
+            {
+                "name": federation,
+                "service": {"target": address, "scheme": "http"},
+                "identity": SERVER,
+            }
+        ],
+        "client": {
+            "ssl_private_key": "client.key",
+            "ssl_cert": "client.crt",
+            "ssl_root_cert": "rootCA.pem",
+            "fqsn": name,
+            "is_leaf": True,
+            "connection_security": "mtls",
+        },
+    }
+
+
+def _server(federation: str, address: str, port: int) -> dict[str, Any]:
+    return {
+        "format_version": 2,
+        "servers": [
+            {
+                "name": federation,
+                "service": {"target": address, "scheme": "http"},
+                "admin_server": SERVER,
+                "admin_port": port,
+                "ssl_private_key": "server.key",
+                "ssl_cert": "server.crt",
+                "ssl_root_cert": "rootCA.pem",
+                "connection_security": "mtls",
+            }
+        ],
+    }
+
+
+def _admin(federation: str, name: str, host: str, port: int) -> dict[str, Any]:
+    return {
+        "format_version": 1,
+        "admin": {
+            "project_name": federation,
+            "username": name,
+            "server_identity": SERVER,
+            "scheme": "http",
+            "host": host,
+            "port": port,
+            "connection_security": "mtls",
+            "uid_source": "user_input",
+            "with_file_transfer": True,
+            "upload_dir": "transfer",
+            "download_dir": "transfer",
+            "client_key": "client.key",
+            "client_cert": "client.crt",
+            "ca_cert": "rootCA.pem",
+        },
+    }
+
+
+_RIGHTS = {
+    "format_version": "1.0",
+    "permissions": {
+        "project_admin": {
+            "submit_job": "any",
+            "clone_job": "none",
+            "manage_job": "any",
+            "download_job": "any",
+            "view": "any",
+            "operate": "none",
+            "shell_commands": "none",
+            "byoc": "none",
+        },
+    },
+}
+"""What the coordinator may do here. Other roles may do nothing, `shell_commands` (which read files) are nobody's, and
+`byoc` (bring your own code) is refused."""
+
+
+def _resources(allowed: str) -> dict[str, Any]:
+    return {
+        "format_version": 2,
+        "class_list_enforcement_mode": "enforce",
+        "class_allow_list": [allowed],
+        "allow_log_streaming": False,
+    }
+
+
+def _hospital_resources() -> dict[str, Any]:
+    common = "nvflare.app_common"
+    gpus = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0, "expiration_period": 300}
+    return _resources(HOSPITAL) | {
+        "client": {"retry_timeout": HEARTBEAT_S, "compression": "Gzip"},
+        "components": [
+            _component(
+                "resource_manager",
+                f"{common}.resource_managers.gpu_resource_manager.GPUResourceManager",
+                gpus,
+            ),
+            _component(
+                "resource_consumer", f"{common}.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
+            ),
+            _component("process_launcher", f"{JOB}.Launcher"),
+        ],
+    }
+
+
+def _server_resources(kit: Path) -> dict[str, Any]:
+    common, storage = "nvflare.app_common", kit.resolve() / "storage"
+    files = f"{common}.storages.filesystem_storage.FilesystemStorage"
+    return _resources(TOGETHER) | {
+        "servers": [
+            {
+                "admin_storage": "transfer",
+                "max_num_clients": 200,
+                "heart_beat_timeout": HEARTBEAT_S,
+                "download_job_url": "http://download.server.com/",
+                "admin_timeout": 10.0,
+            }
+        ],
+        "snapshot_persistor": {
+            "path": f"{common}.state_persistors.storage_state_persistor.StorageStatePersistor",
+            "args": {
+                "uri_root": "/",
+                "storage": {"path": files, "args": {"root_dir": str(storage / "snapshots"), "uri_root": "/"}},
+            },
+        },
+        "components": [
+            _component(
+                "job_scheduler", f"{common}.job_schedulers.job_scheduler.DefaultJobScheduler", {"max_jobs": 1}
+            ),
+            _component(
+                "job_manager",
+                "nvflare.apis.impl.job_def_manager.SimpleJobDefManager",
+                {"uri_root": str(storage / "jobs"), "job_store_id": "job_store"},
+            ),
+            _component("job_store", files),
+            _component(
+                "process_launcher", f"{common}.job_launcher.server_process_launcher.ServerProcessJobLauncher"
+            ),
+        ],
+    }
+
+
+def _component(name: str, path: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"id": name, "path": path, "args": arguments or {}}
+
+
+def _logging() -> dict[str, Any]:
+    """Warnings, and what a client says of its registration, in one file of the kit."""
+    handler = {
+        "class": "logging.handlers.RotatingFileHandler",
+        "level": "DEBUG",
+        "formatter": "lines",
+        "filename": _MAIN_LOG,
+        "mode": "a",
+        "maxBytes": 20 << 20,
+        "backupCount": 5,
+    }
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {
+            "lines": {
+                "()": "nvflare.fuel.utils.log_utils.BaseFormatter",
+                "fmt": "%(asctime)s - %(name)s - %(levelname)s - %(message)s",
+            }
+        },
+        "handlers": {"logFileHandler": handler},
+        "loggers": {
+            "root": {"level": "WARNING", "handlers": ["logFileHandler"]},
+            "nvflare.private.fed.client.fed_client": {"level": "INFO"},
+        },
+    }

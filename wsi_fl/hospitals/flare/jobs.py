@@ -1,0 +1,218 @@
+"""The coordinator's side of NVIDIA FLARE: who is connected, and jobs that are submitted, watched and ended."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from nvflare.fuel.flare_api.api_spec import NoConnection
+from nvflare.fuel.flare_api.flare_api import Session, new_secure_session
+
+from wsi_fl.federation.documents import NotAgreed
+from wsi_fl.hospitals.flare.files import COORDINATOR, HEARTBEAT_S, SAID, job_files
+from wsi_fl.hospitals.flare.processes import check_names
+from wsi_fl.hospitals.flare.watching import BEGUN, GO_ON, Watch, answering, at_work
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, require_server
+from wsi_fl.hospitals.work.said import agreed
+from wsi_fl.system.files import read_json
+from wsi_fl.types import UsageError, WsiFlError, one_line
+
+_CONNECT_S = 15.0
+_POLL_S = 1.0
+_SETTLE_S = 3.0
+"""So long after its process has ended the server may still call a job running."""
+_MOST_ASKED = 5
+"""Failed jobs whose reasons are fetched from the server at once."""
+_LOST = ("was lost", "took nothing", "did not answer")
+"""Words of failures after which the others can go on."""
+Outcome = Mapping[str, Any]
+
+
+@contextmanager
+def _session(kit: Kit) -> Iterator[Session]:
+    """A connection to the server as coordinator; what FLARE prints and logs meanwhile is nobody's business.
+
+    Raises:
+        UsageError: when the kit is not the coordinator's, or the federation has no server.
+        WsiFlError: when the server does not let the coordinator in, or goes away meanwhile.
+    """
+    if kit.role != "coordinator":
+        raise UsageError(f"{kit.path} is the kit of a {kit.role}; this is for the coordinator's")
+    require_server(kit)
+    check_names()
+    said, engine = StringIO(), logging.getLogger("nvflare")
+    engine.propagate = False
+    engine.addHandler(logging.NullHandler())
+    try:
+        with redirect_stdout(said):
+            session = new_secure_session(COORDINATOR, str(kit.path), timeout=_CONNECT_S)
+    except Exception as error:
+        raise WsiFlError(
+            likely_reason(kit)
+            or f"the server {kit.document['server']} does not let the coordinator in: {one_line(error)}; "
+            f"`wsi-fl federation check {kit.path}` looks for the reason"
+        ) from None
+    try:
+        with redirect_stdout(said):
+            yield session
+    except NoConnection:
+        raise WsiFlError(
+            f"the server {kit.document['server']} is gone; start it again. Rounds that were finished are kept: "
+            "`submit --resume RUN` goes on with them"
+        ) from None
+    finally:
+        with suppress(Exception):
+            session.close()
+
+
+def connected(kit: Kit) -> list[str]:
+    """Return the hospitals whose clients are connected to the server and answer."""
+    with _session(kit) as session:
+        return answering(session)
+
+
+def jobs(kit: Kit, known: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the jobs that the server knows: {"id", "name", "status", "submitted", "reason"}, newest first.
+
+    The status of a job that the server calls running, and has no process for, is "DEAD". The reason is why a job
+    failed, in one line, or None.
+
+    Args:
+        known: ids of jobs whose reason need not be asked for.
+    """
+    with _session(kit) as session:
+        found = _listed(session)
+        if {one["id"] for one in found if one["status"] in BEGUN} - at_work(session):
+            time.sleep(_SETTLE_S)
+            found, working = _listed(session), at_work(session)
+            for one in found:
+                if one["status"] in BEGUN and one["id"] not in working:
+                    one |= {"status": "DEAD", "reason": f"the server was stopped while it ran; {GO_ON}"}
+        failed = [one for one in found if one["reason"] is None and _failed(str(one["status"]))]
+        for one in [one for one in failed if one["id"] not in known][:_MOST_ASKED]:
+            one["reason"] = _reason_of(session, str(one["id"]), str(one["status"]))
+    return found
+
+
+def _listed(session: Session) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": one.get("job_id"),
+            "name": one.get("job_name", one.get("name")),
+            "status": one.get("status"),
+            "submitted": one.get("submit_time"),
+            "reason": None,
+        }
+        for one in session.list_jobs(limit=20, detailed=True, reverse=True)
+    ]
+
+
+def _failed(status: str) -> bool:
+    return status.startswith("FINISHED") and status != "FINISHED:COMPLETED"
+
+
+def _reason_of(session: Session, job: str, status: str) -> str:
+    """Why a job failed, as the hospitals or the server said."""
+    with tempfile.TemporaryDirectory() as place, suppress(NotAgreed):
+        told = _result(session, job, Path(place))
+        if isinstance(told, Mapping) and any(
+            isinstance(one, Mapping) and "error" in one for one in told.values()
+        ):
+            return _first_reason([one["error"] for one in agreed(told, list(told), "work").values()])
+    return _without_a_word(job, status)
+
+
+def abort(kit: Kit, job: str) -> None:
+    """End a job at all hospitals.
+
+    Raises:
+        WsiFlError: when the server knows no such job, or it has ended.
+    """
+    with _session(kit) as session:
+        try:
+            session.abort_job(job)
+        except Exception as error:
+            raise WsiFlError(f"job {job} was not ended: {one_line(error)}") from None
+
+
+def run_job(
+    kit: Kit,
+    sites: list[str],
+    job: dict[str, Any],
+    *,
+    told: Callable[[str], None],
+    waiting: Callable[[float], None],
+    patience_s: float = HEARTBEAT_S,
+) -> Outcome:
+    """Submit a job, wait for its end, and return what each hospital said.
+
+    A job that has not begun within two minutes, while the server has no other, is withdrawn. One whose hospitals or
+    server went away ends.
+
+    Args:
+        patience_s: how long a hospital may be away from a job that has begun.
+        told: called with FLARE's id of the job.
+        waiting: called now and then with the seconds that the job has taken.
+
+    Raises:
+        WsiFlError: with the reason of the first hospital that failed, or that the server gave.
+    """
+    with tempfile.TemporaryDirectory() as place, _session(kit) as session:
+        folder = Path(place) / "job"
+        job_files(folder, sites, job)
+        number = session.submit_job(str(folder))
+        told(number)
+        began, watch = time.monotonic(), Watch(session, number, sites, patience_s)
+        while not (status := _status(session, number)).startswith("FINISHED"):
+            waiting(time.monotonic() - began)
+            watch.look(status)
+            time.sleep(_POLL_S)
+        said = agreed(_result(session, number, Path(place)), sites, str(job["what"]))
+    errors = [one["error"] for one in said.values() if "error" in one]
+    if errors:
+        raise WsiFlError(_first_reason(errors))
+    if _failed(status):
+        raise WsiFlError(_without_a_word(number, status))
+    if silent := [site for site in sites if site not in said]:
+        raise WsiFlError(f"job {number} ended, and the server has no answer of {', '.join(silent)}; {GO_ON}")
+    return said
+
+
+def _status(session: Session, job: str) -> str:
+    try:
+        return str(session.get_job_status(job))
+    except Exception as error:
+        raise WsiFlError(f"the server was lost while job {job} ran ({one_line(error)}); {GO_ON}") from None
+
+
+def _without_a_word(job: str, status: str) -> str:
+    """Why a job failed of which no hospital said anything."""
+    if status == "FINISHED:ABORTED":
+        return (
+            f"job {job} was ended by the coordinator (`federation abort`); rounds that were finished are kept: "
+            "`submit --resume RUN` goes on with them"
+        )
+    ended = status.removeprefix("FINISHED:").lower()
+    return f"job {job} ended ({ended}), and no hospital said why; see the server's log, then {GO_ON}"
+
+
+def _first_reason(errors: list[str]) -> str:
+    """Who failed first says why; the others only noticed that it did."""
+    own = [text for text in errors if "ended the run" not in text and "was ended by" not in text]
+    reason = (own or errors)[0]
+    return f"{reason}; {GO_ON}" if any(words in reason for words in _LOST) else reason
+
+
+def _result(session: Session, job: str, place: Path) -> Any:
+    """What the hospitals said as the server has it, from the job's folder there; nobody has looked at it yet."""
+    with suppress(Exception):
+        folder = Path(session.download_job_result(job, str(place)))
+        file = next(folder.rglob(SAID), None)
+        return read_json(file) if file else {}
+    return {}

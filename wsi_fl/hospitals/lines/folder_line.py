@@ -1,0 +1,256 @@
+"""Letters as files in a folder that all sites can reach: a network share, SFTP, S3, WebDAV, whatever fsspec opens.
+
+Below the address there is one folder per topic, and in it an inbox per site. A letter is a file in its receiver's
+inbox, `<sender>~<place>~<SHA-256>.letter`: the name says nothing else, and tells whether the file is whole. Receivers
+look every few seconds, and delete what they took; beside what they refused they leave an empty `….refused`, so that
+its sender writes it again. A hello stays until its sender leaves: a peer that begins later finds it too. Each inbox has
+an empty file `inbox-<random>`. Only while that is there is a letter that is gone believed to have been collected: a
+share that vanished, or was made anew, has collected nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from secrets import token_hex
+
+from wsi_fl.hospitals.lines.relayed import MOST_BYTES, Answer
+from wsi_fl.hospitals.lines.share import Entry, Share
+from wsi_fl.hospitals.trust.letters import HELLO, Buffer
+from wsi_fl.types import one_line
+
+_INBOX, _LETTER, _REFUSED = "inbox-", ".letter", ".refused"
+_FILE = re.compile(
+    r"(?P<sender>[A-Za-z0-9][A-Za-z0-9._-]{0,199})~(?P<place>[a-z0-9.]{1,30})~(?P<digest>[0-9a-f]{32})\.letter"
+)
+_LAG_S = 30 * 86400.0
+_ANSWER_S = 5.0
+"""Longest time that one call of `send` watches a letter: who waits must notice other things too."""
+
+
+def _inboxes(there: Mapping[str, Entry]) -> set[str]:
+    return {name for name in there if name.startswith(_INBOX)}
+
+
+class FolderLine:
+    """A `Line` over a folder that all sites can reach.
+
+    Args:
+        address: of the folder, an fsspec URL, or a path on this machine; options and keys stand in fsspec's own
+            configuration files, never in an address.
+        me: the name of the site at this end.
+        topic: what the letters are about, the SHA-256 of the signed plan: letters of other topics are never seen.
+        most_bytes: of a letter; a longer file is deleted without being read.
+        pauses_s: the shortest and the longest time between two looks into the folder, in seconds.
+        settled_s: how long a file that is not whole may take to become so, before it is judged as it is.
+
+    Raises:
+        UsageError: when the address can be none, or is a folder of this machine that is not there.
+    """
+
+    lag_s = _LAG_S
+
+    def __init__(
+        self,
+        address: str,
+        me: str,
+        topic: str,
+        *,
+        most_bytes: int = MOST_BYTES,
+        pauses_s: tuple[float, float] = (0.05, 4.0),
+        settled_s: float = 30.0,
+    ) -> None:
+        self.trouble = ""
+        """What the folder last failed with."""
+        self.written_bytes = 0
+        """All that was written: letters, as often as they were."""
+        self._me, self._topic = me, f"wsi-fl-{topic[:16]}"
+        self._most, self._pauses, self._settled_s = most_bytes, pauses_s, settled_s
+        self._looking, self._sending = Share(address), Share(address)
+        self._sending.check()
+        self._stop, self._beginning = threading.Event(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Know nothing of letters: those of an earlier session are others."""
+        self._clean = False
+        self._laid: dict[tuple[str, str], set[str]] = {}
+        self._met: set[str] = set()
+        self._growing: dict[str, tuple[int, float]] = {}
+
+    def listen(self, take: Callable[[Buffer], Answer]) -> None:
+        """From now on hand over what lies in this site's inbox, from a thread."""
+        self.close()
+        self._forget()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, args=(take, self._stop), daemon=True)
+        self._thread.start()
+
+    def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
+        """Lay a letter into a site's inbox, and watch it for a while; return "" once it was taken, or why not.
+
+        A hello is there as soon as it is written. What was not collected yet stays, and the next call with the same
+        letter goes on watching it.
+        """
+        file = f"{self._me}~{name}~{hashlib.sha256(letter).hexdigest()[:32]}{_LETTER}"
+        try:
+            self._begin()
+            if (to, file) not in self._laid:
+                before = _inboxes(self._there(self._sending, to))
+                self._sending.write(letter, self._topic, to, file)
+                with self._beginning:
+                    self._laid[to, file] = before
+                    self.written_bytes += len(letter)
+            return "" if name == HELLO else self._await(to, file, min(timeout_s, _ANSWER_S))
+        except Exception as error:
+            return self._note(error)
+
+    def broken(self) -> str:
+        """Return "": a folder that is not there now may come back."""
+        return ""
+
+    def close(self) -> None:
+        """Stop listening, and take back the hello; letters that wait for their receivers stay."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_ANSWER_S)
+        self._thread = None
+        for to, file in list(self._laid):
+            if file.startswith(f"{self._me}~{HELLO}~"):
+                self._discard(self._sending, to, file)
+
+    def waiting(self) -> set[str]:
+        """Return the sites that have said hello to this one and not left since."""
+        try:
+            names = self._sending.entries(self._topic, self._me)
+        except Exception as error:
+            self._note(error)
+            return set()
+        said = (_FILE.fullmatch(name) for name in names)
+        return {one["sender"] for one in said if one and one["place"] == HELLO}
+
+    # sending
+
+    def _begin(self) -> None:
+        """Remove what an earlier process of this site, or session of this process, left for others, once."""
+        mine = (f"{self._me}~", f".{self._me}~")
+        with self._beginning:
+            for to in [] if self._clean else self._sending.folders(self._topic):
+                for name in self._sending.entries(self._topic, to):
+                    if to != self._me and name.startswith(mine):
+                        self._discard(self._sending, to, name)
+            self._clean = True
+
+    def _await(self, to: str, file: str, limit_s: float) -> str:
+        """Watch a letter until it was collected; return "" when it was taken, or what became of it."""
+        deadline, pause = time.monotonic() + limit_s, self._pauses[0]
+        while True:
+            there = self._there(self._sending, to)
+            known, now = self._laid[to, file], _inboxes(there)
+            if file in there:
+                self._laid[to, file] = known | now
+            elif now:
+                # once more: a listing may have begun before what its receiver left, and ended after the letter went
+                there = self._there(self._sending, to)
+                if file in there:
+                    continue
+                del self._laid[to, file]
+                if known and not known & now:
+                    return "the folder was made anew"
+                if f"{file}{_REFUSED}" not in there:
+                    return ""
+                self._sending.remove(self._topic, to, f"{file}{_REFUSED}")
+                return f"site {to} refused it"
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return f"it lies in the folder, and site {to} has not collected it"
+            self._stop.wait(min(pause, left))
+            pause = min(1.5 * pause, self._pauses[1])
+
+    # receiving
+
+    def _watch(self, take: Callable[[Buffer], Answer], stop: threading.Event) -> None:
+        pause = self._pauses[0]
+        while not stop.is_set():
+            busy = False
+            try:
+                busy = self._collect(take, stop)
+            except Exception as error:
+                self._note(error)
+            pause = self._pauses[0] if busy else min(1.5 * pause, self._pauses[1])
+            stop.wait(pause)
+
+    def _collect(self, take: Callable[[Buffer], Answer], stop: threading.Event) -> bool:
+        """Look once into the inbox; return whether something was taken or refused."""
+        there = self._there(self._looking, self._me)
+        if not _inboxes(there):
+            self._looking.write(b"", self._topic, self._me, f"{_INBOX}{token_hex(4)}")
+        found = [(said, there[name]) for name in there if (said := _FILE.fullmatch(name))]
+        self._growing = {name: known for name, known in self._growing.items() if name in there}
+        busy = False
+        for said, entry in sorted(found, key=lambda one: (one[0]["place"] != HELLO, one[1].name)):
+            if stop.is_set():
+                return busy
+            try:
+                busy |= self._judge(said, entry, take)
+            except FileNotFoundError:  # its sender took it back
+                continue
+            except Exception as error:  # one file that cannot be read hides no other
+                self._note(error)
+        return busy
+
+    def _judge(self, said: re.Match[str], entry: Entry, take: Callable[[Buffer], Answer]) -> bool:
+        """Hand over a file that is whole; return whether it is done with."""
+        name, hello = entry.name, said["place"] == HELLO
+        if hello and name in self._met:
+            return False
+        answer: Answer = "refused"
+        if entry.size > self._most:
+            self.trouble = (
+                f"{name} has {entry.size} bytes, at most {self._most} are agreed on; it was not read"
+            )
+        else:
+            content = self._looking.read(self._most, self._topic, self._me, name)
+            if hashlib.sha256(content).hexdigest()[:32] != said["digest"] and self._may_grow(
+                entry, len(content)
+            ):
+                return False
+            answer = take(content)
+        if hello:
+            self._met.add(name)  # it is its sender's to remove
+        elif answer != "later":
+            if answer == "refused":
+                self._looking.write(b"", self._topic, self._me, f"{name}{_REFUSED}")
+            self._discard(self._looking, self._me, name)
+        return answer != "later"
+
+    def _may_grow(self, entry: Entry, size: int) -> bool:
+        """Return whether a file that is not whole may still be on its way."""
+        known, since = self._growing.get(entry.name, (-1, 0.0))
+        if known != size:
+            since = time.monotonic()
+            self._growing[entry.name] = (size, since)
+        return time.monotonic() - since < self._settled_s
+
+    def _there(self, share: Share, to: str) -> Mapping[str, Entry]:
+        """What lies in an inbox; nothing where there is none."""
+        try:
+            return share.entries(self._topic, to)
+        except FileNotFoundError:
+            return {}
+
+    def _discard(self, share: Share, to: str, file: str) -> None:
+        try:
+            share.remove(self._topic, to, file)
+        except FileNotFoundError:
+            return
+        except Exception as error:
+            self._note(error)
+
+    def _note(self, error: Exception) -> str:
+        self.trouble = f"the folder cannot be used: {type(error).__name__}: {one_line(error)}"[:300]
+        return self.trouble

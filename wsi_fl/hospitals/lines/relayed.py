@@ -1,0 +1,369 @@
+"""A `Comm` over a line that is not trusted: whatever carries bytes between hospitals, an engine or a shared folder.
+
+Each process introduces itself with a hello. All hellos together make the session; what comes afterwards is sealed,
+signed and bound to it (`letters`). A line may be slow, lose, repeat, reorder, alter or invent: what does not verify is
+refused, what was lost is sent again until the deadline, and what came twice is taken once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Literal, Protocol, TypeVar, cast
+
+import numpy as np
+
+from wsi_fl.federation.comm import PeerLate, Traffic, count
+from wsi_fl.federation.documents import NotAgreed, decoded, encoded
+from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Kind, Message, Outgoing, pack, received
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
+from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
+from wsi_fl.types import Interrupted, KnownToAll
+
+T = TypeVar("T")
+
+Answer = Literal["taken", "later", "refused"]
+"""What a receiver says of a letter: it has it, it cannot judge it yet, or it never will take it."""
+END = "end"
+MOST_BYTES = 1 << 30
+"""The longest letter that is taken, where the signed plan does not say what to expect."""
+_PAUSES_S = (0.05, 2.0)
+_WAKE_S = 0.5
+_SKEW_S = 900.0
+_END_S = 5.0
+_MOST_HELD = 64
+"""Letters of one peer that wait to be read: a site is never more than a few places ahead."""
+
+
+class Line(Protocol):
+    """Carries letters; knows nothing of what is in them.
+
+    Attributes:
+        lag_s: how old a letter may be when it arrives: seconds for an engine, days for a folder.
+    """
+
+    lag_s: float
+
+    def listen(self, take: Callable[[Buffer], Answer]) -> None:
+        """From now on hand over what arrives, from any thread."""
+        ...
+
+    def send(self, to: str, name: str, letter: bytes, timeout_s: float) -> str:
+        """Carry a letter to a site; return "" once it is there, or why not, and it may be tried again.
+
+        Args:
+            name: of the letter among those of the sender and the receiver in this session.
+        """
+        ...
+
+    def broken(self) -> str:
+        """Return why the line will carry nothing any more; "" while it may."""
+        ...
+
+    def close(self) -> None:
+        """Stop listening."""
+        ...
+
+
+class SiteReturned(Interrupted):
+    """A peer's process began anew, so that all begin again from their checkpoints."""
+
+
+@dataclass
+class _Peer:
+    """What is known of a peer since its hello."""
+
+    hello: Hello
+    holder: Holder
+
+
+@dataclass
+class RelayedComm:
+    """One process per site, over a line.
+
+    Args:
+        identity: of this site.
+        names: of all sites of the study, by index.
+        running: indices of those that take part, the same everywhere.
+        line: listened to from now on.
+        timeout_s: how long to wait for a peer.
+        version, code: of wsi-fl, and the SHA-256 of what is installed; all sites must have the same.
+        plan: SHA-256 of the signed plan; "" without one.
+        most_bytes: of a letter.
+        keys: the fingerprint of each site's key, where the plan pins them: no other key speaks for the site.
+        waiting: called now and then while this process waits.
+        writer: of this process; the same one when it begins again, so that its peers need not. Default: a new one.
+
+    Raises:
+        PeerLate: when a site did not introduce itself in time.
+        KnownToAll: when one brings another plan, version, code or time.
+    """
+
+    identity: Identity
+    names: Sequence[str]
+    running: tuple[int, ...]
+    line: Line
+    timeout_s: float
+    version: str = ""
+    code: str = "0" * 64
+    plan: str = ""
+    most_bytes: int = MOST_BYTES
+    keys: Mapping[str, str] = field(default_factory=dict)
+    waiting: Callable[[], None] | None = None
+    writer: Writer | None = None
+    line_bytes: int = 0
+    """All that was sent: letters with heads and signatures, documents too."""
+    refused: list[str] = field(default_factory=list)
+    """Why letters were not taken, the last ones."""
+
+    def __post_init__(self) -> None:
+        me = list(self.names).index(self.identity.name)
+        if me not in self.running:
+            raise KnownToAll(f"site {self.identity.name} takes no part in this run")
+        self.n_sites, self.sites = len(self.names), cast("tuple[int, ...]", (me,))
+        self.traffic: dict[int, Traffic] = {me: Traffic()}
+        self._others = {self.names[k]: k for k in self.running if k != me}
+        self._writer = self.writer or Writer(self.identity, since=time.time())
+        self._gathered, self._session = 0, ""
+        self._peers: dict[str, _Peer] = {}
+        self._held: dict[tuple[str, str], Letter] = {}
+        self._read: set[tuple[str, str]] = set()
+        self._over: KnownToAll | None = None
+        self._changed = threading.Condition()
+        self.line.listen(self._take)
+        self._introduce()
+
+    def exchange(
+        self,
+        outgoing: Sequence[Outgoing],
+        expected: Sequence[tuple[int, int]],
+        *,
+        round_: int,
+        hop: int,
+        size: int,
+        kind: Kind = NUMBERS,
+    ) -> list[Message]:
+        """Send releases and receive those that are expected; see `Comm`."""
+        began, mine, place = time.perf_counter(), self.sites[0], f"x{round_}.{hop}"
+        where = f" in round {round_}"
+        contents: dict[str, Sequence[Buffer]] = {}
+        for item in outgoing:
+            head, vector = pack(item, round_, hop)
+            contents[self.names[item.receiver]] = (head, np.ascontiguousarray(vector).data.cast("B"))
+        self._send(place, contents, self.timeout_s, where)
+        senders = [sender for sender, receiver in expected if receiver == mine]
+        arrived = self._receive(place, [self.names[k] for k in senders], self.timeout_s, where)
+        count(self.traffic, outgoing, time.perf_counter() - began)
+        return [_message(arrived[self.names[sender]], sender, mine, round_, size, kind) for sender in senders]
+
+    def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+        """Return one document of every site; see `Comm`."""
+        (document,) = documents
+        mine = encoded(document, kind, self.identity.name)
+        place, limit = f"g{self._gathered}", inf if patient else self.timeout_s
+        self._gathered += 1
+        self._send(place, dict.fromkeys(self._others, (mine,)), limit, "")
+        texts = self._receive(place, list(self._others), limit, "")
+        texts[self.identity.name] = memoryview(mine)
+        return [decoded(bytes(texts[self.names[k]]), kind, self.names[k]) for k in self.running]
+
+    def abort(self, code: int = 1) -> None:
+        """Tell all sites that this one ends here, so that none waits for it in vain; the process itself goes on."""
+        del code
+        if self._session and self._over is None:
+            with suppress(Exception):  # the line may be what failed
+                self._send(END, dict.fromkeys(self._others, (b"",)), _END_S, "")
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening; every further call fails."""
+        with self._changed:
+            self._over = self._over or KnownToAll(f"site {self.identity.name} has left the run")
+            self._changed.notify_all()
+        self.line.close()
+
+    # hellos
+
+    def _introduce(self) -> None:
+        """Tell everybody who this is, and learn who the others are."""
+        said = Hello(
+            certificate=self.identity.certificate,
+            public=self._writer.public,
+            time=self._writer.since,
+            version=self.version,
+            code=self.code,
+        )
+        letter = self._writer.hello(said, self.plan)
+        self._deliver(HELLO, dict.fromkeys(self._others, letter), self.timeout_s, " to say hello")
+        with self._changed:
+            self._wait_for(
+                lambda: [n for n in self._others if n not in self._peers], self.timeout_s, " to say hello"
+            )
+            hellos = [(name, peer.hello["public"]) for name, peer in self._peers.items()]
+            self._session = session_of([*hellos, (self.identity.name, self._writer.public)], self.plan)
+
+    def _meet(self, letter: Letter) -> Answer:
+        """Take a hello: the first one, or that of a process that began anew."""
+        said, holder = letter.hello(self.identity.root)
+        known = self._peers.get(holder.name)
+        if known is not None and said["time"] <= known.hello["time"]:
+            return "taken"  # again, or an old one
+        if said["time"] < self._writer.heard.get(holder.name, 0.0):
+            return "taken"  # played back to a later session of this process
+        if holder.name not in self._others:
+            return self._refuse(f"{holder.name} said hello, and takes no part in this run")
+        if self.keys.get(holder.name, fingerprint(said["certificate"])) != fingerprint(said["certificate"]):
+            return self._refuse(f"somebody said hello as {holder.name} with another key than the plan's")
+        ahead = said["time"] - time.time()
+        problem = ""
+        if -ahead > _SKEW_S + self.line.lag_s + self.timeout_s:  # an old one, or a clock that is behind
+            return self._refuse(f"{holder.name} said hello {-ahead / 3600:.1f} h ago by this clock")
+        if ahead > _SKEW_S:
+            problem = f"the clock of {holder.name} is {abs(ahead) / 3600:.1f} h {'ahead' if ahead > 0 else 'behind'}"
+        elif letter.head["session"] != self.plan:
+            problem = f"{holder.name} has approved another plan than {self.identity.name}"
+        elif (said["version"], said["code"]) != (self.version, self.code):
+            problem = (
+                f"{holder.name} has wsi-fl {said['version']} ({said['code'][:8]}), {self.identity.name} has "
+                f"{self.version} ({self.code[:8]})"
+            )
+        if problem:
+            self._over = KnownToAll(f"{problem}; nothing was trained")
+        elif self._session:
+            self._over = SiteReturned(f"site {holder.name} began anew")
+        else:
+            self._peers[holder.name] = _Peer(said, holder)
+        if not problem:
+            self._writer.heard[holder.name] = said["time"]
+        self._changed.notify_all()
+        return "taken"
+
+    # what arrives
+
+    def _take(self, data: Buffer) -> Answer:
+        """Judge what arrived, in the line's thread."""
+        if len(data) > self.most_bytes:
+            return self._refuse(
+                f"a letter of {len(data)} bytes arrived, at most {self.most_bytes} are agreed on"
+            )
+        try:
+            letter = Letter.read(data)
+            with self._changed:
+                return self._judge(letter)
+        except (NotAgreed, NotTrusted) as error:
+            return self._refuse(str(error))
+
+    def _judge(self, letter: Letter) -> Answer:
+        head = letter.head
+        if head["place"] == HELLO and head["to"] == EVERYBODY:
+            return self._meet(letter)
+        if head["sender"] not in self._others:
+            return self._refuse(f"a letter of {head['sender']} came, who takes no part in this run")
+        peer = self._peers.get(head["sender"])
+        if peer is None or not self._session or self._is_full(letter):
+            return "later"
+        letter.check(peer.holder)
+        if head["to"] != self.identity.name or head["session"] != self._session:
+            return self._refuse(f"a letter of {head['sender']} is of another session or for somebody else")
+        key = (head["sender"], head["place"])
+        if key in self._held or key in self._read:
+            return "taken"
+        if head["place"] == END:
+            self._over = KnownToAll(f"site {head['sender']} ended the run; its own log says why")
+        self._held[key] = letter
+        self._changed.notify_all()
+        return "taken"
+
+    def _is_full(self, letter: Letter) -> bool:
+        """Whether so much of a peer waits to be read that a further letter has to wait too."""
+        waiting = [
+            len(one.body) for (sender, _), one in self._held.items() if sender == letter.head["sender"]
+        ]
+        return len(waiting) >= _MOST_HELD or sum(waiting) + len(letter.body) > 2 * self.most_bytes
+
+    def _refuse(self, why: str) -> Answer:
+        self.refused = [*self.refused[-9:], why]
+        return "refused"
+
+    def _receive(
+        self, place: str, senders: Sequence[str], limit_s: float, where: str
+    ) -> dict[str, memoryview]:
+        """Wait for the letters of some sites at a place, and open them."""
+        with self._changed:
+            self._wait_for(lambda: [n for n in senders if (n, place) not in self._held], limit_s, where)
+            letters = {name: self._held.pop((name, place)) for name in senders}
+            self._read |= {(name, place) for name in senders}
+        return {name: self._writer.open(letter) for name, letter in letters.items()}
+
+    def _wait_for(self, missing: Callable[[], list[str]], limit_s: float, where: str) -> None:
+        """Wait, holding the lock, until nobody is missing."""
+        deadline = time.monotonic() + limit_s
+        while late := missing():
+            self._check_over()
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._late(late, where, "did not answer")
+            self._changed.wait(min(left, _WAKE_S))
+            if self.waiting is not None:
+                self.waiting()
+
+    def _check_over(self) -> None:
+        if self._over is None and (broken := self.line.broken()):
+            self._over = KnownToAll(broken)
+        if self._over is not None:
+            raise self._over
+
+    def _late(self, late: Sequence[str], where: str, what: str) -> PeerLate:
+        last = f"; last refused here: {self.refused[-1]}" if self.refused else ""
+        text = f"site {late[0]} {what} for {self.timeout_s:g} s{where} (comm.timeout_s){last}"
+        return PeerLate(text, [self._others[name] for name in late])
+
+    # what is sent
+
+    def _send(self, place: str, contents: Mapping[str, Sequence[Buffer]], limit_s: float, where: str) -> None:
+        """Seal and deliver one letter to each of some sites."""
+        letters = {
+            name: self._writer.letter(name, self._peers[name].hello["public"], self._session, place, parts)
+            for name, parts in contents.items()
+        }
+        self._deliver(place, letters, limit_s, where)
+
+    def _deliver(self, place: str, letters: Mapping[str, bytes], limit_s: float, where: str) -> None:
+        """Send letters, all at once, until each has been taken."""
+        deadline, pause, left = time.monotonic() + limit_s, _PAUSES_S[0], dict(letters)
+        with ThreadPoolExecutor(max(1, len(left))) as pool:
+            while left:
+                until = min(deadline - time.monotonic(), self.timeout_s)
+                send = {
+                    name: pool.submit(self.line.send, name, place, one, until) for name, one in left.items()
+                }
+                self.line_bytes += sum(map(len, left.values()))
+                failed = {name: why for name, one in send.items() if (why := one.result())}
+                left = {name: left[name] for name in failed}
+                if not left:
+                    return
+                if place != END:
+                    self._check_over()
+                if time.monotonic() >= deadline:
+                    name, why = next(iter(failed.items()))
+                    raise self._late(
+                        [name, *(n for n in failed if n != name)], where, f"took nothing ({why})"
+                    )
+                with self._changed:
+                    self._changed.wait(pause)
+                pause = min(2 * pause, _PAUSES_S[1])
+                if self.waiting is not None:
+                    self.waiting()
+
+
+def _message(content: memoryview, sender: int, receiver: int, round_: int, size: int, kind: Kind) -> Message:
+    """What a letter of an exchange holds: header and values, or why it is of no use."""
+    body = content[HEADER_BYTES:]
+    whole = len(body) - len(body) % kind.itemsize
+    vector = np.frombuffer(body[:whole], kind)
+    return received(bytes(content[:HEADER_BYTES]), vector, sender, receiver, round_, size, kind=kind)

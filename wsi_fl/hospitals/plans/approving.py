@@ -1,0 +1,279 @@
+"""A hospital's own look at a plan before it signs: whether it says what will run, and what it costs here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from wsi_fl.hospitals.plans.contents import of_store
+from wsi_fl.hospitals.plans.making import (
+    PlanDocument,
+    described,
+    document_of,
+    keys_of,
+    sites_of,
+    text_of,
+)
+from wsi_fl.hospitals.plans.signed import (
+    PROMISES,
+    Plan,
+    approval_path,
+    approve,
+    check_code,
+    check_key,
+    check_promises,
+    keep_cost,
+    shown,
+)
+from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.privacy.accounting import epsilon
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.site.account import (
+    Group,
+    above_budget,
+    affordable_rounds,
+    planned,
+    require_budget,
+    spends,
+    worth_to_patient,
+)
+from wsi_fl.stages.site.ledgers import open_account
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import toml_value
+from wsi_fl.system.files import write_text
+from wsi_fl.types import UsageError
+
+_OF_STORE = {
+    "encoder": "features of the encoder",
+    "n_features": "features per patch",
+    "classes": "classes",
+    "channels": "channels",
+    "size_px": "patches of a size of",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a plan costs a hospital, from its own store and its own ledger.
+
+    Attributes:
+        n_units: how many records are protected, rows or patients.
+        epsilon: of all rounds of the plan; None where there is no differential privacy.
+        lifetime_epsilon: the same on top of everything on the account.
+        rounds: how many of the plan's rounds the budget is enough for.
+        group, lifetime_group: what both ε are worth to the patient with the most rows; None where ε is per patient
+            already, and where the store knows no patients.
+        most_epsilon: of all attempts at a sum that one approval allows; None where no sum is made.
+    """
+
+    n_units: int
+    unit: str
+    epsilon: float | None
+    lifetime_epsilon: float | None
+    max_epsilon: float | None
+    delta: float
+    rounds: int
+    group: Group | None = None
+    lifetime_group: Group | None = None
+
+    @property
+    def above(self) -> Group | None:
+        """What is above `max_epsilon` though ε per row is not, of everything on the account; None where nothing is."""
+        return self.lifetime_group if above_budget(self.lifetime_group, self.max_epsilon) else None
+
+    most_epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Looked:
+    """A plan that a hospital may sign.
+
+    Attributes:
+        site: who looked.
+        cost: None where the hospital's store is not on this machine.
+        notes: what should be known and refuses nothing.
+    """
+
+    plan: Plan
+    document: PlanDocument
+    site: str
+    cost: Cost | None
+    notes: tuple[str, ...]
+
+
+def look(study: Study, plan: Plan, site: str) -> Looked:
+    """Check a plan against its own settings, this installation, the hospital's site file and its store.
+
+    Nothing is written, and no other site's store is opened.
+
+    Raises:
+        UsageError: in one line that says why the plan cannot be signed here.
+    """
+    document = document_of(plan)
+    own, sites = _own_file(study, document, site), sites_of(document)
+    check_code(plan, site)
+    files = tuple(own if one.name == site else one for one in sites)
+    pipeline = plan.pipeline()
+    run = RunFolder(study.runs / "plan")
+    with Party(study, pipeline, plan.method, run, files) as party:
+        check(party, "mpi", stores=False)
+        _refuse_other_words(replace(party, sites=sites), plan, document)
+        if spends(pipeline):
+            require_budget(own)
+        cost = None
+        if party.has_store(site):
+            _refuse_other_store(party, document, site)
+            cost = _cost(party, plan, own)
+    return Looked(plan, document, site, cost, tuple(_notes(study, sites, site, cost, document)))
+
+
+def sign(study: Study, looked: Looked, identity: Identity) -> Path:
+    """Sign a plan in the name of a hospital; return where the approval lies, which the coordinator needs.
+
+    The plan's other sites get a file in `sites/` that holds what the plan says of them, where there is none.
+
+    Raises:
+        UsageError: when the identity is not that of the site that looked.
+    """
+    check_key(looked.plan, identity.certificate, looked.site)
+    if identity.name != looked.site:
+        raise UsageError(f"this kit is of {identity.name}, and the plan was looked at for {looked.site}")
+    for site in sites_of(looked.document):
+        path = study.root / "sites" / f"{site.name}.toml"
+        if not path.exists():
+            write_text(path, _stub(site, looked.plan))
+    approve(study, looked.plan, identity)
+    keep_cost(study, identity.name, looked.plan, None if looked.cost is None else asdict(looked.cost))
+    return approval_path(study, identity.name)
+
+
+def _own_file(study: Study, document: PlanDocument, site: str) -> SiteFile:
+    """The hospital's own site file, once it is known to promise what the plan says."""
+    there = {one["name"]: one for one in document["sites"]}
+    if site not in there:
+        raise UsageError(f"site {site} is not in this plan, which has {', '.join(there)}")
+    if not (study.root / "sites" / f"{site}.toml").is_file():
+        raise UsageError(
+            f"sites/{site}.toml is missing in {study.root}; write your hospital's own file, with max_epsilon and delta"
+        )
+    file = study.site(site)
+    check_promises(there[site], file)
+    return file
+
+
+def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> None:
+    """Refuse a plan whose readable part is not, letter by letter, what its settings come to.
+
+    Args:
+        party: with the plan's own table of sites.
+    """
+    right = described(party, document["pipeline"], document["learns"], keys_of(document))
+    if plan.text != text_of(right, document["created"]):
+        wrong = [key for key, value in right.items() if plan.document.get(key) != value]
+        raise UsageError(
+            f"the plan's words are not those of its settings ({next(iter(wrong), 'it has more than its keys')}); "
+            "it was changed by hand, so ask for a plan as `wsi-fl federation plan` makes it"
+        )
+
+
+def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None:
+    """Refuse a plan for another encoder, other classes or another shape than the hospital's store has."""
+    own: dict[str, Any] = dict(of_store(party, site))
+    said: dict[str, Any] = dict(document["learns"])
+    for key, what in _OF_STORE.items():
+        planned_key, found = said[key], own[key]
+        if planned_key is None or found is None or planned_key == found:
+            continue
+        if key == "encoder" and str(found).split()[0] == planned_key:
+            continue  # without a store a plan knows the name alone
+        raise UsageError(
+            f"the plan is for {what} {shown(planned_key)}, and the store of {site} has {shown(found)}; make the "
+            "store as the plan says, or ask for another plan"
+        )
+
+
+def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
+    """What the plan costs; refuses it where the budget is not enough for a single round."""
+    from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
+
+    pipeline, rounds = party.pipeline, party.pipeline.train.rounds
+    train, _ = learned_from(party, site.name)
+    planted = np.zeros(pipeline.audit.canaries, bool)
+    index, data = party.names.index(site.name), party.data(site.name)
+    account = open_account(party, index, data, train, planted, planned=f"plan {plan.digest[:32]}")
+    ledger, terms, n_units = account.ledger, account.terms, account.units.n
+    past = ledger.mechanisms(lifetime=True)
+    if not spends(pipeline):
+        return Cost(n_units, terms.unit, None, None, terms.max_epsilon, terms.delta, rounds)
+    affordable = affordable_rounds(account, rounds)
+    if not affordable:
+        raise UsageError(
+            f"sites/{site.name}.toml: max_epsilon = {terms.max_epsilon:g} is not enough for one round of this plan; "
+            "ask for one with more noise or fewer rows in a batch"
+        )
+    alone = ledger.mechanisms()
+    of_plan = planned(account, rounds)[len(alone) :]
+    run, ever = [*alone, *of_plan], [*past, *of_plan]
+    return Cost(
+        n_units,
+        terms.unit,
+        epsilon(run, terms.delta),
+        epsilon(ever, terms.delta),
+        terms.max_epsilon,
+        terms.delta,
+        affordable,
+        worth_to_patient(terms, train.patient, run),
+        worth_to_patient(terms, train.patient, ever),
+        epsilon([*alone, *of_plan * MOST_ATTEMPTS], terms.delta) if terms.guarantee == "shared" else None,
+    )
+
+
+def _notes(
+    study: Study, sites: Sequence[SiteFile], me: str, cost: Cost | None, document: PlanDocument
+) -> list[str]:
+    """What the people who sign should know."""
+    found = []
+    if cost is None:
+        found.append(
+            f"the store of {me} is not on this machine, so what the plan costs here was not computed; sign where it is"
+        )
+    elif cost.unit == "row" and cost.epsilon is not None and cost.group is None:
+        found.append(
+            f"ε is per row, and the store of {me} names no patients, so what it is worth to a patient is not known"
+        )
+    if cost is not None and cost.rounds < document["rounds"]:
+        found.append(
+            f"your max_epsilon is enough for {cost.rounds} of {document['rounds']} rounds; then {me} leaves and the "
+            "others go on"
+        )
+    if len(keys_of(document)) < len(sites):
+        found.append(
+            "the plan pins no keys, so whoever holds the federation's root key can speak for any site; have it made "
+            "with `federation plan --kit FOUNDED`"
+        )
+    for site in sites:
+        if site.name == me or not (study.root / "sites" / f"{site.name}.toml").is_file():
+            continue
+        here = study.site(site.name)
+        if other := [key for key in PROMISES if getattr(here, key) != getattr(site, key)]:
+            found.append(
+                f"sites/{site.name}.toml says another {other[0]} than the plan; remove the file to take what the plan "
+                "says"
+            )
+    return found
+
+
+def _stub(site: SiteFile, plan: Plan) -> str:
+    """The file of another hospital: what the plan says of it, and no paths."""
+    said = {key: getattr(site, key) for key in ("name", *PROMISES)}
+    lines = [f"{key} = {toml_value(value)}" for key, value in said.items() if value is not None]
+    head = f"# Another hospital's, as plan {plan.digest[:8]} says; its own file stays there."
+    return "\n".join([head, *lines]) + "\n"

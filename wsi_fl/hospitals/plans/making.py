@@ -1,0 +1,321 @@
+"""What a plan says: everything that hospitals read before they sign, made of the settings that will run.
+
+The words follow from the settings, the sites and what is trained on, and from nothing else. So a hospital makes the
+same words again, and refuses a plan whose words are not those of its settings.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import AfterValidator, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from wsi_fl import __version__
+from wsi_fl.federation.methods import names_of
+from wsi_fl.hospitals.plans.code import code_digest, packages
+from wsi_fl.hospitals.plans.contents import Learned, Leaving, learned_by, leaving, shape_of, staying
+from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan
+from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
+from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check
+from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import dump_toml, validated
+from wsi_fl.system.files import write_text
+from wsi_fl.types import UsageError
+
+_ROOM = 32_000_000
+"""Bytes that the longest letter has beside twice the largest thing."""
+_UNKNOWN = 500_000_000
+"""What the largest thing counts as where its size is not known yet."""
+
+
+class _PlannedSite(TypedDict):
+    """A site as its own file has it in the study where the plan was made.
+
+    Attributes:
+        allow: what it lets go without differential privacy.
+        max_epsilon, delta: its budget; None where its file names none.
+        key: the fingerprint of the key that speaks for it, which people compare by telephone; None where none is
+            pinned: then whoever holds the root's key can speak for the site.
+    """
+
+    name: str
+    real: bool
+    allow: list[str]
+    max_epsilon: float | None
+    delta: float | None
+    key: str | None
+
+
+class Protection(TypedDict):
+    """What differential privacy promises.
+
+    Attributes:
+        epsilon: the largest ε that training, or each attempt at a sum, may cost a site; None where each site's
+            max_epsilon alone bounds it.
+        delta: of simulated sites that name none.
+        says: all this in words.
+    """
+
+    differential_privacy: bool
+    guarantee: str
+    unit: str
+    epsilon: float | None
+    delta: float
+    sigma: float | None
+    clip: float | None
+    batch_size: int | None
+    sampling: str | None
+    says: str
+
+
+def _a_time(text: str) -> str:
+    """A time as `make_plan` writes it; ValueError for anything else."""
+    with suppress(ValueError):
+        time = datetime.fromisoformat(text)
+        if time.tzinfo is not None and time.isoformat(timespec="seconds") == text:
+            return text
+    raise ValueError("not a time with its zone, such as 2026-07-01T09:30:00+00:00")
+
+
+class PlanDocument(TypedDict):
+    """The file of a plan; `created` is missing as long as only its words are made."""
+
+    format: str
+    version: int
+    created: NotRequired[Annotated[str, AfterValidator(_a_time)]]
+    wsi_fl: str
+    code: str
+    packages: dict[str, str]
+    method: str
+    pipeline: str
+    does: str
+    sites: list[_PlannedSite]
+    learns: Learned
+    rounds: int
+    epochs_per_round: int
+    privacy: Protection
+    leaves: list[Leaving]
+    stays: list[str]
+    most_bytes: int
+    settings: str
+
+
+def make_plan(
+    study: Study,
+    *,
+    method: str,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    out: Path,
+    keys: Mapping[str, str] | None = None,
+) -> Plan:
+    """Write the plan of a method for all sites of a study, and return it.
+
+    Args:
+        out: the file to write.
+        keys: the fingerprint of each site's key.
+
+    Raises:
+        UsageError: when the method shares nothing, or the settings or site files do not go together.
+    """
+    name = study.pipeline_name(pipeline_name)
+    with Party.of(study, study.pipeline(name, overrides), method) as party:
+        _refuse_nothing_to_share(party)
+        check(party, "mpi", stores=False)
+        said = described(party, name, learned_by(party), keys or {})
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    plan = Plan(text_of(said, created))
+    write_text(out, plan.text)
+    return plan
+
+
+def text_of(said: PlanDocument, created: str) -> str:
+    """Return the text of a plan's file; there is one for each document and time."""
+    head = {"format": said["format"], "version": said["version"], "created": created}
+    return json.dumps(head | said, indent=2, ensure_ascii=False) + "\n"
+
+
+def described(party: Party, name: str, learned: Learned, keys: Mapping[str, str]) -> PlanDocument:
+    """Return all that a plan says but the time it was made; the same for the same party and what it learns from.
+
+    Args:
+        name: of the pipeline.
+        keys: the fingerprint of each site's key, as far as they are pinned.
+    """
+    pipeline = party.pipeline.model_copy(update={"sites": party.names})
+    rows = leaving(party, shape_of(learned), len(learned["classes"] or ()) or None)
+    sizes = [row["bytes"] for row in rows if row["large"]]
+    largest = max((_UNKNOWN if size is None else size for size in sizes), default=0)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "wsi_fl": __version__,
+        "code": code_digest(),
+        "packages": packages(),
+        "method": party.name,
+        "pipeline": name,
+        "does": f"{party.method.name}: {party.method.does}.",
+        "sites": [_planned(site, keys.get(site.name)) for site in party.sites],
+        "learns": learned,
+        "rounds": pipeline.train.rounds,
+        "epochs_per_round": pipeline.train.epochs_per_round,
+        "privacy": protection(party),
+        "leaves": rows,
+        "stays": staying(party),
+        "most_bytes": 2 * largest + _ROOM,
+        "settings": _settings_of(pipeline),
+    }
+
+
+def _settings_of(pipeline: Pipeline) -> str:
+    """The settings as TOML that is the same once it was read: numbers by default are as those that were written."""
+    return dump_toml(validated(pipeline_model(), tomllib.loads(dump_toml(pipeline)), "plan"))
+
+
+def document_of(plan: Plan) -> PlanDocument:
+    """Return what a plan says, once it is known to be whole.
+
+    Raises:
+        UsageError: in one line that names the first thing that is missing or wrong.
+    """
+    if odd := next((text for text in _texts(plan.document) if not text.isprintable()), None):
+        raise UsageError(f"this plan hides something: {ascii(odd)[:60]} cannot be shown; do not sign it")
+    try:
+        said = TypeAdapter(PlanDocument).validate_python(plan.document, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"this plan is damaged: {where}: {first['msg'].lower()}; ask for it anew") from None
+    if "created" not in said:
+        raise UsageError("this plan is damaged: it does not say when it was created; ask for it anew")
+    return said
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of a document but its settings, which have lines."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield str(key)
+            yield from () if key == "settings" else _texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
+
+
+def sites_of(document: PlanDocument) -> tuple[SiteFile, ...]:
+    """Return the site files that a plan's table of sites amounts to: promises alone, and no paths.
+
+    Raises:
+        UsageError: when a name, or what is allowed, is none that a site file can have.
+    """
+    return tuple(
+        validated(SiteFile, {k: v for k, v in site.items() if v is not None and k != "key"}, "plan: sites")
+        for site in document["sites"]
+    )
+
+
+def keys_of(document: PlanDocument) -> dict[str, str]:
+    """Return the fingerprints that a plan pins, by site."""
+    return {site["name"]: site["key"] for site in document["sites"] if site["key"] is not None}
+
+
+def protection(party: Party) -> Protection:
+    """Return what differential privacy promises in a plan, in numbers and in words."""
+    privacy, train = party.pipeline.privacy, party.pipeline.train
+    on, own = spends(party.pipeline), privacy.target_epsilon is not None
+    sampled = on and not party.method.once
+    return {
+        "differential_privacy": on,
+        "guarantee": guarantee_of(party.method, party.pipeline),
+        "unit": privacy.unit,
+        "epsilon": privacy.target_epsilon if on else None,
+        "delta": privacy.delta,
+        "sigma": privacy.sigma if on and not own else None,
+        "clip": privacy.clip if on else None,
+        "batch_size": train.batch_size if sampled and not own else None,
+        "sampling": _SAMPLED if sampled else None,
+        "says": _in_words(party, own=own),
+    }
+
+
+_SAMPLED = "Poisson: each of n units enters a batch with probability 1 / ceil(n / batch_size)"
+
+
+_PER_ROW = (
+    " A patient with many rows is protected much less: for all k rows together ε is about k times as large, or more; "
+    "each site is told how large as it approves."
+)
+
+
+def _in_words(party: Party, *, own: bool) -> str:
+    """The promise in a few sentences."""
+    privacy = party.pipeline.privacy
+    if privacy.insecure_seed is not None:
+        return (
+            "There is no differential privacy: the noise comes from a fixed seed, for tests alone. Never sign this "
+            "with data of patients."
+        )
+    if not privacy.noisy:
+        return "There is no differential privacy. Whoever receives what leaves a hospital may learn of single patients."
+    per_patient = privacy.unit == "patient"
+    whom = "all rows of one patient" if per_patient else "one row of the store"
+    less = "" if per_patient else _PER_ROW
+    noise = "chosen by each site so that ε is kept" if own else f"σ = {privacy.sigma:g}"
+    worth = {
+        "guaranteed": "Its ε is a guarantee, also against the other sites together",
+        "shared": (
+            f"Its ε is that of one attempt at the sum, of which an approval allows {MOST_ATTEMPTS}, and rests on the "
+            f"noise of the other sites, of which at most {privacy.colluding} may collude"
+        ),
+        "nominal": (
+            f"Its ε is nominal and no guarantee, since the proxy also learns from the private model "
+            f"(β = {weights_of(party.pipeline).beta:g})"
+        ),
+    }[guarantee_of(party.method, party.pipeline)]
+    return (
+        f"Differential privacy of {whom}; noise: {noise}. {worth}.{less} Each site's ε follows from its "
+        "own number of records, and its own max_epsilon is a limit that nothing crosses."
+    )
+
+
+def _planned(site: SiteFile, key: str | None) -> _PlannedSite:
+    return {
+        "name": site.name,
+        "real": site.real,
+        "allow": list(site.allow),
+        "max_epsilon": site.max_epsilon,
+        "delta": site.delta,
+        "key": key,
+    }
+
+
+def _refuse_nothing_to_share(party: Party) -> None:
+    if not party.method.shares:
+        others = names_of(lambda row: bool(row.shares))
+        raise UsageError(
+            f"{party.name} is no method of hospitals that learn together; a plan is for {others}"
+        )
+    if party.by_files:
+        raise UsageError("with train.releases sites meet by files alone, and no plan is needed; leave it out")
+
+
+def made_lines(document: dict[str, Any]) -> Lines:
+    """Say where a plan lies, and what to do with it."""
+    yield Line(
+        f"{document['plan']}: plan {document['sha256'][:8]} for {', '.join(document['sites'])}; send it to every "
+        f"hospital, which signs it with `wsi-fl federation approve {Path(document['plan']).name} --kit KIT`"
+    )

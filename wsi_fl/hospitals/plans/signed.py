@@ -1,0 +1,312 @@
+"""The plan that hospitals sign: one readable file that says what runs, what leaves, and what it costs.
+
+A hospital's approval is a signature of the file's SHA-256 with the key of its kit. A process takes part in nothing but
+the plan that lies approved in its own study, and its ledger names that plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from wsi_fl import __version__
+from wsi_fl.hospitals.plans.code import code_digest, packages
+from wsi_fl.hospitals.trust.certificates import Identity, NotTrusted, fingerprint, verified
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline, pipeline_model
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import toml_value, validated
+from wsi_fl.system.files import ordinary, read_json, write_json, write_text
+from wsi_fl.types import UsageError, WsiFlError
+
+FORMAT, VERSION = "wsi-fl plan", 1
+_REQUEST_FORMAT = "wsi-fl federation request"
+PROMISES = ("real", "allow", "max_epsilon", "delta")
+"""What of a site's file stands in a plan."""
+_PURPOSE = b"wsi-fl approval of a plan, version 1\n"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as it was written.
+
+    Attributes:
+        text: all of the file; its SHA-256 is what hospitals sign.
+    """
+
+    text: str
+
+    @staticmethod
+    def load(path: Path) -> Plan:
+        """Read a plan.
+
+        Raises:
+            UsageError: when the file is none.
+        """
+        try:
+            plan = Plan(ordinary(path).read_text(encoding="utf-8"))
+            said = (plan.document.get("format"), plan.document.get("version"))
+        except (OSError, ValueError, AttributeError):
+            raise UsageError(f"{path}: this is no plan; make one with `wsi-fl federation plan`") from None
+        if said != (FORMAT, VERSION):
+            raise UsageError(f"{path}: this is no plan that this version of wsi-fl reads")
+        return plan
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """What the file says."""
+        return dict(json.loads(self.text))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, in hexadecimal digits."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    @property
+    def method(self) -> str:
+        return str(self.document["method"])
+
+    @property
+    def name(self) -> str:
+        """Of the pipeline."""
+        return str(self.document["pipeline"])
+
+    @property
+    def sites(self) -> list[str]:
+        """The names of all sites, in order."""
+        return [str(site["name"]) for site in self.document["sites"]]
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The fingerprint of each site's key, as far as the plan pins them."""
+        return {str(site["name"]): str(site["key"]) for site in self.document["sites"] if site.get("key")}
+
+    @property
+    def most_bytes(self) -> int:
+        """The longest letter that can be part of this plan."""
+        return int(self.document["most_bytes"])
+
+    def pipeline(self) -> Pipeline:
+        """Return the settings of the plan.
+
+        Raises:
+            UsageError: when they are no settings of this version.
+        """
+        return validated(pipeline_model(), tomllib.loads(str(self.document["settings"])), "plan")
+
+
+def is_request(path: Path) -> bool:
+    """Return whether a file is a certificate request, which is approved otherwise than a plan."""
+    try:
+        document = json.loads(ordinary(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(document, dict) and document.get("format") == _REQUEST_FORMAT
+
+
+def plan_path(study: Study) -> Path:
+    """Return where a study keeps the plan that its hospital signed."""
+    return study.root / "federation" / "plan.json"
+
+
+def approval_path(study: Study, site: str) -> Path:
+    """Return where a study keeps a site's approval of that plan."""
+    return study.root / "federation" / f"approval-{site}.json"
+
+
+def keep_cost(study: Study, site: str, plan: Plan, cost: Mapping[str, Any] | None) -> None:
+    """Keep at home what a hospital saw of a plan's cost as it signed, which nobody else gets to know.
+
+    Args:
+        cost: None where its store was not there.
+    """
+    write_json(_cost_path(study, site), {"plan": plan.digest, "cost": cost})
+
+
+def kept_cost(study: Study, site: str, plan: Plan) -> dict[str, Any] | None:
+    """Return what a hospital saw of a plan's cost as it signed it; None where it saw nothing."""
+    path = _cost_path(study, site)
+    kept = dict(read_json(path)) if path.is_file() else {}
+    return kept["cost"] if kept.get("plan") == plan.digest else None
+
+
+def _cost_path(study: Study, site: str) -> Path:
+    return study.root / "federation" / f"cost-{site}.json"
+
+
+def approve(study: Study, plan: Plan, identity: Identity) -> dict[str, Any]:
+    """Sign a plan in the name of a hospital, and keep both in its study.
+
+    Raises:
+        UsageError: when the hospital takes no part in the plan.
+    """
+    if identity.name not in plan.sites:
+        raise UsageError(f"site {identity.name} is not in this plan, which has {', '.join(plan.sites)}")
+    plan_path(study).parent.mkdir(exist_ok=True)
+    write_text(plan_path(study), plan.text)
+    document = {
+        "site": identity.name,
+        "plan": plan.digest,
+        "time": datetime.now(UTC).isoformat(),
+        "certificate": identity.certificate,
+    }
+    signature = identity.sign(_signed(document))
+    write_json(approval_path(study, identity.name), document | {"signature": signature.hex()})
+    return document
+
+
+def approved_plan(study: Study, identity: Identity) -> Plan:
+    """Return the plan that a hospital has signed.
+
+    Raises:
+        UsageError: when there is none, or the file is another than the one that was signed.
+    """
+    path, approval = plan_path(study), approval_path(study, identity.name)
+    if not path.exists() or not approval.exists():
+        raise UsageError(
+            f"site {identity.name} has approved no plan; read it and sign it with `wsi-fl federation approve PLAN`"
+        )
+    plan = Plan.load(path)
+    _check_approval(dict(read_json(approval)), plan, identity.root, site=identity.name)
+    return plan
+
+
+def approved_at(study: Study, site: str) -> str:
+    """Return when a site approved its plan, "" where it did not: each approval is good for one run."""
+    path = approval_path(study, site)
+    return str(dict(read_json(path))["time"]) if path.exists() else ""
+
+
+def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: str) -> None:
+    """Refuse an approval that is not a site's signature of this very plan.
+
+    Args:
+        root: the federation's root certificate, PEM.
+
+    Raises:
+        UsageError: in one line that says what is wrong.
+    """
+    try:
+        holder = verified(str(document["certificate"]), root)
+        holder.check(bytes.fromhex(str(document["signature"])), _signed(document))
+    except (KeyError, ValueError, NotTrusted) as error:
+        why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
+        raise UsageError(f"the approval of {site} is no use: {why}") from None
+    check_key(plan, str(document["certificate"]), site)
+    if (holder.name, document["site"], document["plan"]) != (site, site, plan.digest):
+        raise UsageError(
+            f"site {site} has signed another plan than federation/plan.json ({plan.digest[:8]}); read it and sign it "
+            "with `wsi-fl federation approve`"
+        )
+
+
+@dataclass(frozen=True)
+class Approvals:
+    """Who has signed a plan.
+
+    Attributes:
+        signed: the sites whose signature of this very plan is there, in the plan's order.
+        missing: every other site, and why it does not count.
+    """
+
+    signed: tuple[str, ...]
+    missing: dict[str, str]
+
+
+def approvals(place: Study | Path, plan: Plan, root: str) -> Approvals:
+    """Return who has signed a plan and who has not, by the approvals that lie in one folder.
+
+    Args:
+        place: a study, whose `federation/` is looked at, or that folder itself.
+        root: the federation's root certificate, PEM.
+    """
+    folder = place if isinstance(place, Path) else plan_path(place).parent
+    found = {site: _why_not(folder / f"approval-{site}.json", plan, root, site) for site in plan.sites}
+    return Approvals(
+        tuple(site for site, why in found.items() if not why),
+        {site: why for site, why in found.items() if why},
+    )
+
+
+def _why_not(path: Path, plan: Plan, root: str, site: str) -> str:
+    """Why a site's approval does not count; empty where it does."""
+    if not path.is_file():
+        return "has not signed it, or its approval has not arrived"
+    try:
+        _check_approval(dict(read_json(path)), plan, root, site=site)
+    except (WsiFlError, TypeError, ValueError) as error:
+        return str(error) if isinstance(error, WsiFlError) else f"{path.name} is damaged"
+    return ""
+
+
+def check_key(plan: Plan, certificate: str, site: str) -> None:
+    """Refuse a certificate (PEM) for another key than the one that a plan pins for a site.
+
+    Raises:
+        UsageError: naming the site.
+    """
+    pinned = plan.keys.get(site)
+    if pinned is not None and fingerprint(certificate) != pinned:
+        raise UsageError(
+            f"the plan is for another key of {site} than the one that speaks for it here; ask {site} for its "
+            "fingerprint by telephone"
+        )
+
+
+def check_code(plan: Plan, site: str) -> None:
+    """Refuse a plan for other code than a site has installed, or for other versions of what the guarantee rests on.
+
+    Raises:
+        UsageError: naming both versions.
+    """
+    installed, planned = packages(), plan.document.get("packages")
+    planned = planned if isinstance(planned, dict) else installed
+    for name in sorted(installed | planned):
+        one, other = (versions.get(name, "not installed") for versions in (planned, installed))
+        if one != other:
+            raise UsageError(
+                f"the plan is for {name} {one}, and site {site} has {other}; install the plan's version, or agree on "
+                "a new plan"
+            )
+    said, here = str(plan.document["code"]), code_digest()
+    if said != here:
+        raise UsageError(
+            f"the plan is for wsi-fl {plan.document['wsi_fl']} ({said[:8]}), and site {site} has {__version__} "
+            f"({here[:8]}); install the plan's version, or agree on a new plan"
+        )
+
+
+def check_promises(said: Mapping[str, Any], file: SiteFile) -> None:
+    """Refuse a site file that promises something else than a plan says of the site.
+
+    Args:
+        said: the site's part of the plan.
+
+    Raises:
+        UsageError: naming the first key that differs.
+    """
+    for key in PROMISES:
+        own, agreed = getattr(file, key), said.get(key)
+        if key in said and (sorted(own) != sorted(agreed or ()) if key == "allow" else own != agreed):
+            raise UsageError(
+                f"the plan says {key} = {shown(agreed)} of {file.name}, and sites/{file.name}.toml says {shown(own)}; "
+                "have the plan made with your site file, or change your site file"
+            )
+
+
+def shown(value: Any) -> str:
+    """Return a value as a TOML file has it, and "nothing" for none."""
+    return "nothing" if value is None else toml_value(value)
+
+
+def _signed(document: dict[str, Any]) -> bytes:
+    """What an approval's signature is of."""
+    said = {key: document[key] for key in ("site", "plan", "time")}
+    return _PURPOSE + json.dumps(said, sort_keys=True).encode()

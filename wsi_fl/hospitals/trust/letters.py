@@ -1,0 +1,197 @@
+"""What travels over a line that is not trusted: sealed for its receiver, signed by its sender, bound to its place.
+
+A letter has a head that anybody may read, a signature of the head by the sender's key (`certificates`), and a body that
+only the receiver can open: HPKE (RFC 9180) with X25519, HKDF-SHA256 and ChaCha20-Poly1305, for a key that the receiver
+made when its process began. The head names sender, receiver, session, place and the body's SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.documents import Digest, Name, NotAgreed, Words, decoded, encoded
+from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, verified
+
+_MAGIC = b"wsi-fl letter 1\n"
+_PREFIX = struct.Struct(f"<{len(_MAGIC)}sII")
+"""magic, bytes of the head, bytes of the signature; head, signature and body follow."""
+_MOST_HEAD, _MOST_SIGNATURE = 8192, 1024
+_SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
+HELLO = "hello"
+"""The place of the first letter of each process, which is signed and not sealed: it brings certificate and key."""
+EVERYBODY = "everybody"
+Buffer = bytes | bytearray | memoryview
+
+
+class Head(TypedDict):
+    """What a letter says of itself.
+
+    Attributes:
+        to: the receiver; "everybody" of a hello.
+        session: what all sites' hellos make; of a hello the signed plan, or empty.
+        place: "hello", "g4" for the fifth gathering, "x3.0" for hop 0 of round 3, "end".
+        digest: SHA-256 of the body as it travels.
+    """
+
+    sender: Name
+    to: Name
+    session: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")]
+    place: Annotated[str, Field(pattern=r"^(hello|end|g\d{1,9}|x\d{1,9}\.\d)$")]
+    digest: Digest
+
+
+class Hello(TypedDict):
+    """What a site says first, to everybody.
+
+    Attributes:
+        certificate: PEM.
+        public: its X25519 key for this session.
+        time: seconds since 1970 by its clock.
+        version: of wsi-fl.
+        code: SHA-256 of the installed package.
+    """
+
+    certificate: Annotated[str, Field(max_length=4000)]
+    public: Digest
+    time: Annotated[float, Field(ge=0, le=1e11)]
+    version: Words
+    code: Digest
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A letter that arrived, before anything of it is believed."""
+
+    head: Head
+    signed: bytes
+    signature: bytes
+    body: memoryview
+
+    @staticmethod
+    def read(data: Buffer) -> Letter:
+        """Take a letter apart.
+
+        Raises:
+            NotAgreed: when it is none.
+        """
+        view = memoryview(data)
+        if len(view) < _PREFIX.size or bytes(view[: len(_MAGIC)]) != _MAGIC:
+            raise NotAgreed("something arrived that is no letter")
+        _, n_head, n_signature = _PREFIX.unpack_from(view)
+        if n_head > _MOST_HEAD or n_signature > _MOST_SIGNATURE:
+            raise NotAgreed("a letter with too long a head arrived")
+        start = _PREFIX.size
+        signed, signature = bytes(view[start : start + n_head]), bytes(view[start + n_head :][:n_signature])
+        head = decoded(signed, Head, "of a letter")
+        return Letter(head, signed, signature, view[start + n_head + n_signature :])
+
+    def check(self, sender: Holder) -> None:
+        """Refuse a letter that its sender did not sign as it is.
+
+        Raises:
+            NotTrusted: when signature, name or body are others.
+        """
+        if self.head["sender"] != sender.name:
+            raise NotTrusted(f"{sender.name} signed a letter in the name of {self.head['sender']}")
+        sender.check(self.signature, _MAGIC + self.signed)
+        if hashlib.sha256(self.body).hexdigest() != self.head["digest"]:
+            raise NotTrusted(f"a letter of {sender.name} was altered on its way")
+
+    def hello(self, root: str) -> tuple[Hello, Holder]:
+        """Return what a hello says, and who says it.
+
+        Raises:
+            NotAgreed, NotTrusted: when it is no hello of somebody of this federation.
+        """
+        said = decoded(bytes(self.body), Hello, self.head["sender"])
+        holder = verified(said["certificate"], root)
+        self.check(holder)
+        return said, holder
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes and opens the letters of one site in one process.
+
+    Attributes:
+        identity: whose letters they are.
+        since: when the process began, in seconds since 1970.
+        heard: the time of the newest hello of each site that the process has met; older ones are of processes that
+            ended.
+    """
+
+    identity: Identity
+    since: float = field(default_factory=time.time)
+    heard: dict[str, float] = field(default_factory=dict, compare=False)
+    _private: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
+
+    @property
+    def public(self) -> str:
+        """The X25519 key that letters to this process are sealed with, in hexadecimal digits."""
+        return self._private.public_key().public_bytes_raw().hex()
+
+    def hello(self, said: Hello, plan: str) -> bytes:
+        """Return the letter that introduces this process to everybody, under a signed plan."""
+        return self._signed(EVERYBODY, plan, HELLO, encoded(said, Hello, self.identity.name))
+
+    def letter(self, to: str, public: str, session: str, place: str, content: Sequence[Buffer]) -> bytes:
+        """Return a sealed letter.
+
+        Args:
+            public: the receiver's key, from its hello.
+            content: its parts in order, put together.
+        """
+        info = _bound(self.identity.name, to, session, place)
+        key = X25519PublicKey.from_public_bytes(bytes.fromhex(public))
+        return self._signed(to, session, place, _SUITE.encrypt(b"".join(content), key, info))
+
+    def open(self, letter: Letter) -> memoryview:
+        """Return the content of a letter that was checked.
+
+        Raises:
+            NotTrusted: when it was not sealed for this process.
+        """
+        head = letter.head
+        info = _bound(head["sender"], self.identity.name, head["session"], head["place"])
+        try:
+            return memoryview(_SUITE.decrypt(bytes(letter.body), self._private, info))
+        except (InvalidTag, ValueError):
+            raise NotTrusted(f"a letter of {head['sender']} was not sealed for this process") from None
+
+    def _signed(self, to: str, session: str, place: str, body: bytes) -> bytes:
+        head: Head = {
+            "sender": self.identity.name,
+            "to": to,
+            "session": session,
+            "place": place,
+            "digest": hashlib.sha256(body).hexdigest(),
+        }
+        text = encoded(head, Head, self.identity.name)
+        signature = self.identity.sign(_MAGIC + text)
+        return b"".join([_PREFIX.pack(_MAGIC, len(text), len(signature)), text, signature, body])
+
+
+def session_of(hellos: Sequence[tuple[str, str]], plan: str) -> str:
+    """Return what all sites' hellos make: nobody's letters of an earlier process pass for letters of this one's.
+
+    Args:
+        hellos: (site, public key) of all, in any order.
+        plan: SHA-256 of the signed plan, or "".
+    """
+    said = "\n".join([plan, *(f"{site} {public}" for site, public in sorted(hellos))])
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _bound(sender: str, to: str, session: str, place: str) -> bytes:
+    return f"wsi-fl {session} {sender} {to} {place}".encode()

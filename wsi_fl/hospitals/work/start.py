@@ -1,0 +1,176 @@
+"""Starting FLARE's process for a kit, in the foreground: the server's, or a hospital's client."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from wsi_fl.hospitals.flare.files import STARTED_BY, need_flare, write_flare_files
+from wsi_fl.hospitals.plans.signed import approved_plan
+from wsi_fl.hospitals.trust.kit import Kit, likely_reason, server_of
+from wsi_fl.study.folder import Study
+from wsi_fl.types import UsageError, WsiFlError
+
+_REGISTER_S = 30.0
+_POLL_S = 0.2
+_END_S = 10.0
+_REGISTERED = "Successfully registered client"
+_MODULES = {
+    "hospital": "wsi_fl.hospitals.flare.client",
+    "server": "wsi_fl.hospitals.flare.server",
+}
+
+
+def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None:
+    """Run a kit's process until it ends or is interrupted.
+
+    Args:
+        study: of the hospital, the only folder that its jobs read and write; None for a server.
+        told: called with what people should know: that it is registered, and what it allows.
+
+    Raises:
+        UsageError: when the kit cannot be started so.
+        WsiFlError: when another process has the kit, when it is not registered within 30 s, with the likely reason,
+            or ends by itself.
+    """
+    need_flare()
+    if kit.role == "coordinator":
+        raise UsageError(
+            f"{kit.path} is the coordinator's kit, which starts nothing; use submit, status and abort"
+        )
+    if (study is None) != (kit.role == "server"):
+        raise UsageError("a hospital's kit needs --study DIR, and a server's none")
+    kit.identity()
+    with kit.alone():
+        _run(kit, study, told)
+
+
+def _run(kit: Kit, study: Study | None, told: Callable[[str], None]) -> None:
+    host, port = server_of(kit)
+    federation = str(kit.document["federation"])
+    write_flare_files(kit.path, name=kit.name, role=kit.role, federation=federation, host=host, port=port)
+    log = kit.path / "log.txt"
+    seen = log.stat().st_size if log.exists() else 0
+    with _process(kit, study) as process:
+        if study is None:
+            _until(lambda: _listens(port), process, kit)
+            told(f"the server of {federation} listens on port {port}; Ctrl-C ends it")
+        else:
+            _until(lambda: _REGISTERED in _since(log, seen), process, kit)
+            told(f"{kit.name} is registered with {host}:{port}; Ctrl-C ends it")
+            for line in what_it_allows(kit, study):
+                told(line)
+        code = process.wait()
+    raise WsiFlError(f"the process of {kit.name} ended (exit code {code}); see {log}")
+
+
+def what_it_allows(kit: Kit, study: Study) -> list[str]:
+    """Return in lines what a hospital lets happen: which plan it has signed, and what may leave."""
+    site = study.site(kit.name)
+    allowed = ", ".join(site.allow) or "nothing without differential privacy"
+    budget = f"ε up to {site.max_epsilon:g}" if site.max_epsilon else "no budget of ε"
+    try:
+        plan = approved_plan(study, kit.identity())
+        signed = f"plan {plan.digest[:8]}, {plan.method} with {', '.join(plan.sites)}"
+    except UsageError:
+        signed = "no plan yet, so no job is taken (`wsi-fl federation approve PLAN`)"
+    return [
+        f"  runs one class of wsi-fl and no code of others; signed: {signed}",
+        f"  lets go: {allowed}; {budget}; reads and writes {study.root} alone",
+    ]
+
+
+@contextmanager
+def _process(kit: Kit, study: Study | None) -> Iterator[subprocess.Popen[bytes]]:
+    """FLARE's process and all that it starts; they end with this one."""
+    role = "server" if study is None else "hospital"
+    command = [sys.executable, "-m", _MODULES[role], "-m", str(kit.path), "-s"]
+    own = [] if study is None else [f"uid={kit.name}"]
+    command += [f"fed_{'server' if study is None else 'client'}.json", "--set", "secure_train=true", *own]
+    command += [f"org={kit.document['organization']}", "config_folder=config"]
+    place = {} if study is None else {"WSI_FL_STUDY": str(study.root), "WSI_FL_KIT": str(kit.path)}
+    environment = {"MALLOC_ARENA_MAX": "4", **os.environ, **place, STARTED_BY: str(os.getpid())}
+    with (kit.path / "console.txt").open("ab") as console:
+        process = subprocess.Popen(
+            command,
+            cwd=kit.path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield process
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _end(process)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and its jobs, which FLARE gives process groups of their own, politely first."""
+    groups = [process.pid, *_started_by(process.pid)]
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        for group in groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+            if sign == signal.SIGTERM:
+                time.sleep(_POLL_S)
+
+
+def _started_by(pid: int) -> list[int]:
+    """The processes that a process started and that lead a group of their own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            _, _, after = (entry / "stat").read_text().rpartition(")")
+            parent, group = (int(word) for word in after.split()[1:3])
+            if parent == pid and group == int(entry.name):
+                found.append(group)
+    return found
+
+
+def _until(done: Callable[[], bool], process: subprocess.Popen[bytes], kit: Kit) -> None:
+    """Wait until a process is where it should be.
+
+    Raises:
+        WsiFlError: after 30 s, or when it ended, with the likely reason.
+    """
+    deadline = time.monotonic() + _REGISTER_S
+    while not done():
+        if process.poll() is not None or time.monotonic() > deadline:
+            ended = process.poll() is not None
+            what = "its process ended" if ended else f"it is not registered after {_REGISTER_S:.0f} s"
+            why = likely_reason(kit) if kit.role == "hospital" else ""
+            known = why or f"no reason was found; the end of {kit.path / 'console.txt'} may say more"
+            raise WsiFlError(f"{kit.name}: {what}: {known}")
+        time.sleep(_POLL_S)
+
+
+def _listens(port: int) -> bool:
+    import socket
+
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), _POLL_S):
+        return True
+    return False
+
+
+def _since(log: Path, start: int) -> str:
+    """What a log says since it was so long."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+    return ""

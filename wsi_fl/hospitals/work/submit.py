@@ -1,0 +1,260 @@
+"""The coordinator's side: asking all hospitals to begin, and what comes back, releases and tallies alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from wsi_fl.hospitals.flare.files import HEARTBEAT_S, need_flare
+from wsi_fl.hospitals.plans.signed import Plan
+from wsi_fl.hospitals.trust.kit import Kit, look
+from wsi_fl.learning.counts import Scores
+from wsi_fl.report.between import render_coordinator
+from wsi_fl.stages.site.account import spent_words
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
+from wsi_fl.system.files import append_line, read_json, read_lines, write_json, write_text
+from wsi_fl.types import UsageError, WsiFlError
+
+_SUMMARY = "summary.json"
+_JOBS = "jobs.jsonl"
+"""A line for what the coordinator asked the hospitals for, and one for what became of it, in the kit."""
+_KNOWN = ("what", "plan", "method", "sites", "resume", "without", "asked", "run", "reason")
+"""What is known of a job; "reason" is why it failed, "run" what came of it, and None stands for neither yet."""
+
+
+def submit(
+    kit: Kit,
+    plan: Plan,
+    *,
+    out: Path | None = None,
+    beside: Path = Path(),
+    resume: str | None = None,
+    without: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Let the hospitals of a plan do it together, and keep the summary that all of them know.
+
+    Args:
+        kit: the coordinator's.
+        out: a folder for `summary.json`, `report.html` and, where hospitals let counts go, `scores.json`; default: a
+            new one in `beside` that is called after the run.
+        beside: the folder of the plan.
+        resume: the run to go on with, as the summary or the hospitals' folders name it.
+        without: hospitals that were lost.
+
+    Raises:
+        UsageError: when hospitals of the plan are not connected, or `out` holds a result already.
+        WsiFlError: with the reason of the first hospital that failed, or when two hospitals hold different scores.
+    """
+    if out is not None and (there := out / _SUMMARY).exists():
+        raise UsageError(f"{out} holds the result of {read_json(there).get('run')}; give another folder")
+    sites = _taking_part(plan, without)
+    job = {"what": "work", "plan": plan.digest, "resume": resume, "without": list(without)}
+    said = _run(kit, plan, sites, job, watcher or Silent())
+    scores = _same_scores({site: said[site].pop("scores", None) for site in sites})
+    summary: dict[str, Any] = said[sites[0]]
+    out = out or _new_result(beside, str(summary["run"]))
+    page = out / "report.html"
+    write_json(out / _SUMMARY, summary)
+    if scores is not None:
+        write_json(out / "scores.json", scores)
+    write_text(page, render_coordinator(summary, scores))
+    return summary | {"out": str(out), "report": str(page)}
+
+
+def _new_result(beside: Path, run: str) -> Path:
+    """A folder that does not exist yet, called after a run; hospitals gave the run its name."""
+    name = "result-" + re.sub(r"[^\w.-]", "_", Path(run).name)
+    tried = (beside / f"{name}{'' if n == 1 else f'-{n}'}" for n in count(1))
+    return next(folder for folder in tried if not folder.exists())
+
+
+def _same_scores(held: Mapping[str, Scores | None]) -> Scores | None:
+    """The counts that all hospitals hold alike."""
+    first = next(iter(held))
+    if other := [site for site, scores in held.items() if scores != held[first]]:
+        raise WsiFlError(
+            f"{first} and {other[0]} hold different scores of this run, so no page was made; each hospital's "
+            "scores.json lies in its own run"
+        )
+    return held[first]
+
+
+def check(kit: Kit, plan: Plan | None = None, *, watcher: Watcher | None = None) -> dict[str, Any]:
+    """Look whether a kit gets through; the coordinator's lets all hospitals of a plan go to see each other as well.
+
+    Args:
+        plan: the signed one; without it nobody is sent anywhere.
+
+    Returns:
+        {"ok", "steps": [{"what", "ok", "said"}], "connected", "peers": {site: {"peers", "seconds"}}}.
+    """
+    steps = [vars(step) for step in look(kit)]
+    document: dict[str, Any] = {"steps": steps, "connected": None, "peers": None}
+    document["ok"] = all(step["ok"] for step in steps)
+    if kit.role != "coordinator" or kit.folder is not None or not document["ok"]:
+        return document
+    need_flare()
+    from wsi_fl.hospitals.flare import jobs
+
+    document["connected"] = jobs.connected(kit)
+    if plan is None:
+        return document
+    try:
+        job = {"what": "check", "plan": plan.digest}
+        said = _run(kit, plan, plan.sites, job, watcher or Silent())
+        document["peers"] = {
+            name: {key: one[key] for key in ("peers", "seconds")} for name, one in said.items()
+        }
+        found = f"all {len(said)} hospitals have this plan, version, code and time, and reach each other"
+        steps.append({"what": "round trip", "ok": True, "said": found})
+    except WsiFlError as error:
+        steps.append({"what": "round trip", "ok": False, "said": str(error)})
+        document["ok"] = False
+    return document
+
+
+def status(kit: Kit) -> dict[str, Any]:
+    """Return who is connected to the server and answers, and the newest jobs: {"connected": […], "jobs": […]}.
+
+    A job is {"id", "name", "status", "submitted"}, and what is known of it here, see `_KNOWN`. A "reason" is why it
+    failed, also where the server still calls it running.
+    """
+    need_flare()
+    from wsi_fl.hospitals.flare import jobs
+
+    here, known = jobs.connected(kit), _asked_for(kit)
+    rows = jobs.jobs(kit, [number for number, one in known.items() if one["reason"]])
+    for row in rows:
+        number, of_job = str(row["id"]), known.get(str(row["id"]), dict.fromkeys(_KNOWN))
+        if row["reason"] and number in known and row["status"] != "DEAD":
+            _note_ended(kit, number, reason=row["reason"])
+        row.update(of_job | {"reason": row["reason"] or of_job["reason"]})
+    return {"connected": here, "jobs": rows}
+
+
+def abort(kit: Kit, job: str) -> dict[str, Any]:
+    """End a job at all hospitals; what they had finished stays, and `submit --resume` goes on with it."""
+    need_flare()
+    from wsi_fl.hospitals.flare import jobs
+
+    jobs.abort(kit, job)
+    return {"aborted": job}
+
+
+def _run(kit: Kit, plan: Plan, sites: list[str], job: dict[str, Any], watcher: Watcher) -> dict[str, Any]:
+    need_flare()
+    from wsi_fl.hospitals.flare import jobs
+
+    here = jobs.connected(kit)
+    if missing := [site for site in sites if site not in here]:
+        raise UsageError(
+            f"{', '.join(missing)} not connected; there: `wsi-fl federation start KIT --study DIR` "
+            f"(connected: {', '.join(here) or 'nobody'})"
+        )
+
+    def waiting(seconds: float) -> None:
+        watcher.update("job", 0, 1, f"{seconds:.0f} s")
+
+    numbers = []
+
+    def told(number: str) -> None:
+        numbers.append(number)
+        _note_asked(kit, number, plan, job, sites)
+        watcher.say(f"  job {number}", public=True)
+
+    patience_s = plan.pipeline().comm.timeout_s + HEARTBEAT_S  # others wait so long for a letter
+    try:
+        said = jobs.run_job(kit, sites, job, told=told, waiting=waiting, patience_s=patience_s)
+    except WsiFlError as error:
+        for number in numbers:
+            _note_ended(kit, number, reason=str(error))
+        raise
+    _note_ended(kit, numbers[0], run=said[sites[0]].get("run"))
+    return dict(said)
+
+
+def _taking_part(plan: Plan, without: Sequence[str]) -> list[str]:
+    if unknown := sorted(set(without) - set(plan.sites)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(plan.sites)}")
+    return [site for site in plan.sites if site not in without]
+
+
+def submitted_lines(document: dict[str, Any]) -> Lines:
+    """Say what each hospital spent, and where the result lies."""
+    for row in document["sites"]:
+        yield Line(f"  {row['site']}: {row['rounds']} rounds, {spent_words(row)}")
+    yield Line(f"{document['run']} done in {document['seconds']:.0f} s; next: open {document['report']}")
+
+
+def check_lines(document: dict[str, Any]) -> Lines:
+    """Yield a line per step, and who reaches whom."""
+    for step in document["steps"]:
+        yield Line(
+            f"  {'ok    ' if step['ok'] else 'FAILED'}  {step['what']}: {step['said']}",
+            "" if step["ok"] else "red",
+        )
+    if document["connected"] is not None:
+        yield Line(f"  connected: {', '.join(document['connected']) or 'nobody'}")
+    for site, one in (document["peers"] or {}).items():
+        yield Line(f"  {site} reached {', '.join(one['peers'])} in {one['seconds']:.1f} s")
+
+
+def _when(submitted: Any) -> str:
+    """The time at which the server took a job, in UTC; it tells seconds."""
+    try:
+        return datetime.fromtimestamp(float(submitted), UTC).strftime("%Y-%m-%d %H:%M")
+    except (TypeError, ValueError, OverflowError, OSError):
+        return ""
+
+
+def status_lines(document: dict[str, Any]) -> Lines:
+    """Say who is connected, and the newest jobs."""
+    yield Line(f"connected: {', '.join(document['connected']) or 'nobody'}")
+    rows: list[list[str] | None] = [
+        [
+            *(str(job["id"]), _when(job["submitted"]), str(job["what"] or job["name"])),
+            *((job["plan"] or "")[:8], job["method"] or "", Path(job["run"] or "").name),
+            str(job["status"]).lower(),
+        ]
+        for job in document["jobs"]
+    ]
+    yield Table("jobs", ["id", "submitted", "what", "plan", "method", "run", "status"], rows)
+    for job in document["jobs"]:
+        if job["reason"]:
+            yield Line(f"  {str(job['id'])[:8]}: {job['reason']}", "yellow")
+
+
+def _note_asked(kit: Kit, number: str, plan: Plan, job: Mapping[str, Any], sites: list[str]) -> None:
+    """Note that hospitals were asked for a job.
+
+    Args:
+        number: FLARE's id of it.
+        job: as it was submitted.
+        sites: that take part.
+    """
+    line = {"id": number, "what": job["what"], "plan": plan.digest, "method": plan.method, "sites": sites}
+    line |= {"resume": job.get("resume"), "without": job.get("without", []), "asked": _now()}
+    append_line(kit.path / _JOBS, line)
+
+
+def _note_ended(kit: Kit, number: str, *, run: str | None = None, reason: str | None = None) -> None:
+    """Note what became of a job: its run, or the reason why it failed."""
+    append_line(kit.path / _JOBS, {"id": number, "run": run, "reason": reason, "ended": _now()})
+
+
+def _asked_for(kit: Kit) -> dict[str, dict[str, Any]]:
+    """Return what is known of each job by its id, with all keys of `_KNOWN`."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in read_lines(kit.path / _JOBS, {"id": str}):
+        of_job = found.setdefault(line["id"], dict.fromkeys(_KNOWN))
+        of_job |= {key: line[key] for key in _KNOWN if key in line}
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,226 @@
+"""A hospital's part in a signed plan, whatever carries its letters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from wsi_fl import __version__
+from wsi_fl.federation.documents import Name
+from wsi_fl.hospitals.lines.relayed import Line, RelayedComm
+from wsi_fl.hospitals.plans.code import code_digest
+from wsi_fl.hospitals.plans.signed import (
+    Plan,
+    approved_at,
+    approved_plan,
+    check_code,
+    check_promises,
+)
+from wsi_fl.hospitals.trust.certificates import Identity
+from wsi_fl.hospitals.trust.letters import Writer
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.checks import check, running_sites
+from wsi_fl.stages.training.going_on import (
+    Asked,
+    note_who_goes_on,
+    require_same,
+    runs_of_plan,
+    taken_up,
+    which_run,
+)
+from wsi_fl.stages.work.console import say
+from wsi_fl.study.folder import Study
+from wsi_fl.types import NoCommonPlan, UsageError
+
+_GREETING_S = 60.0
+LAST = "last"
+"""In place of a run: the one of the plan that all sites have, or a new one."""
+
+
+def take_part(
+    study: Study,
+    identity: Identity,
+    line: Line,
+    *,
+    resume: str | None = None,
+    without: Sequence[str] = (),
+    plan: str | None = None,
+    go_on: bool = False,
+    writer: Writer | None = None,
+    waiting: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Do a hospital's part of the plan that it has signed, and return the summary that all sites get to know.
+
+    Args:
+        study: of this hospital, the only folder that is read or written.
+        identity: of its kit.
+        resume: a run of this plan to go on with, or "last", as `go_on`; default: a new one.
+        without: sites that were lost.
+        plan: SHA-256 of the plan that is asked for, where somebody asks; another than the signed one is refused.
+        go_on: let the sites agree on the run: the one of this plan that all have, or a new one; `resume` is not read.
+        writer: of this process, where it begins again; default: a new one.
+        waiting: called now and then while this process waits for others.
+
+    Raises:
+        SiteReturned: when a peer's process began anew, so that all begin again.
+        UsageError: when no plan was signed, another one is asked for, or wsi-fl is another than the plan's.
+    """
+    with _told_to_all():
+        agreed, go_on = _agreed(study, identity, plan), go_on or resume == LAST
+        if resume is None and not go_on:
+            _refuse_once_more(study, agreed, identity.name)
+        run = _own_run(study, resume) if resume is not None and not go_on else None
+    approved = approved_at(study, identity.name)
+    asked = Asked(agreed.name, run, go_on, without, agreed.digest, approved)
+    party = Party.of(study, agreed.pipeline(), agreed.method)
+    if run is not None:
+        began, finished = taken_up(study, asked)
+        with _told_to_all():
+            require_same(began, party, agreed.digest)
+        if finished is not None:
+            say(f"{finished['run']} has finished already; nothing is sent again")
+            return finished
+        party = began
+    check(party, "mpi", stores=False)
+    if run is not None:
+        note_who_goes_on(party, asked)
+        running = running_sites(party)
+    else:
+        running = _remaining(party, without if go_on else ())
+    from wsi_fl.stages.training import ranks  # and with it PyTorch
+
+    seconds = party.pipeline.comm.timeout_s
+    comm = _introduced(identity, agreed, running, line, seconds, waiting=waiting, writer=writer)
+    try:
+        return ranks.take_part(party, comm, partial(which_run, party, asked))
+    finally:
+        comm.close()
+
+
+def known_to_all(study: Study, site: str, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return what all sites of a run hold alike, for whoever coordinates it: its summary, and as "scores" the counts.
+
+    Args:
+        site: of this hospital.
+        summary: what `take_part` returned.
+
+    Returns:
+        The summary with one more key; "scores" is None where no counts left the hospitals.
+    """
+    run = RunFolder(study.run(str(summary["run"])))
+    return summary | {"scores": run.site(site).kept("scores")}
+
+
+@contextmanager
+def _told_to_all() -> Iterator[None]:
+    """What does not fit the plan may be told to others: it is made of the plan, and of promises that it repeats."""
+    try:
+        yield
+    except UsageError as error:
+        raise NoCommonPlan(str(error)) from None
+
+
+class Seen(TypedDict):
+    """What hospitals that only go to see each other tell."""
+
+    site: Name
+
+
+def greet(study: Study, identity: Identity, line: Line, *, plan: str | None = None) -> dict[str, Any]:
+    """Go to see every other site of the signed plan and train nothing: {"site", "peers", "seconds"}.
+
+    Raises:
+        UsageError: when no plan was signed, or another one is asked for.
+        KnownToAll: when a site does not answer, or has another plan, version, code or time.
+    """
+    began = time.perf_counter()
+    with _told_to_all():
+        agreed = _agreed(study, identity, plan)
+    comm = _introduced(identity, agreed, tuple(range(len(agreed.sites))), line, _GREETING_S)
+    try:
+        told = comm.gather([Seen(site=identity.name)], Seen)
+    finally:
+        comm.close()
+    peers = [one["site"] for one in told if one["site"] != identity.name]
+    return {"site": identity.name, "peers": peers, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _own_run(study: Study, asked: str) -> RunFolder:
+    """Return a run that somebody else asks for, once it is known to be one of this study by its plain name.
+
+    Raises:
+        UsageError: for anything else, such as a path that leads out of `runs/`.
+    """
+    name = Path(asked).name
+    if asked not in (name, f"runs/{name}") or not (study.runs / name / "config.toml").is_file():
+        raise UsageError("the run that is asked for is not in this hospital's runs/")
+    return RunFolder(study.runs / name)
+
+
+def _refuse_once_more(study: Study, plan: Plan, site: str) -> None:
+    """Refuse a further run of a plan that was approved for one: each costs its ε, and lets go what the plan says.
+
+    Raises:
+        UsageError: which says how to go on, and how to allow another run.
+    """
+    approved = approved_at(study, site)
+    for run in runs_of_plan(study, plan.digest):
+        if run.approved == approved and run.site(site).checkpoints():
+            raise UsageError(
+                f"site {site} approved plan {plan.digest[:8]} for one run, which is {run.name}; go on with it by "
+                f"`federation submit --resume last`, or let {site} approve the plan again, which costs its ε on top"
+            )
+
+
+def _remaining(party: Party, without: Sequence[str]) -> tuple[int, ...]:
+    """The indices of the sites that are not left out."""
+    if unknown := sorted(set(without) - set(party.names)):
+        raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")
+    return tuple(k for k, name in enumerate(party.names) if name not in without)
+
+
+def _introduced(
+    identity: Identity,
+    agreed: Plan,
+    running: tuple[int, ...],
+    line: Line,
+    timeout_s: float,
+    *,
+    waiting: Callable[[], None] | None = None,
+    writer: Writer | None = None,
+) -> RelayedComm:
+    """The sites of a plan, once all have said hello."""
+    return RelayedComm(
+        identity,
+        agreed.sites,
+        running,
+        line,
+        timeout_s,
+        version=__version__,
+        code=code_digest(),
+        plan=agreed.digest,
+        most_bytes=agreed.most_bytes,
+        keys=agreed.keys,
+        waiting=waiting,
+        writer=writer,
+    )
+
+
+def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
+    """The plan that a site has signed, once it is known to be the one asked for, and for the code that is here."""
+    agreed, site = approved_plan(study, identity), identity.name
+    if asked is not None and asked != agreed.digest:
+        raise UsageError(
+            f"site {site} signed plan {agreed.digest[:8]}, and this job is plan {asked[:8]}; nothing was begun"
+        )
+    own = next(one for one in agreed.document["sites"] if one["name"] == site)
+    check_promises(own, study.site(site))
+    check_code(agreed, site)
+    return agreed

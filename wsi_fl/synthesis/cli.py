@@ -1,0 +1,127 @@
+"""The commands `wsi-fl synthesize train | sample | check`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
+
+if TYPE_CHECKING:
+    from wsi_fl.study.folder import Study
+    from wsi_fl.study.pipeline import Pipeline as PipelineFile
+    from wsi_fl.synthesis.stages.kinds import Kind
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Generators of synthetic patches, what they can share, and whether they copy.",
+)
+
+SiteName = Annotated[str, typer.Option(help="The site whose generator it is.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. gan.iterations=2000. Repeatable."
+    ),
+]
+Generator = Annotated[
+    str | None, typer.Option(help="gan or ddpm. Default: as the pipeline says; of sample: what the site has.")
+]
+
+
+def _chosen(
+    name: str | None, overrides: list[str] | None, generator: str | None
+) -> tuple[Study, PipelineFile, Kind]:
+    """Return the study, its pipeline and the kind of generator that are asked for."""
+    from wsi_fl.synthesis.keys import Synthesis
+    from wsi_fl.synthesis.stages.kinds import kind_of
+
+    study = find_study()
+    of_kind = [f"synthesis.generator={generator}"] if generator else []
+    pipeline = study.pipeline(study.pipeline_name(name), [*(overrides or []), *of_kind])
+    return study, pipeline, kind_of(pipeline.section(Synthesis).generator)
+
+
+@app.command()
+@partial(announced, name="synthesize train")
+def train(
+    site: SiteName,
+    again: Annotated[
+        bool, typer.Option("--again", help="Throw away the site's generator and train anew.")
+    ] = False,
+    generator: Generator = None,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Train a class-conditional generator on a site's training patches: StyleGAN2-ADA or a diffusion model."""
+    from wsi_fl.stages.work.console import Bars
+    from wsi_fl.synthesis.stages.train import train_generator, trained_lines
+
+    with Bars("synthesize train") as bars:
+        chosen = _chosen(pipeline, overrides, generator)
+        document = train_generator(*chosen, site, again=again, watcher=bars)
+    show(document, as_json, trained_lines)
+
+
+@app.command()
+@partial(announced, name="synthesize sample")
+def sample(
+    site: SiteName,
+    n_per_class: Annotated[int, typer.Option(min=1, max=10_000_000, help="Synthetic patches of each class.")],
+    name: Annotated[str | None, typer.Option(help="Of the new store. Default: SITE-synthetic.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the latents.")] = 0,
+    generator: Generator = None,
+    as_site: Annotated[
+        bool,
+        typer.Option(
+            "--as-site", help="Write a site file too, so that every command takes the store by name."
+        ),
+    ] = False,
+    despite_failed_check: Annotated[
+        bool,
+        typer.Option(
+            "--despite-failed-check",
+            help="Write the set although the check failed or was not run; the store says so.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a synthetic patch store, once the check of this generator was passed."""
+    from wsi_fl.synthesis.stages.sample import sample, sampled_lines
+
+    document = sample(
+        find_study(),
+        site=site,
+        n_per_class=n_per_class,
+        name=name,
+        seed=seed,
+        generator=generator,
+        as_site=as_site,
+        despite_failed_check=despite_failed_check,
+    )
+    show(document, as_json, sampled_lines)
+
+
+@app.command()
+@partial(announced, name="synthesize check")
+def check(
+    site: SiteName,
+    generator: Generator = None,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Check whether a generator copies its training patches: verdict, figures, HTML page. Exit code 1 if it does."""
+    from wsi_fl.stages.work.console import Bars
+    from wsi_fl.synthesis.stages.check import check_generator, check_lines
+
+    with Bars("synthesize check") as bars:
+        chosen = _chosen(pipeline, overrides, generator)
+        document = check_generator(*chosen, site, watcher=bars)
+    show(document, as_json, check_lines)
+    if not document["passed"]:
+        raise typer.Exit(1)

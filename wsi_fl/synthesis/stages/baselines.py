@@ -1,0 +1,191 @@
+"""`train --method mpcpa --baselines`: the paper's tables in one command.
+
+A1…An learn from their own images, B1…Bn from the others' generated ones too; both are aggregated; all original and all
+generated images pooled; FedAvg. One table (the paper's Tables 1, 3, 4 and 7) beside the run of mpcpa.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from wsi_fl.learning.metrics import SCORES
+from wsi_fl.report.words import number
+from wsi_fl.runs.run import RunFolder
+from wsi_fl.stages.answers.compare_runs import finished
+from wsi_fl.stages.answers.evaluate import evaluate
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.training.train import begin
+from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.keys import Ddpm, Mpcpa
+from wsi_fl.system.files import read_json, write_json
+from wsi_fl.types import UsageError
+
+_OWN, _BOTH, _ORIGINAL, _GENERATED, _FEDAVG = "regular", "mpcpa", "joint", "generated", "fedavg"
+
+
+def baselines(
+    study: Study,
+    *,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    backend: str = "mpi",
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Trains and evaluates mpcpa and its baselines, where that was not done; writes `mpcpa.json` into the run.
+
+    Raises:
+        UsageError: when nobody may read all sites' test patches.
+    """
+    watcher = watcher or Silent()
+    name = study.pipeline_name(pipeline_name)
+    pipeline = study.pipeline(name, overrides)
+    party = Party.of(study, pipeline, _BOTH)
+    if not party.may_merge or len(party.sites) < 2:
+        raise UsageError(
+            "--baselines measures every model on all sites' test patches, which needs two sites or more that "
+            'all allow = ["patches"]'
+        )
+    too_many = [n for n in pipeline.section(Mpcpa).curve if n > pipeline.section(Ddpm).samples_per_class]
+    if too_many:
+        raise UsageError(
+            f"mpcpa.curve: {max(too_many)} images of each class, but ddpm.samples_per_class = "
+            f"{pipeline.section(Ddpm).samples_per_class} are drawn"
+        )
+
+    def done(method: str, pipeline: Pipeline) -> tuple[RunFolder, dict[str, Any]]:
+        run = _finished(study, pipeline, method)
+        if run is None:
+            watcher.say(f"  training {method}")
+            summary = begin(study, pipeline, method, name, backend=backend, watcher=watcher)
+            run = RunFolder(study.run(summary["run"]))
+        return run, _evaluated(study, run, pipeline)
+
+    runs, evaluations = {}, {}
+    for method in (_BOTH, _OWN, _ORIGINAL, _GENERATED, _FEDAVG):
+        runs[method], evaluations[method] = done(method, pipeline)
+    drawn = pipeline.section(Ddpm).samples_per_class
+    curve = {0: evaluations[_OWN], min(pipeline.section(Mpcpa).per_class or drawn, drawn): evaluations[_BOTH]}
+    for n in pipeline.section(Mpcpa).curve:
+        fewer = pipeline.model_copy(
+            update={"mpcpa": pipeline.section(Mpcpa).model_copy(update={"per_class": n})}
+        )
+        curve[n] = curve.get(n) or done(_BOTH, fewer)[1]
+    document = _document(party, runs, evaluations)
+    document["curve"] = [_point(pipeline, n, one) for n, one in sorted(curve.items())]
+    write_json(runs[_BOTH].path / "mpcpa.json", document)
+    return document
+
+
+def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the paper's Figure 5: accuracies with so many generated images of each class from each denoiser."""
+    together = evaluation["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
+    return {
+        "per_class": n,
+        "sites": {one["site"]: one["accuracy"] for one in evaluation["sites"]},
+        "mean": evaluation["merged"]["accuracy"]["mean"],
+        "aggregated": together["accuracy"],
+    }
+
+
+def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None:
+    """The last finished run that is the same in all that matters."""
+    with Party.of(study, pipeline, method) as party:
+        inputs = {name: party.data(name).digest() for name in party.names}
+    run = finished(study, method, pipeline, inputs)
+    return run.folder if run else None
+
+
+def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, Any]:
+    known = run.evaluation()
+    if known and known.get("aggregated"):
+        known["aggregated"]["rule"] = pipeline.section(Mpcpa).aggregate
+        return known
+    return evaluate(study, str(run.path))
+
+
+def _document(
+    party: Party,
+    runs: Mapping[str, RunFolder],
+    evaluations: Mapping[str, Mapping[str, Any]],
+) -> dict[str, Any]:
+    study, pipeline = party.study, party.pipeline
+    summary = runs[_BOTH].summary() or {}
+    together = {name: evaluations[m]["aggregated"] for name, m in (("A", _OWN), ("B", _BOTH))}
+    return {
+        "run": study.relative(runs[_BOTH].path),
+        "runs": {method: study.relative(run.path) for method, run in runs.items()},
+        "seed": pipeline.train.seed,
+        "n_test": evaluations[_BOTH]["sites"][0]["n"],
+        "aggregate": pipeline.section(Mpcpa).aggregate,
+        "rows": list(_rows(pipeline, evaluations)),
+        "aggregated": {name: one["rules"] for name, one in together.items()},
+        "transfers": {
+            "mpcpa": summary["communication"]["messages"],
+            "fedavg": 2 * len(party.sites) * pipeline.train.rounds,
+        },
+        "memorization": [_memorization(study, name) for name in party.names],
+    }
+
+
+def _rows(pipeline: Pipeline, evaluations: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    both = (("A", _OWN), ("B", _BOTH))
+    for letter, method in both:
+        for k, one in enumerate(evaluations[method]["sites"], 1):
+            rows.append({"row": f"{letter}{k}", "site": one["site"], **_scores(one)})
+    for letter, method in both:
+        rows.append({"row": f"mean {letter}", **_means(evaluations[method])})
+    for letter, method in both:
+        one = evaluations[method]["aggregated"]["rules"][pipeline.section(Mpcpa).aggregate]
+        rows.append({"row": f"aggregated {letter}", **_scores(one)})
+    for label, method in (("all original", _ORIGINAL), ("all generated", _GENERATED), ("FedAvg", _FEDAVG)):
+        rows.append({"row": label, **_means(evaluations[method])})
+    return rows
+
+
+def _scores(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: one[name] for name in SCORES}
+
+
+def _means(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Over the sites' models: of one kind of training set, each from its own start."""
+    return {name: evaluation["merged"][name]["mean"] for name in SCORES}
+
+
+def _memorization(study: Study, site: str) -> dict[str, Any]:
+    """A site's row of Table 4, and what it is worth."""
+    check = read_json(study.denoiser(site) / "check.json")
+    kept = ("least", "median", "held_out_least", "held_out_median", "n_generated", "below_paper", "copies")
+    return {
+        "site": site,
+        "passed": check["passed"],
+        **{key: check["memorization"][key] for key in (*kept, "duplicates")},
+        "page": check["files"]["page"],
+    }
+
+
+def baselines_lines(document: dict[str, Any]) -> Lines:
+    """Accuracy of every model, transfers, and the nearest training image of every denoiser."""
+    rows = [[row["row"], *(number(row[name]) for name in SCORES)] for row in document["rows"]]
+    title = f"on {document['n_test']} test images of all sites"
+    yield Table(title, ("model", "accuracy", "macro-acc.", "AUROC"), rows)
+    if len(document["curve"]) > 2:
+        for point in document["curve"]:
+            yield Line(
+                f"  {point['per_class']} generated images of each class: mean {number(point['mean'])}, aggregated "
+                f"{number(point['aggregated'])}"
+            )
+    yield Line(f"transfers: {document['transfers']['mpcpa']}; FedAvg {document['transfers']['fedavg']}")
+    for row in document["memorization"]:
+        yield Line(
+            f"  {row['site']}: nearest training image {row['least']:.4f} (paper's Table 4), held-out real images "
+            f"{number(row['held_out_least'])}; {row['copies']} copies in {row['n_generated']}; check "
+            f"{'passed' if row['passed'] else 'NOT passed'}"
+        )
+    yield Line(
+        f"{document['run']}/mpcpa.json; one seed is one draw: differences of a few points mean nothing"
+    )
+    yield Line(f"next: wsi-fl report {document['run']}")

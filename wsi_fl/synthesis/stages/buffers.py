@@ -1,0 +1,67 @@
+"""The buffer of a site for `replay`: synthetic samples of its own generator, drawn once and kept in the run."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from wsi_fl.federation.buffers import Buffer, BufferShape, packed
+from wsi_fl.learning.examples import Examples, resized
+from wsi_fl.stages.site.data import Patches, learned_from
+from wsi_fl.stages.site.party import Party
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.keys import Replay
+from wsi_fl.types import Images, Shape, UsageError, WsiFlError
+
+
+def agreed_buffer(party: Party, index: int) -> Buffer | None:
+    """Return the buffer that the run remembers of a site, or one freshly drawn; None where it has no patches.
+
+    Raises:
+        WsiFlError: when the site has no generator, or one whose check was not passed.
+    """
+    data = party.data(party.names[index])
+    if not isinstance(data, Patches):
+        return None
+    seen, n_classes = data.shape, len(data.classes)
+    shape = BufferShape(party.pipeline.section(Replay).buffer, seen.size_px, seen.channels, n_classes)
+    known = party.run.site(data.site).buffer()
+    if known is not None:
+        values, provenance = known
+        return Buffer(shape, values, provenance)
+    return _drawn(party, data, shape, index)
+
+
+def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffer:
+    """So many samples of the site's generator, classes balanced, at the size that models see."""
+    from wsi_fl.synthesis.sampling import balanced_labels
+    from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib
+    from wsi_fl.synthesis.stages.kinds import outcome
+    from wsi_fl.synthesis.stages.sample import as_pixels
+
+    study, site, settings = party.study, data.site, party.pipeline.section(Replay)
+    folder, document = GAN.trained(study, site)
+    if not learned_from(data.store, document["store"]):
+        raise UsageError(
+            f"{study.relative(folder.path)}: was trained on another store of site {site}, which may hold what is for "
+            f"testing now; run `wsi-fl synthesize train --site {site} --again`"
+        )
+    found = GAN.provenance(folder, document)
+    if found["check"] != "passed" and not settings.unchecked:
+        raise WsiFlError(
+            f"site {site}: no buffer leaves it, the check of its generator was {outcome(found)}. "
+            "replay.unchecked = true shares it all the same"
+        )
+    seed = int(np.random.SeedSequence((party.pipeline.train.seed, index)).generate_state(1)[0])
+    labels = balanced_labels(shape.n_classes, -(-shape.n // shape.n_classes))[: shape.n]
+    found |= {"seed": seed}
+    images = np.concatenate(list(as_pixels(GAN.draw(folder, found, labels))))
+    name = np.full(len(labels), "synthetic")
+    seen = resized(Examples(lambda rows: images[rows], labels, name, name), shape.size_px)
+    return Buffer(shape, packed(seen.read(np.arange(len(labels))), labels), found)
+
+
+def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
+    """Return the bytes of a buffer; None where models see no images."""
+    if not isinstance(shape, Images):
+        return None
+    return BufferShape(pipeline.section(Replay).buffer, shape.size_px, shape.channels, n_classes).n_bytes

@@ -1,0 +1,180 @@
+"""`synthesize check`: does a site's generator copy its training images? A verdict, figures and one page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wsi_fl.models.encoder import encode
+from wsi_fl.report.pictures import grid, png_of
+from wsi_fl.stages.site.data import learned_from, open_store
+from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis import page
+from wsi_fl.synthesis.evidence import (
+    COPY,
+    CRITERIA,
+    LEAST_HELD_OUT,
+    doubts,
+    frechet_distance,
+    kernel_distance,
+)
+from wsi_fl.synthesis.stages.kinds import (
+    HELD_OUT,
+    Case,
+    Document,
+    Evidence,
+    Kind,
+    pictures_of,
+    shared_phase,
+)
+from wsi_fl.synthesis.stages.sample import as_pixels
+from wsi_fl.system.files import write_bytes, write_text
+from wsi_fl.system.locks import locked
+from wsi_fl.types import UsageError, WsiFlError
+
+_SHOWN = 9
+_ENCODED = 64
+
+
+def check_generator(
+    study: Study, pipeline: Pipeline, kind: Kind, site: str, *, watcher: Watcher | None = None
+) -> Document:
+    """Write `check.json` and `check/` beside a site's generator; return the verdict, the `--json` document."""
+    began = time.perf_counter()
+    folder, document = kind.trained(study, site)
+    watcher, resolution = watcher or Silent(), document["settings"]["shape"]["resolution"]
+    with locked(folder.path, site):
+        with open_store(study, site) as store:
+            if not learned_from(store, document["store"]):
+                raise UsageError(
+                    f"site {site}: its store was made anew since the generator was trained; train --again"
+                )
+            training, held_out = (
+                pictures_of(store, resolution, *splits) for splits in (("train",), HELD_OUT)
+            )
+        if (n := len(held_out)) < LEAST_HELD_OUT:
+            watcher.say(f"  site {site} holds out {n} images; {LEAST_HELD_OUT} are the least for a verdict")
+        case = Case(study, pipeline, site, folder, document, training, held_out, watcher)
+        evidence = kind.evidence(case)
+        result = _result(case, evidence)
+        result["seconds"] = time.perf_counter() - began
+        _write(case, evidence, result)
+    return result
+
+
+def _result(case: Case, evidence: Evidence) -> Document:
+    """The document: what is known of each generator, and the verdict on the one that may be shared."""
+    phase, compared, lpips = shared_phase(case.document), evidence.comparisons, evidence.lpips
+    found = doubts(compared.get(phase, {}), evidence.n_fresh)
+    reasons = list(dict.fromkeys([*evidence.reasons, *found]))
+    sets = {**evidence.samples, "training": evidence.training.images}
+    quality, note = quality_of(case.study, case.pipeline, evidence.held_out.images, sets)
+    notes = ["A passed check is evidence against copying, not differential privacy: it bounds nothing."]
+    if lpips is not None and not lpips.trained:
+        notes.append(f"LPIPS ran on an {lpips.label}; its distances are not the paper's.")
+    return {
+        "site": case.site,
+        "passed": not reasons,
+        "reasons": reasons,
+        "criteria": CRITERIA,
+        "generator": {"phase": phase, "sha256": case.folder.digest(phase)},
+        "lpips": lpips.label if lpips else None,
+        "n_training": len(evidence.training),
+        "n_held_out": len(evidence.held_out),
+        "n_samples": len(evidence.samples[phase]),
+        "copy_below": COPY if compared else None,
+        "copying": {
+            name: {what: asdict(one) for what, one in both.items()} for name, both in compared.items()
+        },
+        **evidence.document,
+        "quality": quality,
+        "notes": [*([note] if note else []), *notes, *evidence.notes],
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def quality_of(
+    study: Study, pipeline: Pipeline, held_out: Tensor, sets: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], str | None]:
+    """({"encoder", "n", name: {"fid", "kid"}}, None), or ({}, why they could not be computed).
+
+    Args:
+        held_out: uint8[n, c, h, h]; of each set, of the same kind, as many are taken at most.
+    """
+    if len(held_out) < LEAST_HELD_OUT:
+        return {}, "FID and KID need held-out images"
+    try:
+        encoder = encoder_of(study, pipeline.encoding, torch.get_num_threads(), "features")
+    except WsiFlError as error:
+        return {}, f"FID and KID were not computed: {error}"
+
+    def features(images: Tensor) -> NDArray[np.float32]:
+        pixels = _pixels(images)
+        return encode((pixels[k : k + _ENCODED] for k in range(0, len(pixels), _ENCODED)), encoder)
+
+    target = features(held_out)
+    rows: dict[str, Any] = {"encoder": encoder.label, "n": len(held_out)}
+    for name, images in sets.items():
+        mine = features(images[: len(held_out)])
+        rows[name] = {"fid": frechet_distance(mine, target), "kid": kernel_distance(mine, target)}
+    return rows, None
+
+
+def _write(case: Case, evidence: Evidence, result: Document) -> None:
+    """Pictures first, the verdict last: whoever finds it finds them too."""
+    place, (key, picture) = case.folder.path / "check", evidence.picture
+    names = {"page": "index.html", "histograms": "histograms.png", key: picture}
+    result["files"] = {name: case.study.relative(place / file) for name, file in names.items()}
+    rows = [(name, _pixels(images)) for name, images in evidence.rows]
+    samples = [(name, _pixels(images[:_SHOWN])) for name, images in evidence.samples.items()]
+    write_bytes(place / names["histograms"], page.histogram_png(evidence.distances, evidence.axis))
+    write_bytes(place / picture, png_of(grid([images for _, images in rows])))
+    write_text(
+        place / names["page"], page.render(result, evidence.distances, rows, samples, axis=evidence.axis)
+    )
+    case.folder.write_check(result)
+
+
+def _pixels(images: Tensor) -> NDArray[np.uint8]:
+    """uint8[n, c, h, w] → uint8[n, h, w, 3]."""
+    (pixels,) = as_pixels([images.expand(-1, 3, -1, -1)])
+    return pixels
+
+
+def check_lines(document: Document) -> Lines:
+    """Yield the verdict, its reasons, and where the pictures are."""
+    passed = document["passed"]
+    yield Line(
+        f"site {document['site']}: the check is {'passed' if passed else 'NOT passed'}",
+        "green" if passed else "red",
+    )
+    for reason in document["reasons"]:
+        yield Line(f"  {reason}", "red")
+    for name in ("before", "after", "denoiser"):
+        if one := (document["projection"] or {}).get(name):
+            yield Line(
+                f"  projections {name}: median LPIPS {one['median']:.4f}, "
+                f"5 % quantile {one['q05']:.4f} (n = {one['n']})"
+            )
+        if one := document["quality"].get(name):
+            yield Line(f"  quality {name}: FID {one['fid']:.1f}, KID {one['kid']:.4f}")
+    if z := document.get("memorization"):
+        yield Line(
+            f"  nearest training image: least {z['least']:.4f}, median {z['median']:.4f} (held-out images "
+            f"{z['held_out_least']:.4f}, {z['held_out_median']:.4f}); "
+            f"below 0.1: {z['below_paper']} of {z['n_generated']}"
+        )
+    for note in document["notes"]:
+        yield Line(f"  {note}", "yellow")
+    yield Line(f"  {document['files']['page']}")

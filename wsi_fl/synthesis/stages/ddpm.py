@@ -1,0 +1,339 @@
+"""The kind "ddpm": a conditional diffusion model.
+
+Its check looks at exactly the images that other sites would draw: `ddpm.samples_per_class` of each class. It asks three
+questions, all calibrated on held-out real images. How near is each generated image to a training image, and does that
+one stand out (`synthesis.memorization`)? Are training images nearer to the generated ones than held-out images are, for
+how near they are to other real ones (`synthesis.evidence`)? And is that so by LPIPS too, where there are weights?
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wsi_fl.stages.site.data import open_store
+from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.ddpm import (
+    DdpmShape,
+    DdpmState,
+    DdpmTerms,
+    Denoiser,
+    Sampling,
+    build_denoiser,
+    drawn,
+    schema_of,
+    shape_from,
+    step,
+    steps_by_rule,
+    vector_of,
+)
+from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, over_usual
+from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.keys import Ddpm, Gan, LpipsKeys
+from wsi_fl.synthesis.lpips import Lpips, nearest_lpips
+from wsi_fl.synthesis.memorization import Memorization, Nearest, duplicates, judged, nearest, nearest_other
+from wsi_fl.synthesis.page import NEAREST
+from wsi_fl.synthesis.sampling import balanced_labels
+from wsi_fl.synthesis.stages.kinds import (
+    Case,
+    Course,
+    Document,
+    Evidence,
+    Kind,
+    Losses,
+    from_section,
+    lpips_of,
+    pictures_of,
+    usual_lpips,
+)
+from wsi_fl.synthesis.stages.sample import as_pixels, synthetic_meta, write_synthetic
+from wsi_fl.system.locks import locked
+from wsi_fl.types import UsageError
+
+_SHOWN_STEPS = 25
+_SHOWN = 9
+_DRAWING = 1
+"""Version of how samplers turn a denoiser into images."""
+
+
+class DdpmCourse(Course):
+    """The training of a diffusion model."""
+
+    state: DdpmState
+
+    def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
+        ddpm, device = pipeline.section(Ddpm), device_of_rank()
+        _refuse_wrong(ddpm)  # now, not after hours
+        super().__init__(store, ddpm, device)
+        n_classes, widths = len(store.meta.classes), tuple(ddpm.channels)
+        shape = from_section(ddpm, DdpmShape, channels=store.channels, n_classes=n_classes, widths=widths)
+        terms = from_section(ddpm, DdpmTerms)
+        steps = ddpm.steps or steps_by_rule(len(self.pictures), n_classes, ddpm.batch_size)
+        self.phases = {"denoiser": steps}
+        plain = {**asdict(shape), "widths": ddpm.channels}
+        self.settings = {"shape": plain, "terms": asdict(terms), "steps": steps, "seed": ddpm.seed}
+        self.state = DdpmState(shape, terms, seed=ddpm.seed, device=device)
+
+    def step(self) -> Losses:
+        return {"loss": step(self.state, self.images, self.labels)}
+
+    def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
+        return {"loss": sum(losses["loss"] or 0.0 for losses in told) / len(told)}
+
+    def kept(self, document: Document, phase: Phase, digest: str) -> Document:
+        return {"sha256": digest}
+
+    def show(self, labels: NDArray[np.int64]) -> Tensor:
+        state = self.state
+        how = Sampling("ddim", min(_SHOWN_STEPS, state.shape.chain))
+        return torch.cat(list(drawn(state.average, state.shape, labels, how, seed=0)))
+
+
+def _refuse_wrong(settings: Ddpm) -> None:
+    sampling_of(settings)
+    halvings = len(settings.channels) - 1
+    if settings.resolution % 2**halvings or any(width % 8 for width in settings.channels):
+        raise UsageError(
+            f"ddpm.channels = {settings.channels}: use multiples of 8, and no more of them than "
+            f"{settings.resolution} px can be halved"
+        )
+
+
+def _told(document: Document) -> Document:
+    settings = document["settings"]
+    return {
+        "kind": "ddpm",
+        "iterations": settings["steps"],
+        "epochs": settings["steps"] * settings["terms"]["batch_size"] / document["store"]["n"],
+        "sha256": document["sha256"],
+    }
+
+
+def _drawn_as(document: Document, check: Mapping[str, Any] | None) -> Document:
+    return {
+        "kind": "ddpm",
+        "iterations": document["settings"]["steps"],
+        "sampling": check["sampling"] if check else None,
+    }
+
+
+def _draw(folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
+    """Without a check by DDIM."""
+    denoiser, shape = load_denoiser(folder, device_of_rank())
+    sampling = Sampling(**(provenance["sampling"] or {"steps": min(Sampling().steps, shape.chain)}))
+    return drawn(denoiser, shape, labels, sampling, seed=provenance["seed"])
+
+
+def sampling_of(settings: Ddpm) -> Sampling:
+    """Return how the pipeline draws images.
+
+    Raises:
+        UsageError: when a training without class dropout is to be guided, or there are more steps than the chain has.
+    """
+    if settings.guidance != 1.0 and not settings.class_dropout:
+        raise UsageError(
+            f"ddpm.guidance = {settings.guidance:g} needs a denoiser that was also trained without classes; set "
+            "ddpm.class_dropout=0.1"
+        )
+    if settings.sampling_steps > settings.chain:
+        raise UsageError(
+            f"ddpm.sampling_steps = {settings.sampling_steps}: the chain has {settings.chain} steps"
+        )
+    return Sampling(settings.sampler, settings.sampling_steps, settings.guidance, settings.sampling_batch)
+
+
+def load_denoiser(folder: GeneratorFolder, device: torch.device) -> tuple[Denoiser, DdpmShape]:
+    """Return the denoiser that a folder keeps, ready to draw, and its shape.
+
+    Raises:
+        WsiFlError: when it is missing, damaged, or of another shape than ddpm.json says.
+    """
+    denoiser = folder.load_generator("denoiser", lambda shape: build_denoiser(shape_from(shape)), device)
+    document = folder.document()
+    assert document is not None
+    return denoiser, shape_from(document["settings"]["shape"])
+
+
+def _key_of(denoiser: Denoiser, *others: Any) -> str:
+    """A digest of all that decides the images that are drawn: the name of their folder."""
+    digest = hashlib.sha256(json.dumps([_DRAWING, *others], sort_keys=True).encode())
+    digest.update(np.ascontiguousarray(vector_of(denoiser), "<f4").tobytes())
+    return digest.hexdigest()[:24]
+
+
+def images_of(
+    study: Study,
+    pipeline: Pipeline,
+    store: PatchStore,
+    denoiser: Denoiser,
+    shape: DdpmShape,
+    *,
+    site: str,
+    watcher: Watcher,
+    part: str,
+) -> tuple[str, Path]:
+    """Return (key, store) of the images that the pipeline draws from a denoiser; draw them where they are not there.
+
+    What `check` looks at is what a site draws that receives the denoiser. While another process of this machine draws
+    the same images, this one waits for it.
+
+    Args:
+        store: of real patches of the same kind.
+        site: whose denoiser it is.
+        part: whose progress the watcher is told of.
+    """
+    ddpm, sampling = pipeline.section(Ddpm), sampling_of(pipeline.section(Ddpm))
+    labels = balanced_labels(shape.n_classes, ddpm.samples_per_class)
+    key = _key_of(denoiser, schema_of(shape), asdict(sampling), ddpm.samples_per_class, ddpm.seed)
+    path = study.generated(key)
+
+    def told(done: int) -> None:
+        watcher.update(part, done, len(labels), "images")
+
+    with locked(path.parent, site, wait=True):
+        if not path.exists():
+            batches = drawn(denoiser, shape, labels, sampling, seed=ddpm.seed, told=told)
+            real = store.meta
+            grid = (real.spec.size_px, real.spec.mpp)
+            meta = synthetic_meta(site, real.classes, grid, shape.resolution, {"kind": "ddpm", "site": site})
+            write_synthetic(path, meta, labels, as_pixels(batches), shape.channels)
+    return key, path
+
+
+def evidence_of_ddpm(case: Case) -> Evidence:
+    """Return what is known of a site's denoiser by the images that others would draw from it."""
+    training, held_out, memory = case.training, case.held_out, case.memory_bytes
+    key, generated = _images(case)
+    to_training = nearest(generated.numpy(), training.images.numpy(), memory_bytes=memory)
+    held = nearest(held_out.images.numpy(), training.images.numpy(), memory_bytes=memory)
+    found = judged(to_training, held, len(duplicates(training.images.numpy())))
+    comparisons, lpips = _compared(case, generated, held)
+    distances = {"denoiser": to_training.distance}
+    if len(held_out):
+        distances["held_out"] = held.distance
+    order = torch.from_numpy(to_training.relative.argsort(kind="stable")[:_SHOWN])
+    twins = torch.from_numpy(to_training.row)[order]
+    ddpm = case.pipeline.section(Ddpm)
+    return Evidence(
+        training=training,
+        held_out=held_out,
+        samples={"denoiser": generated},
+        comparisons={"denoiser": comparisons} if comparisons else {},
+        n_fresh=int((held.distance > 0).sum()),
+        reasons=found.reasons,
+        lpips=lpips,
+        document={
+            "kind": "ddpm",
+            "sampling": asdict(sampling_of(ddpm)),
+            "seed": ddpm.seed,
+            "memorization": asdict(found),
+            "projection": None,
+            "images": {"key": key, "per_class": ddpm.samples_per_class},
+        },
+        notes=_cautions(found, held, lpips),
+        distances=distances,
+        axis=NEAREST,
+        rows=[("denoiser", generated[order]), ("real", training.images[twins])],
+        picture=("pairs", "closest_pairs.png"),
+    )
+
+
+def checked_as(check: dict[str, Any] | None, pipeline: Pipeline) -> bool:
+    """Return whether a check looked at the images that this pipeline would draw."""
+    return (
+        check is not None
+        and check["sampling"] == asdict(sampling_of(pipeline.section(Ddpm)))
+        and check["images"]["per_class"] == pipeline.section(Ddpm).samples_per_class
+        and check["seed"] == pipeline.section(Ddpm).seed
+    )
+
+
+def _images(case: Case) -> tuple[str, Tensor]:
+    """(key of the generated store, its images)."""
+    denoiser, shape = load_denoiser(case.folder, device_of_rank())
+    site = case.site
+    with open_store(case.study, site) as store:
+        key, path = images_of(
+            case.study, case.pipeline, store, denoiser, shape, site=site, watcher=case.watcher, part=site
+        )
+    with PatchStore(path) as store:
+        return key, pictures_of(store, shape.resolution, "train").images
+
+
+def _compared(case: Case, generated: Tensor, held: Nearest) -> tuple[dict[str, Comparison], Lpips | None]:
+    """Training against held-out images by their nearest generated one, in L2 and LPIPS; LPIPS."""
+    memory = case.memory_bytes
+    reached = [
+        nearest(one.images.numpy(), generated.numpy(), memory_bytes=memory).distance
+        for one in (case.training, case.held_out)
+    ]
+    among = nearest_other(case.training.images.numpy(), case.training.patient, memory_bytes=memory)
+    training = over_usual(reached[0], among)
+    held_out = over_usual(reached[1], held.distance)
+    if not can_be_told(training, held_out):
+        return {}, None
+    found = {"nearest sample": compared(training, held_out)}
+    if case.pipeline.section(LpipsKeys).weights is None:
+        return found, None
+    lpips = lpips_of(case.study, case.pipeline, case.site)
+    if (by_lpips := _compared_by_lpips(case, lpips, generated)) is not None:
+        found["nearest sample, LPIPS"] = by_lpips
+    return found, lpips
+
+
+def _compared_by_lpips(case: Case, lpips: Lpips, generated: Tensor) -> Comparison | None:
+    """Of some images; None where too few are left."""
+    gan, seed, memory = case.pipeline.section(Gan), case.pipeline.section(Ddpm).seed, case.memory_bytes
+    some, held_out = (one.some(gan.check_images, seed) for one in (case.training, case.held_out))
+    usual = usual_lpips(case, lpips, some, held_out, case.training)
+    quotients = [
+        over_usual(
+            nearest_lpips(lpips, one.images, generated[: gan.check_samples], memory_bytes=memory), known
+        )
+        for one, known in zip((some, held_out), usual, strict=True)
+    ]
+    return compared(*quotients) if can_be_told(*quotients) else None
+
+
+def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:
+    notes = []
+    if z.below_paper and z.held_out_below_paper:
+        notes.append(
+            f"{z.below_paper} of {z.n_generated} generated images are nearer than the paper's 0.1 to a training image, "
+            f"and so are {z.held_out_below_paper} of {z.n_held_out} real images nobody trained on: the threshold means "
+            "nothing at this resolution."
+        )
+    if z.duplicates:
+        notes.append(f"{z.duplicates} training images are exact duplicates; those are copied first.")
+    if twins := int((held.distance == 0).sum()):
+        notes.append(
+            f"{twins} held-out images are exact duplicates of training images; left out of the comparison."
+        )
+    if lpips is None:
+        notes.append("LPIPS was not computed: lpips.weights is not set.")
+    return notes
+
+
+KIND = Kind(
+    name="ddpm",
+    remedy="lower ddpm.lr",
+    place=Study.denoiser,
+    course=DdpmCourse,
+    told=_told,
+    drawn_as=_drawn_as,
+    draw=_draw,
+    evidence=evidence_of_ddpm,
+)

@@ -1,0 +1,254 @@
+"""The kind "gan": a conditional StyleGAN2-ADA, trained in two phases, the second with the privacy loss.
+
+Its check measures how far images are from the nearest of many samples, and from their own latent projections. Every
+distance of a *training* image is set beside that of a *held-out* image (split test or val) to the same synthetic set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.evidence import Comparison, can_be_told, compared, moved, over_usual, spread
+from wsi_fl.synthesis.folder import GeneratorFolder, Phase
+from wsi_fl.synthesis.gan import GanState, GanTerms, step
+from wsi_fl.synthesis.keys import Gan
+from wsi_fl.synthesis.lpips import Lpips, embeddings, nearest_lpips
+from wsi_fl.synthesis.page import PROJECTED, Distances
+from wsi_fl.synthesis.privacy_loss import Keepaway, margin_of
+from wsi_fl.synthesis.projection import projected
+from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_images
+from wsi_fl.synthesis.stages.kinds import (
+    Case,
+    Course,
+    Document,
+    Evidence,
+    Kind,
+    Losses,
+    Pair,
+    Pictures,
+    from_section,
+    lpips_of,
+    picked,
+    shared_phase,
+    usual_lpips,
+)
+from wsi_fl.synthesis.stylegan2 import GanShape, Generator
+
+_MARGIN_IMAGES = 256
+_SHOWN = 9
+
+
+class GanCourse(Course):
+    """The training of a GAN."""
+
+    state: GanState
+
+    def __init__(self, study: Study, pipeline: Pipeline, site: str, store: PatchStore) -> None:
+        gan, device = pipeline.section(Gan), device_of_rank()
+        super().__init__(store, gan, device)
+        shape = from_section(gan, GanShape, channels=store.channels, n_classes=len(store.meta.classes))
+        target = gan.ada_target if gan.ada_target < 1 else None
+        terms = from_section(gan, GanTerms, ada_target=target)
+        self._gan = gan
+        self._lpips = lpips_of(study, pipeline, site) if gan.privacy_iterations else None
+        self._keepaway: Keepaway | None = None
+        self.phases = {"before": gan.iterations}
+        if gan.privacy_iterations:
+            self.phases["after"] = gan.iterations + gan.privacy_iterations
+        names = {"weight": "privacy_weight", "quantile": "privacy_quantile", "images": "privacy_images"}
+        privacy = {name: getattr(gan, key) for name, key in names.items()}
+        self.settings = {
+            "shape": asdict(shape),
+            "terms": asdict(terms),
+            "iterations": gan.iterations,
+            "privacy_iterations": gan.privacy_iterations,
+            "privacy": privacy | {"lpips": self._lpips.label} if self._lpips else None,
+            "seed": gan.seed,
+        }
+        self.state = GanState(shape, terms, seed=gan.seed, device=device)
+
+    def step(self) -> Losses:
+        if self.state.iteration >= self.phases["before"] and self._keepaway is None:
+            self._keepaway = self._kept_away()
+        return asdict(step(self.state, self.images, self.labels, self._keepaway))
+
+    def line(self, phase: Phase, told: Sequence[Losses]) -> Document:
+        return {"phase": phase, **told[-1], "augmentation": self.state.ada.p}
+
+    def kept(self, document: Document, phase: Phase, digest: str) -> Document:
+        state = self.state
+        entry = {"sha256": digest, "iterations": state.iteration, "augmentation": state.ada.p}
+        return {"phases": document["phases"] | {phase: entry}, "margin": state.margin}
+
+    def show(self, labels: NDArray[np.int64]) -> Tensor:
+        return sampled(self.state.average, labels, seed=0)
+
+    def _kept_away(self) -> Keepaway:
+        """The privacy loss: its margin, how far apart the site's own images are, and the images it always looks at."""
+        gan, state, lpips = self._gan, self.state, self._lpips
+        assert lpips is not None
+        if state.margin is None:
+            few = self.pictures.some(_MARGIN_IMAGES, gan.seed)
+            state.margin = margin_of(lpips, to_images(few.images), gan.privacy_quantile)
+        if not gan.privacy_images:
+            return Keepaway(lpips, state.margin)
+        many = to_images(self.pictures.some(gan.privacy_images, gan.seed).images)
+        return Keepaway(lpips, state.margin, embeddings(lpips, many))
+
+
+def _told(document: Document) -> Document:
+    settings, phase = document["settings"], shared_phase(document)
+    return {
+        "iterations": settings["iterations"],
+        "privacy_iterations": settings["privacy_iterations"],
+        "phases": document["phases"],
+        "shared": {"phase": phase, "sha256": document["phases"][phase]["sha256"]},
+        "margin": document["margin"],
+        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
+    }
+
+
+def _drawn_as(document: Document, check: Mapping[str, Any] | None) -> Document:
+    phase = shared_phase(document)
+    return {
+        "phase": phase,
+        "iterations": document["phases"][phase]["iterations"],
+        "truncation": check["truncation"] if check else 1.0,
+        "lpips": (document["settings"]["privacy"] or {}).get("lpips"),
+    }
+
+
+def _draw(folder: GeneratorFolder, provenance: Document, labels: NDArray[np.int64]) -> Iterator[Tensor]:
+    generator = load_gan(folder, provenance["phase"], device_of_rank())
+    yield sampled(generator, labels, seed=provenance["seed"], truncation=provenance["truncation"])
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was measured of one generator.
+
+    Attributes:
+        samples: uint8[n, c, h, h].
+        nearest: distances to the nearest sample.
+        projected: distances to the projections.
+        projections: of training images, uint8[n, c, h, h].
+    """
+
+    samples: Tensor
+    nearest: Pair
+    projected: Pair
+    projections: Tensor
+
+
+def load_gan(folder: GeneratorFolder, phase: Phase, device: torch.device) -> Generator:
+    """Return a generator that a folder keeps, ready to make images.
+
+    Raises:
+        WsiFlError: when it is missing, damaged, or of another shape than gan.json says.
+    """
+    return folder.load_generator(phase, lambda shape: Generator(GanShape(**shape)), device)
+
+
+def evidence_of_gan(case: Case) -> Evidence:
+    """Return what is known of each generator of a site's GAN, without and with the privacy loss."""
+    gan = case.pipeline.section(Gan)
+    lpips = lpips_of(case.study, case.pipeline, case.site)
+    real = (case.training.some(gan.check_images, gan.seed), case.held_out.some(gan.check_images, gan.seed))
+    rows = [picked(len(one), gan.projections, gan.seed + 1) for one in real]
+    sought = (real[0].at(rows[0]), real[1].at(rows[1]))
+    phases: list[Phase] = [phase for phase in ("before", "after") if phase in case.document["phases"]]
+    for phase in phases:  # so that progress is of the whole from the beginning
+        case.watcher.update(f"projections {phase}", 0, len(sought[0]) + len(sought[1]))
+    found = {phase: _measured(case, lpips, real, sought, phase) for phase in phases}
+    usual = usual_lpips(case, lpips, *real, every=real[0])
+    of_sought = (usual[0][rows[0]], usual[1][rows[1]])
+    comparisons = {phase: _comparisons(one, usual, of_sought) for phase, one in found.items()}
+    distances: Distances = {name: one.projected[0] for name, one in found.items()}
+    order = torch.from_numpy(distances["before"].argsort()[:_SHOWN])
+    shown = {"real": sought[0].images} | {name: one.projections for name, one in found.items()}
+    return Evidence(
+        training=real[0],
+        held_out=real[1],
+        samples={name: one.samples for name, one in found.items()},
+        comparisons={name: both for name, both in comparisons.items() if both},
+        n_fresh=int((usual[1] > 0).sum()),
+        lpips=lpips,
+        document={
+            "truncation": gan.truncation,
+            "projection": {"steps": gan.projection_steps, **_spreads(distances), "moved": _moved(distances)},
+            "nearest": _spreads({name: one.nearest[0] for name, one in found.items()}),
+        },
+        notes=[] if "after" in found else ["The generator was trained without the privacy loss."],
+        distances=distances,
+        axis=PROJECTED,
+        rows=[(name, images[order]) for name, images in shown.items()],  # Fig. 4
+        picture=("projections", "projections.png"),
+    )
+
+
+def _spreads(distances: Distances) -> Document:
+    return {name: asdict(spread(values)) for name, values in distances.items()}
+
+
+def _moved(distances: Distances) -> Document | None:
+    """Fig. 3 in numbers: distances of the same images without and with the privacy loss."""
+    return asdict(moved(distances["after"], distances["before"])) if "after" in distances else None
+
+
+def _measured(
+    case: Case, lpips: Lpips, real: tuple[Pictures, Pictures], sought: tuple[Pictures, Pictures], phase: Phase
+) -> _Found:
+    """Training and held-out images alike, the projections from the same starting points."""
+    gan = case.pipeline.section(Gan)
+    generator = load_gan(case.folder, phase, device_of_rank())
+    n_classes = generator.shape.n_classes
+    labels = balanced_labels(n_classes, -(-gan.check_samples // n_classes))
+    samples = sampled(generator, labels, seed=gan.seed, truncation=gan.truncation)
+    both = torch.cat([one.images for one in real])
+    nearest = nearest_lpips(lpips, both, samples, memory_bytes=case.memory_bytes)
+    images = torch.cat([one.images for one in sought])
+    projections = projected(
+        generator,
+        lpips,
+        images,
+        steps=gan.projection_steps,
+        candidates=gan.check_samples,
+        seed=gan.seed,
+        told=lambda done: case.watcher.update(f"projections {phase}", done, len(images)),
+    )
+    distance, n, m = projections.distance.double().numpy(), len(real[0]), len(sought[0])
+    return _Found(samples, (nearest[:n], nearest[n:]), (distance[:m], distance[m:]), projections.images[:m])
+
+
+def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str, Comparison]:
+    """Empty where copying cannot be told from likeness."""
+    pairs = {
+        "nearest sample": tuple(map(over_usual, found.nearest, usual)),
+        "projection": tuple(map(over_usual, found.projected, usual_of_sought)),
+    }
+    if not can_be_told(*pairs["nearest sample"]):
+        return {}
+    return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
+
+
+KIND = Kind(
+    name="gan",
+    remedy="lower gan.lr or raise gan.r1_gamma",
+    place=Study.generator,
+    course=GanCourse,
+    told=_told,
+    drawn_as=_drawn_as,
+    draw=_draw,
+    evidence=evidence_of_gan,
+)

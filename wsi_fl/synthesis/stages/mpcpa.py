@@ -1,0 +1,217 @@
+"""Method mpcpa: diffusion models travel once, classifiers learn from own and others' generated images.
+
+What comes before the loop (denoiser, check, release, package, images) and after it (the classifiers' way to the
+server); the training of the classifiers is the loop's, like that of any method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+from torch import from_numpy
+from typing_extensions import TypedDict
+
+from wsi_fl.federation.comm import Comm
+from wsi_fl.federation.documents import Digest, Round
+from wsi_fl.federation.site import Site, release_once
+from wsi_fl.learning.examples import Examples, joined, subset
+from wsi_fl.learning.units import rows_alone
+from wsi_fl.models import schema
+from wsi_fl.stages.site.data import Patches, examples_of
+from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.work.console import Watcher
+from wsi_fl.stages.work.devices import device_of_rank
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.synthesis.ddpm import DdpmShape, build_denoiser, denoiser_from, schema_of, vector_of
+from wsi_fl.synthesis.keys import Ddpm, Mpcpa
+from wsi_fl.synthesis.stages.check import check_generator
+from wsi_fl.synthesis.stages.ddpm import KIND as DDPM
+from wsi_fl.synthesis.stages.ddpm import checked_as, images_of, load_denoiser
+from wsi_fl.synthesis.stages.kinds import check_state
+from wsi_fl.synthesis.stages.train import train_generator
+from wsi_fl.synthesis.star_exchange import StarExchange
+from wsi_fl.system.files import atomic
+from wsi_fl.types import Images, NoCommonPlan, Shape, WsiFlError
+
+_ROUND = 0
+_UP, _DOWN, _MODELS = 0, 1, 2
+"""Hops of the denoisers, before the first round, and of the classifiers, after the last."""
+
+
+class Ready(TypedDict):
+    """Whether a site has the images that it learns from."""
+
+    images: bool
+
+
+class Denoiser(TypedDict):
+    """The schema of the denoiser that a site sends."""
+
+    schema: Digest
+
+
+class Classifier(TypedDict):
+    """The schema of the classifier that a site sends, and the last round of its training."""
+
+    schema: Digest
+    rounds: Round
+
+
+def bring_generated(party: Party, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+    """Give the sites the generated images that they learn from; whatever was done before is not done again.
+
+    Raises:
+        WsiFlError: when a site's denoiser looks as if it copied: it is not released.
+        NoCommonPlan: when the sites' denoisers do not fit together.
+    """
+    checked = {site.name: _ready(party.study, party.pipeline, site.name, watcher) for site in sites}
+    mine: list[Ready] = [{"images": _all_there(party.study, site.folder.kept("package"))} for site in sites]
+    if not all(one["images"] for one in comm.gather(mine, Ready, patient=True)):
+        _exchange(party, sites, comm, watcher, checked=checked)
+    for site in sites:
+        _learn_from(party, site)
+
+
+def _ready(study: Study, pipeline: Pipeline, site: str, watcher: Watcher) -> str:
+    """Trains and checks a site's denoiser where that was not done; returns the digest of what was checked."""
+    train_generator(study, pipeline, DDPM, site, watcher=watcher)
+    folder, _ = DDPM.trained(study, site)
+    state, reasons = check_state(folder, folder.digest("denoiser"))
+    if state == "not run" or not checked_as(folder.check(), pipeline):
+        document = check_generator(study, pipeline, DDPM, site, watcher=watcher)
+        state, reasons = ("passed" if document["passed"] else "failed"), document["reasons"]
+    if state != "passed":
+        why = f"the check was not passed: {'; '.join(reasons)}"
+        if not pipeline.section(Mpcpa).unchecked or study.site(site).real:
+            raise WsiFlError(f"site {site}: its denoiser is not released, {why}")
+        watcher.say(f"  {site}: its denoiser leaves by mpcpa.unchecked although {why}")
+    return folder.digest("denoiser")
+
+
+def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
+    return bool(package and all(study.generated(key).exists() for key in package["images"].values()))
+
+
+def _exchange(
+    party: Party, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, checked: Mapping[str, str]
+) -> None:
+    """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
+    study, names = party.study, party.names
+    for name, digest in checked.items():
+        if DDPM.trained(study, name)[0].digest("denoiser") != digest:
+            raise WsiFlError(f"site {name}: its denoiser was trained anew since it was checked; start again")
+    denoisers = {site.index: load_denoiser(DDPM.folder(study, site.name), device_of_rank()) for site in sites}
+    shapes = {index: shape for index, (_, shape) in denoisers.items()}
+    mine: list[Denoiser] = [{"schema": schema_of(shapes[site.index])} for site in sites]
+    agreed = [one["schema"] for one in comm.gather(mine, Denoiser, patient=True)]
+    if len(set(agreed)) > 1:
+        odd = next(k for k, one in zip(comm.running, agreed, strict=True) if one != agreed[0])
+        raise NoCommonPlan(
+            f"site {names[odd]}: its denoiser has another shape than that of {names[comm.running[0]]}; the sites need "
+            "the same [ddpm], classes and channels"
+        )
+    star = StarExchange(sites, comm, names)
+    releases = {
+        site.index: release_once(
+            site.ledger, _ROUND, vector_of(denoisers[site.index][0]), agreed[0], "generator"
+        )
+        for site in sites
+    }
+    expected = dict.fromkeys(comm.running, agreed[0])
+    held = star.gather("denoiser", releases, round_=_ROUND, hop=_UP, agreed=expected)
+    size = next(iter(releases.values())).vector.size
+    packages = star.broadcast(held, size, round_=_ROUND, hop=_DOWN, schema=agreed[0])
+    for site in sites:
+        vectors = packages[site.index]
+        if party.method.learns_from == "generated":
+            vectors = {**vectors, site.index: np.asarray(releases[site.index].vector, np.float32)}
+        shape, drawn = shapes[site.index], {}
+        for other in sorted(vectors, key=lambda k: (k - site.index) % len(names)):
+            denoiser = denoiser_from(vectors[other], shape).to(device_of_rank())
+            drawn[names[other]], _ = images_of(
+                study,
+                party.pipeline,
+                _patches(party, site.name).store,
+                denoiser,
+                shape,
+                site=names[other],
+                watcher=watcher,
+                part=site.name,
+            )
+        site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
+
+
+def _patches(party: Party, site: str) -> Patches:
+    """The patches of a site: the plan refuses other data."""
+    data = party.data(site)
+    assert isinstance(data, Patches)
+    return data
+
+
+def _learn_from(party: Party, site: Site) -> None:
+    """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
+    package = site.folder.kept("package")
+    assert package is not None
+    parts = [] if party.method.learns_from == "generated" else [site.train]
+    size, per_class = _patches(party, site.name).shape.size_px, party.pipeline.section(Mpcpa).per_class
+    parts += [_generated(party.study, key, size, per_class) for key in package["images"].values()]
+    site.train = joined(parts)
+    site.units = rows_alone(len(site.train))
+
+
+def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> Examples:
+    """The images drawn from one denoiser, or the first of each class: they were drawn in turn."""
+    store = PatchStore(study.generated(key))
+    every = examples_of(store, "train", size_px)
+    n = len(every) if per_class is None else min(len(every), per_class * len(store.meta.classes))
+    return subset(every, np.arange(n))
+
+
+def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
+    """Send every classifier to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
+
+    What sites are called there, is as the study has it: a peer's word becomes no part of a path.
+    """
+    learners = {site.index: site.learners["private"] for site in sites}
+    mine: list[Classifier] = [
+        {"schema": schema(learners[site.index].model), "rounds": _rounds(site)} for site in sites
+    ]
+    told = comm.gather(mine, Classifier, patient=True)
+    agreed = {k: one["schema"] for k, one in zip(comm.running, told, strict=True)}
+    last = max(one["rounds"] for one in told) + 1
+    releases = {
+        site.index: release_once(
+            site.ledger, last, learners[site.index].vector(), agreed[site.index], "model"
+        )
+        for site in sites
+    }
+    names = party.names
+    star = StarExchange(sites, comm, names)
+    began = time.perf_counter()
+    held = star.gather("model", releases, round_=last, hop=_MODELS, agreed=agreed)
+    for index, vector in held.items():
+        path = party.run.path / "aggregate" / f"{names[index]}.safetensors"
+        with atomic(path) as temporary:
+            save_file({"parameters": from_numpy(vector.copy())}, temporary, {"schema": agreed[index]})
+    for site in sites:
+        site.folder.log(f"sent its model to the server, {time.perf_counter() - began:.2f} s")
+
+
+def _rounds(site: Site) -> int:
+    """The last round that the site finished."""
+    return max((line["round"] for line in site.folder.metrics()), default=0)
+
+
+def n_bytes(pipeline: Pipeline, shape: Shape, n_classes: int) -> int | None:
+    """Return the bytes of a denoiser; None where models see no images."""
+    if not isinstance(shape, Images):
+        return None
+    ddpm = pipeline.section(Ddpm)
+    wanted = DdpmShape(ddpm.resolution, shape.channels, n_classes, tuple(ddpm.channels), ddpm.layers)
+    return 4 * sum(p.numel() for p in build_denoiser(wanted).parameters())

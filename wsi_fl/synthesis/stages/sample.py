@@ -1,0 +1,175 @@
+"""Synthetic images as patch stores, whatever generator they are from.
+
+`synthesize sample` writes one, and refuses unless the check of exactly this generator was passed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from wsi_fl.stages.work.console import Line, Lines
+from wsi_fl.stores.fields import StoreMeta
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.stores.shards import ShardMeta, write_columns, write_shard
+from wsi_fl.study.folder import Study
+from wsi_fl.study.site import SiteFile
+from wsi_fl.study.toml import dump_toml, validated
+from wsi_fl.synthesis.sampling import balanced_labels
+from wsi_fl.synthesis.stages.kinds import kind_of, outcome
+from wsi_fl.system.files import write_text
+from wsi_fl.system.locks import locked
+from wsi_fl.types import GridSpec, PatchTable, UsageError, WsiFlError
+
+_SLIDE = "synthetic"
+
+
+def sample(
+    study: Study,
+    *,
+    site: str,
+    n_per_class: int,
+    name: str | None = None,
+    seed: int = 0,
+    generator: str | None = None,
+    as_site: bool = False,
+    despite_failed_check: bool = False,
+) -> dict[str, Any]:
+    """Write `stores/<name>/patches.h5` of synthetic patches, all of split train; return the `--json` document.
+
+    Args:
+        name: default `<site>-synthetic`.
+        generator: "gan" or "ddpm"; default: the one that the site has, a GAN where it has both.
+        as_site: also writes a site file, so that every command takes the store by name.
+        despite_failed_check: writes the set although the check failed or was not run; the store says so.
+
+    Raises:
+        WsiFlError: when the check of exactly this generator was not passed.
+        UsageError: when the name is taken by anything that is not synthetic.
+    """
+    began = time.perf_counter()
+    name = name or f"{site}-synthetic"
+    target = _target(name, n_per_class, seed)
+    kind = kind_of(generator or _kind_of_site(study, site))
+    folder, document = kind.trained(study, site)
+    made_by = kind.provenance(folder, document) | {"seed": seed}
+    if made_by["check"] != "passed" and not despite_failed_check:
+        raise WsiFlError(
+            f"site {site}: no shareable set is written, the check of this generator was {outcome(made_by)}. "
+            "--despite-failed-check writes it all the same"
+        )
+    source = study.site(site)
+    if as_site and source.real and not source.allows("generator"):
+        raise UsageError(
+            f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; "
+            'allow = ["generator"] there lets it'
+        )
+    _refuse_taken(study, name)
+    real, shape = document["store"], document["settings"]["shape"]
+    grid = (real["size_px"], real["mpp"])
+    meta = synthetic_meta(name, real["classes"], grid, shape["resolution"], made_by)
+    labels = balanced_labels(len(meta.classes), n_per_class)
+    with locked(study.store(name).parent, name):
+        images = as_pixels(kind.draw(folder, made_by, labels))
+        table = write_synthetic(study.store(name), meta, labels, images, shape["channels"])
+    if as_site:
+        command = f"wsi-fl synthesize sample --site {site} --n-per-class {n_per_class}"
+        first = f"# made by {command}; every patch is synthetic"
+        write_text(_site_file(study, name), dump_toml(target.model_copy(update={"allow": None}), first))
+    return {
+        "site": site,
+        "name": name,
+        "store": study.relative(study.store(name)),
+        "patches": len(table),
+        "classes": {c: int((table.label == k).sum()) for k, c in enumerate(meta.classes)},
+        "generator": made_by,
+        "site_file": study.relative(_site_file(study, name)) if as_site else None,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _kind_of_site(study: Study, site: str) -> str:
+    name = study.site(site).name
+    return "ddpm" if study.denoiser(name).exists() and not study.generator(name).exists() else "gan"
+
+
+def _target(name: str, n_per_class: int, seed: int) -> SiteFile:
+    if n_per_class < 1:
+        raise UsageError("--n-per-class must be at least 1")
+    if seed < 0:
+        raise UsageError("--seed must be at least 0")
+    return validated(SiteFile, {"name": name, "real": False}, f"--name {name!r}")
+
+
+def _site_file(study: Study, name: str) -> Path:
+    return study.root / "sites" / f"{name}.toml"
+
+
+def _refuse_taken(study: Study, name: str) -> None:
+    """Only what was synthetic before is written over."""
+    path = study.store(name)
+    if path.exists():
+        with PatchStore(path) as store:
+            if store.meta.generator is None:
+                raise UsageError(
+                    f"{study.relative(path)}: a store of real patches is there; use another --name"
+                )
+    elif _site_file(study, name).exists():
+        raise UsageError(f"sites/{name}.toml exists already; use another --name")
+
+
+def sampled_lines(document: dict[str, Any]) -> Lines:
+    """Say what was written, and what it is worth."""
+    generator = document["generator"]
+    yield Line(f"{document['patches']} synthetic patches: {document['store']}")
+    if generator["check"] != "passed":
+        yield Line(f"  written although its check was {outcome(generator)}", "red")
+    yield Line(
+        "  a check is evidence, not differential privacy: nothing bounds what a patch may reveal", "yellow"
+    )
+
+
+def write_synthetic(
+    path: Path,
+    meta: StoreMeta,
+    labels: NDArray[np.int64],
+    pixels: Iterable[NDArray[np.uint8]],
+    channels: int,
+) -> PatchTable:
+    """Write a patch store of synthetic images, all of split train; return its table.
+
+    Args:
+        pixels: batches uint8[b, h, h, channels], one image per label in order.
+    """
+    patients = [f"synthetic_{k}" for k in range(len(labels))]
+    table = PatchTable.of_images(labels, _SLIDE, patients, "train")
+    shard = path.parent / "slides" / f"{_SLIDE}.h5"
+    shard_meta = ShardMeta(_SLIDE, _SLIDE, "train", meta.spec, "", source=meta.generator or "")
+    write_shard(shard, shard_meta, table, pixels, channels=channels)
+    return write_columns(path, meta, [shard])
+
+
+def as_pixels(batches: Iterable[torch.Tensor]) -> Iterator[NDArray[np.uint8]]:
+    """Return batches uint8[b, c, h, h] as uint8[b, h, h, c]."""
+    for batch in batches:
+        yield batch.permute(0, 2, 3, 1).numpy()
+
+
+def synthetic_meta(
+    site: str, classes: Sequence[str], grid: tuple[int, float], resolution: int, provenance: Mapping[str, Any]
+) -> StoreMeta:
+    """Return what a store of images says that are like a real store's, reduced: as many µm on fewer pixels.
+
+    Args:
+        grid: size in pixels and µm per pixel of the real patches.
+    """
+    size_px, mpp = grid
+    spec = GridSpec(resolution, mpp * size_px / resolution, resolution)
+    return StoreMeta(site, tuple(classes), spec, json.dumps(provenance, sort_keys=True))

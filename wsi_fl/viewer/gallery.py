@@ -1,0 +1,203 @@
+"""The slides that a viewer shows, each by its number, and the few of them that are open."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.types import WsiFlError
+from wsi_fl.viewer.layers import Layer, encoded, finite
+from wsi_fl.viewer.tiles import TILE_PX, Pyramid, Recent, TileReader
+
+_OPEN_SLIDES = 8
+_LAYERS_BYTES = 64 << 20
+
+TilePlace = tuple[int, int, int]
+"""Level, column and row."""
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """A layer that can be drawn over a slide.
+
+    Attributes:
+        name: what the page calls it; the same on every slide.
+        kind: how the page draws it: lines, squares by group, or squares by value.
+        draw: makes its document from the open slide, when it is first asked for.
+    """
+
+    name: str
+    kind: Literal["outlines", "patches", "values"]
+    draw: Callable[[Slide], Layer]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """One slide of the list.
+
+    Attributes:
+        name: what people call it.
+        path: its file; None where it is not shown.
+        note: what is said beside its name, or why it is not shown.
+        score: by which the list can be sorted.
+        overlays: its layers, in the order in which they are drawn.
+    """
+
+    name: str
+    path: Path | None
+    note: str = ""
+    score: float | None = None
+    mpp_override: float | None = None
+    overlays: Sequence[Overlay] = ()
+
+
+@dataclass
+class _Lent:
+    """A slide while it is opened, or open: whoever wants it waits for `opening`, and whoever wants another does not."""
+
+    opening: Lock = field(default_factory=Lock)
+    slide: Slide | None = None
+    readers: int = 0
+
+
+class Gallery:
+    """What a viewer shows, and nothing else; all methods may be called from several threads.
+
+    Args:
+        title: of the page.
+        patients_of: real sites whose patients' slides are shown.
+    """
+
+    def __init__(self, title: str, exhibits: Sequence[Exhibit], patients_of: Sequence[str] = ()) -> None:
+        self.title, self.exhibits, self.patients_of = title, tuple(exhibits), tuple(patients_of)
+        self._lent: OrderedDict[int, _Lent] = OrderedDict()
+        self._lock = Lock()
+        self._tiles = TileReader()
+        self._layers: Recent[bytes] = Recent(_LAYERS_BYTES)
+
+    def catalogue(self) -> dict[str, Any]:
+        """Return the list of slides as the page gets it."""
+        slides = [
+            {"name": one.name, "note": one.note, "score": finite(one.score), "shown": one.path is not None}
+            for one in self.exhibits
+        ]
+        return {"title": self.title, "patients_of": self.patients_of, "slides": slides}
+
+    def describe(self, number: int) -> dict[str, Any] | None:
+        """Return size, resolution and layers of a slide; None where there is no such slide.
+
+        Raises:
+            WsiFlError: when it cannot be opened.
+        """
+        if (exhibit := self._exhibit(number)) is None:
+            return None
+        with self.lent(number) as slide:
+            pyramid = Pyramid(slide.size_l0)
+            return {
+                "name": exhibit.name,
+                "size": slide.size_l0,
+                "mpp": _mpp(slide),
+                "tile": TILE_PX,
+                "first": pyramid.first,
+                "last": pyramid.last,
+                "layers": [{"name": one.name, "kind": one.kind} for one in exhibit.overlays],
+            }
+
+    def layer(self, number: int, which: int) -> bytes | None:
+        """Return a layer of a slide as JSON; None where there is no such slide or layer. It is drawn once.
+
+        Raises:
+            WsiFlError: when it cannot be drawn.
+        """
+        exhibit = self._exhibit(number)
+        if exhibit is None or not 0 <= which < len(exhibit.overlays):
+            return None
+        draw = exhibit.overlays[which].draw
+
+        def drawn() -> bytes:
+            with self.lent(number) as slide:
+                return encoded(draw(slide))
+
+        return self._layers.get((number, which), drawn)
+
+    def tile(self, number: int, place: TilePlace, awaited: Callable[[], bool]) -> NDArray[np.uint8] | None:
+        """Return the pixels uint8[h, w, 3] of a tile; None where there is no such slide or tile.
+
+        Args:
+            awaited: whether somebody still wants it.
+
+        Raises:
+            NotAwaited: when nobody does.
+            WsiFlError: when the slide cannot be decoded there.
+        """
+        if self._exhibit(number) is None:
+            return None
+        with self.lent(number) as slide:
+            return self._tiles.read(slide, *place, awaited)
+
+    def open_first(self) -> None:
+        """Open the slide that the page shows first, so that it is there when somebody comes; errors are told then."""
+        shown = [number for number in range(len(self.exhibits)) if self._exhibit(number) is not None]
+        if shown:
+            with suppress(Exception), self.lent(max(shown, key=lambda k: (self._rank(k), -k))):
+                pass
+
+    def _rank(self, number: int) -> float:
+        score = finite(self.exhibits[number].score)
+        return -inf if score is None else score
+
+    def _exhibit(self, number: int) -> Exhibit | None:
+        found = self.exhibits[number] if 0 <= number < len(self.exhibits) else None
+        return None if found is None or found.path is None else found
+
+    @contextmanager
+    def lent(self, number: int) -> Iterator[Slide]:
+        """Lend an open slide of the list; the least recently used that nobody reads are closed."""
+        with self._lock:
+            one = self._lent.setdefault(number, _Lent())
+            self._lent.move_to_end(number)
+            one.readers += 1
+        try:
+            with one.opening:
+                slide = one.slide = one.slide or self._opened(number)
+            yield slide
+        finally:
+            with self._lock:
+                one.readers -= 1
+                self._close_idle(_OPEN_SLIDES)
+
+    def close(self) -> None:
+        """Close the slides that nobody reads."""
+        with self._lock:
+            self._close_idle(0)
+
+    def _opened(self, number: int) -> Slide:
+        exhibit = self.exhibits[number]
+        assert exhibit.path is not None
+        # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
+        vouch_for(exhibit.path, exhibit.mpp_override, "openslide")
+        return Slide(exhibit.path, exhibit.mpp_override, "openslide")
+
+    def _close_idle(self, most: int) -> None:
+        idle = [number for number, one in self._lent.items() if not one.readers]
+        for number in idle[: max(0, len(self._lent) - most)]:
+            if (slide := self._lent.pop(number).slide) is not None:
+                slide.close()
+
+
+def _mpp(slide: Slide) -> float | None:
+    try:
+        return slide.mpp
+    except WsiFlError:
+        return None

@@ -1,0 +1,262 @@
+"""The viewer's server: read-only, on this machine alone, behind a random token in the address.
+
+Whoever is logged in on the same machine can reach 127.0.0.1, and a page of another origin can make a browser ask it
+(DNS rebinding). So every request must carry the token and name this address as its Host, no answer may be read by
+another origin, and the page may ask for nothing but this server.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hmac
+import platform
+import secrets
+import signal
+import webbrowser
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from select import select
+from socket import MSG_PEEK, SHUT_RD, SHUT_RDWR, socket
+from socketserver import TCPServer
+from threading import Thread, Timer
+from typing import Any
+
+from wsi_fl.stages.work.console import Lines
+from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.viewer.answers import Answer, Refused, answer, document
+from wsi_fl.viewer.gallery import Gallery
+from wsi_fl.viewer.tiles import NotAwaited
+
+ADDRESS = "127.0.0.1"
+USUAL_PORT = 8642
+_IDLE_S = 120
+"""Seconds after which a connection without a request ends."""
+_HEAD_S = 10
+"""Seconds within which a request that has begun must have been said."""
+_MOST_CONNECTIONS = 64
+"""A browser opens six."""
+_TOKEN_BYTES = 32
+_EMPTY = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
+"""SHA-256 of nothing: the page holds an empty style element, in whose place OpenSeadragon would put one of its own."""
+_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src 'self'; style-src 'self' {_EMPTY}; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",  # patients' pictures stay out of the browser's folder
+}
+_TEXT = "text/plain; charset=utf-8"
+
+
+class ViewServer(ThreadingHTTPServer):
+    """Serves a gallery on 127.0.0.1 until it is closed; a context manager, as its base class is.
+
+    The slide that the page shows first is opened at once, in a thread.
+
+    Args:
+        port: where it listens; None takes the usual port, or a free one where that is taken.
+        token: what every address must hold; by default a new random one.
+
+    Attributes:
+        url: the address of the page.
+
+    Raises:
+        UsageError: when the port that was asked for is taken or not allowed.
+    """
+
+    timeout = 0.2  # seconds after which `handle_request` returns without one
+    daemon_threads = False  # Python may hang where it ends under a thread that is at work
+    request_queue_size = _MOST_CONNECTIONS
+
+    def __init__(self, gallery: Gallery, port: int | None = None, token: str | None = None) -> None:
+        self.gallery = gallery
+        self._connections: set[socket] = set()
+        self._first = Thread(target=gallery.open_first)
+        self.token = token or secrets.token_urlsafe(_TOKEN_BYTES)
+        try:
+            super().__init__((ADDRESS, USUAL_PORT if port is None else port), _Handler)
+        except OSError as error:
+            if port is not None:
+                raise UsageError(
+                    f"port {port} cannot be used ({one_line(error)}); choose another with --port, or leave it out"
+                ) from None
+            super().__init__((ADDRESS, 0), _Handler)
+        self.port: int = self.server_address[1]
+        self.url = f"http://{ADDRESS}:{self.port}/{self.token}/"
+        self.hosts = {f"{name}:{self.port}" for name in (ADDRESS, "localhost")}
+        self._first.start()
+
+    def server_bind(self) -> None:
+        """Bind without asking the name service who this machine is."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = ADDRESS, self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: a browser that goes away in the middle of a tile is no error."""
+
+    def get_request(self) -> tuple[socket, Any]:
+        """Accept a connection, and remember it: browsers keep theirs open."""
+        connection, address = super().get_request()
+        self._connections.add(connection)
+        return connection, address
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Return whether there are few enough connections for one more; others are hung up on."""
+        return len(self._connections) <= _MOST_CONNECTIONS
+
+    def shutdown_request(self, request: Any) -> None:
+        """Forget a connection that has ended."""
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Stop listening, hang up, wait for what is at work, and close the slides."""
+        for connection in tuple(self._connections):
+            with suppress(OSError):  # it may have ended by itself
+                connection.shutdown(SHUT_RDWR)
+        super().server_close()
+        if self._first.is_alive():
+            self._first.join()
+        self.gallery.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: ViewServer
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "wsi-fl", ""
+    timeout = _IDLE_S
+    wbufsize, disable_nagle_algorithm = -1, True  # head and content go together: apart, each tile waits 40 ms
+
+    def handle_one_request(self) -> None:
+        """Wait for a request to begin, and hang up where the rest of its head does not follow soon."""
+        try:
+            self.rfile.peek(1)  # type: ignore[attr-defined]  # it is a BufferedReader
+        except OSError:
+            self.close_connection = True
+            return
+        self._deadline = Timer(_HEAD_S, _hang_up, (self.connection,))
+        self._deadline.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._deadline.cancel()
+
+    def parse_request(self) -> bool:
+        """Read the head of a request, which is all that has to come in time."""
+        try:
+            return super().parse_request()
+        finally:
+            self._deadline.cancel()
+
+    def do_GET(self) -> None:
+        """Answer with a content."""
+        if self.headers.get("Content-Length", "0") != "0" or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body is not read
+        try:
+            self._say(*self._answer())
+        except Refused as refused:
+            self._say(refused.status, _TEXT, str(refused).encode())
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = do_GET
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer what is no request as all others are answered."""
+        self.close_connection, self.request_version = True, self.protocol_version
+        status = HTTPStatus(code)
+        self._say(status, _TEXT, status.phrase.encode())
+
+    def _say(self, status: HTTPStatus, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+            self.close_connection = True
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _answer(self) -> Answer:
+        if self.command not in ("GET", "HEAD"):
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
+        if self.headers.get("Host", "") not in self.server.hosts:
+            port = self.server.port
+            raise Refused(
+                HTTPStatus.FORBIDDEN,
+                f"open this page as {ADDRESS}:{port} or localhost:{port}; a tunnel needs that port on both sides",
+            )
+        before, _, path = self.path.partition("/")
+        given, slash, path = path.partition("/")
+        if before or not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            raise Refused(HTTPStatus.FORBIDDEN)
+        if not slash:  # relative addresses of the page need it
+            raise Refused(HTTPStatus.NOT_FOUND)
+        try:
+            return answer(self.server.gallery, path, self._is_awaited)
+        except (Refused, NotAwaited):
+            raise
+        except Exception as error:  # what a library chokes on must not end the other slides
+            said = "" if isinstance(error, WsiFlError) else f"{type(error).__name__}: "
+            return document({"error": said + one_line(error)}, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _is_awaited(self) -> bool:
+        """Whether the client has not hung up, as a browser does that shows another slide by now."""
+        try:
+            said = select([self.connection], [], [], 0)[0]
+            return not said or bool(self.connection.recv(1, MSG_PEEK))
+        except OSError:
+            return False
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep no log: addresses hold the token."""
+
+
+def _hang_up(connection: socket) -> None:
+    with suppress(OSError):  # it may have ended by itself
+        connection.shutdown(SHUT_RD)
+
+
+def describe(server: ViewServer) -> dict[str, Any]:
+    """Return the `--json` document: where the page is, and how to reach it from elsewhere."""
+    port, slides = server.port, server.gallery.exhibits
+    return {
+        "url": server.url,
+        "port": port,
+        "tunnel": f"ssh -N -L {port}:{ADDRESS}:{port} {getpass.getuser()}@{platform.node()}",
+        "title": server.gallery.title,
+        "slides": sum(one.path is not None for one in slides),
+        "not_shown": [{"slide": one.name, "reason": one.note} for one in slides if one.path is None],
+    }
+
+
+def address_lines(document: dict[str, Any]) -> Lines:
+    """Say where the page is, and the line of a tunnel to it."""
+    n = document["slides"]
+    yield f"{document['title']}: {n} slide{'' if n == 1 else 's'}"
+    for one in document["not_shown"]:
+        yield f"  not shown: {one['slide']}: {one['reason']}"
+    yield f"\n  {document['url']}\n"
+    yield f"From another machine, run there first:\n  {document['tunnel']}\n\nCtrl-C ends it."
+
+
+def serve(server: ViewServer, *, open_browser: bool = False) -> None:
+    """Serve until Ctrl-C.
+
+    It is noted rather than raised: raised while a thread starts, it would leave Python hanging.
+    """
+    asked_to_end: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: asked_to_end.append(number))
+    try:
+        if open_browser:
+            webbrowser.open(server.url)
+        while not asked_to_end:
+            server.handle_request()
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,166 @@
+"""What lies over a slide in `view`: what the site's table and stores say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import shapely
+from numpy.typing import NDArray
+
+from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.choosing.grid import size_in_l0
+from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
+from wsi_fl.slides.choosing.quality import KINDS
+from wsi_fl.slides.choosing.tissue import TissueParams
+from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.reader import Slide
+from wsi_fl.stages.prepare.quality import read_set_aside, tissue_of
+from wsi_fl.stages.prepare.tile import spec_of
+from wsi_fl.stages.site.data import open_bags, open_store
+from wsi_fl.stores.bags import BagStore
+from wsi_fl.stores.fields import read_marked
+from wsi_fl.stores.patches import PatchStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
+from wsi_fl.viewer.gallery import Overlay
+from wsi_fl.viewer.layers import Layer, outlines, patches, tissue_rings
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class SiteLayers:
+    """The layers that a site's own table and stores have for its slides.
+
+    Attributes:
+        store, mosaic: what there is of the site.
+        set_aside: slide → how many of its patches were set aside for which fault.
+    """
+
+    pipeline: Pipeline
+    tissue: TissueParams
+    store: PatchStore | None
+    mosaic: BagStore | None
+    set_aside: Mapping[str, Mapping[str, int]]
+    _rows: Mapping[str, NDArray[np.int64]]
+    _bags: Mapping[str, int]
+    _reading: Lock = field(default_factory=Lock)
+
+    @staticmethod
+    def of(study: Study, site: str, pipeline: Pipeline) -> SiteLayers:
+        """Open the stores that a site has.
+
+        Raises:
+            WsiFlError: when a store is damaged, or another site's.
+        """
+        store = open_store(study, site) if study.store(site).exists() else None
+        mosaic = open_bags(study, site, "mosaics") if study.mosaic(site).exists() else None
+        aside = {} if store is None else read_set_aside(study.store(site).parent / "quality.csv")
+        rows = {} if store is None else _rows_by_slide(store.table.slide)
+        bags = {} if mosaic is None else {str(name): k for k, name in enumerate(mosaic.table.slide)}
+        return SiteLayers(pipeline, tissue_of(study, pipeline), store, mosaic, aside, rows, bags)
+
+    @property
+    def spec(self) -> GridSpec:
+        """The grid of the site's patches; where it has none yet, the pipeline's."""
+        return self.store.meta.spec if self.store is not None else spec_of(self.pipeline)
+
+    def over(self, record: SlideRecord) -> list[Overlay]:
+        """Return the layers of a slide, in the order in which they are drawn."""
+        layers = [
+            *self._kept(record.slide),
+            Overlay("tissue", "outlines", partial(self._tissue, record)),
+        ]
+        if record.annotation is not None:
+            layers.append(Overlay("annotation", "outlines", partial(self._annotation, record.annotation)))
+        return layers
+
+    def note(self, slide: str) -> str:
+        """Return in a few words what the stores kept of a slide, and why nothing."""
+        parts = []
+        if (store := self.store) is not None:
+            rows = self._rows.get(slide, _NO_ROWS)
+            labels = np.bincount(store.table.label[rows], minlength=len(store.meta.classes))
+            counts = [f"{n} {name}" for n, name in zip(labels, store.meta.classes, strict=True) if n]
+            parts += [
+                ", ".join(counts) or self._why_none(slide),
+                *np.unique(store.table.split[rows]).tolist(),
+            ]
+        if self.mosaic is not None and slide in self._bags:
+            parts.append(f"mosaic of {self.mosaic.sizes[self._bags[slide]]}")
+        return " · ".join(parts)
+
+    def _why_none(self, slide: str) -> str:
+        faults = ", ".join(f"{n} {kind}" for kind, n in self.set_aside.get(slide, {}).items())
+        return f"no patch kept: all set aside ({faults})" if faults else "no patch kept"
+
+    def _kept(self, slide: str) -> list[Overlay]:
+        layers = []
+        if slide in self._rows:
+            layers.append(Overlay("kept patches", "patches", partial(self._of_store, slide)))
+            if self.set_aside.get(slide):
+                layers.append(Overlay("set aside", "patches", partial(self._aside, slide)))
+        if self.mosaic is not None and slide in self._bags:
+            draw = partial(_mosaic, self.mosaic, self._bags[slide])
+            layers.append(Overlay("mosaic", "patches", draw))
+        return layers
+
+    def _of_store(self, name: str, slide: Slide) -> Layer:
+        """The patches of a slide in the colours of their labels."""
+        assert self.store is not None
+        table, rows = self.store.table, self._rows[name]
+        side_l0 = size_in_l0(self.spec, slide.mpp)
+        return patches(table.xy_l0[rows], side_l0, table.label[rows], self.store.meta.classes)
+
+    def _aside(self, name: str, slide: Slide) -> Layer:
+        """The patches that were set aside; a fault has the same colour on each slide, and is no class."""
+        assert self.store is not None
+        with self._reading:
+            aside = read_marked(self.store.shard(name), "aside")
+        groups = list(dict.fromkeys([*KINDS, *(why for _, _, why in aside)]))
+        corners = np.array([(x, y) for x, y, _ in aside], np.int64).reshape(-1, 2)
+        reason = np.array([groups.index(why) for _, _, why in aside], np.int64)
+        after = len(self.store.meta.classes)
+        return patches(corners, size_in_l0(self.spec, slide.mpp), reason, groups, first=after, crossed=True)
+
+    def _tissue(self, record: SlideRecord, slide: Slide) -> Layer:
+        """The tissue as `tile` and `predict` find it, which do not ask what the slide is labelled with for that."""
+        plain = replace(record, annotation=None, supervision="negative", positive=False)
+        params = PlanParams(min_tissue=self.pipeline.tile.min_tissue, tissue=self.tissue)
+        reader = self.pipeline.slides.reader
+        vouch_for(record.path, record.mpp_override, reader)
+        plan = plan_slide(plain, self.spec, params, reader=reader)
+        return outlines(tissue_rings(plan.tissue, plan.downsample))
+
+    def _annotation(self, path: Path, slide: Slide) -> Layer:
+        """The outlines of tumour, and those of which nobody said what they hold."""
+        found = read_annotations(path, self.pipeline.tile.groups)
+        rings = shapely.get_rings([*_parts(found.tumor), *_parts(found.unsure)])
+        return outlines(shapely.get_coordinates(ring) for ring in rings)
+
+
+def _rows_by_slide(slides: NDArray[np.str_]) -> dict[str, NDArray[np.int64]]:
+    """Return slide → its rows, in order."""
+    order = np.argsort(slides, kind="stable")
+    names, first = np.unique(slides[order], return_index=True)
+    return dict(zip(names.tolist(), np.split(order, first[1:]), strict=True)) if len(names) else {}
+
+
+def _parts(geometry: Any) -> list[Any]:
+    return [part for part in shapely.get_parts(geometry) if part.geom_type == "Polygon"]
+
+
+def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
+    """The patches of a bag; those of imported features may lie nobody knows where."""
+    found = store.bag(bag)
+    if not found.placed:
+        raise WsiFlError(f"{store.path.name}: nobody knows where the patches of these features lie")
+    side_l0 = size_in_l0(store.meta.spec, slide.mpp)
+    return patches(found.xy_l0, side_l0, np.zeros(len(found.xy_l0), np.int64), ["mosaic"])

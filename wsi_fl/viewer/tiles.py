@@ -1,0 +1,219 @@
+"""Deep Zoom: a slide as square tiles of levels that halve, and their pixels, for several people at once.
+
+Levels are counted as in Microsoft's Deep Zoom: level 0 is one pixel, the last one the slide itself. As many tiles are
+read at a time as there are processors, and none that nobody awaits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from math import ceil
+from threading import Lock, Semaphore
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from wsi_fl.slides.reading.reader import Slide
+
+TILE_PX = 512
+_STRIP_PX = 1 << 24
+"""Most pixels of a slide that are held while a tile is averaged from them."""
+_LEVEL_TOLERANCE = 1.01
+
+_COARSE_PX = 4096
+
+TileBox = tuple[int, int, int, int]
+"""Left, top, width, height in pixels of a level."""
+_COARSE_BYTES = 256 << 20
+_MOST_REDUCTION = 4
+"""Pixels of a slide's level per pixel of a tile, in each direction, beyond which a tile is cut from a coarse level."""
+
+
+T = TypeVar("T", bytes, NDArray[np.uint8])
+
+
+@dataclass(frozen=True)
+class Pyramid:
+    """The levels of a slide of (width, height) level-0 pixels.
+
+    Example:
+        >>> pyramid = Pyramid((100_000, 40_000))
+        >>> pyramid.last, pyramid.size(pyramid.last), pyramid.size(pyramid.first)
+        (17, (100000, 40000), (391, 157))
+        >>> pyramid.box(pyramid.last, 195, 0), pyramid.box(pyramid.last, 196, 0)
+        ((99840, 0, 160, 512), None)
+    """
+
+    size_l0: tuple[int, int]
+
+    @property
+    def last(self) -> int:
+        """The level that is the slide itself."""
+        return (max(self.size_l0) - 1).bit_length()
+
+    @property
+    def first(self) -> int:
+        """The finest level that is a single tile; a viewer needs none below it."""
+        return min(self.last, TILE_PX.bit_length() - 1)
+
+    @property
+    def coarse(self) -> int:
+        """The finest level of at most 4096 pixels a side; all of it fits in 50 MB."""
+        return min(self.last, _COARSE_PX.bit_length() - 1)
+
+    def scale(self, level: int) -> int:
+        """Return the level-0 pixels per pixel of a level."""
+        return 1 << (self.last - level)
+
+    def size(self, level: int) -> tuple[int, int]:
+        """Return (width, height) of a level."""
+        width, height = (ceil(extent / self.scale(level)) for extent in self.size_l0)
+        return width, height
+
+    def box(self, level: int, column: int, row: int) -> TileBox | None:
+        """Return where a tile lies in its level; None where there is no such tile."""
+        if not 0 <= level <= self.last:
+            return None
+        width, height = self.size(level)
+        left, top = column * TILE_PX, row * TILE_PX
+        if left >= width or top >= height:
+            return None
+        return left, top, min(TILE_PX, width - left), min(TILE_PX, height - top)
+
+
+class NotAwaited(Exception):
+    """A tile that nobody waits for any more."""
+
+
+def downsample_for(slide: Slide, scale: float) -> float:
+    """Return the level-0 pixels per pixel of the slide's own level from which a level of this scale is averaged."""
+    return max((d for d in slide.level_downsamples if d <= scale * _LEVEL_TOLERANCE), default=1.0)
+
+
+def read_tile(
+    slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool] = lambda: True
+) -> NDArray[np.uint8] | None:
+    """Return the pixels uint8[h, w, 3] of a tile, averaged by area; None where there is no such tile.
+
+    Averages of neighbouring tiles share no pixel of the slide, so tiles need no overlap.
+
+    Args:
+        awaited: whether somebody still wants the tile; asked before each of its strips is read.
+
+    Raises:
+        NotAwaited: when nobody does.
+        WsiFlError: when the slide cannot be decoded there.
+    """
+    pyramid = Pyramid(slide.size_l0)
+    box = pyramid.box(level, column, row)
+    if box is None:
+        return None
+    left, top, width, height = box
+    scale = float(pyramid.scale(level))
+    out = np.empty((height, width, 3), np.uint8)
+    step = max(1, int(_STRIP_PX / (width * (scale / downsample_for(slide, scale)) ** 2)))
+    for first in range(0, height, step):
+        if not awaited():
+            raise NotAwaited
+        corner = left * scale, (top + first) * scale
+        slide.area(corner, scale, out[first : first + step], overlapping=False)
+    return out
+
+
+class Recent(Generic[T]):
+    """The values that were asked for last; all methods may be called from several threads.
+
+    Args:
+        most_bytes: of all that are kept; the latest is kept whatever its size.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._values: OrderedDict[Hashable, T] = OrderedDict()
+        self._making: dict[Hashable, Lock] = {}
+        self._lock = Lock()
+
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the value of a key; whoever asks while it is made waits for it, and nobody else does.
+
+        Args:
+            make: makes the value where it is not kept. What it raises is raised, and the next who asks tries again.
+        """
+        with self._lock:
+            making = self._making.setdefault(key, Lock())
+        with making:
+            with self._lock:
+                if key in self._values:
+                    self._values.move_to_end(key)
+                    return self._values[key]
+            value = make()
+            with self._lock:
+                self._values[key] = value
+                self._drop()
+        return value
+
+    def _drop(self) -> None:
+        while len(self._values) > 1 and sum(map(_n_bytes, self._values.values())) > self._most_bytes:
+            self._values.popitem(last=False)
+
+
+def _n_bytes(value: bytes | NDArray[np.uint8]) -> int:
+    return len(value) if isinstance(value, bytes) else value.nbytes
+
+
+class TileReader:
+    """Reads tiles of slides; may be called from several threads."""
+
+    def __init__(self) -> None:
+        self._slots = Semaphore(len(os.sched_getaffinity(0)))
+        self._coarse: Recent[NDArray[np.uint8]] = Recent(_COARSE_BYTES)
+
+    def read(
+        self, slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool] = lambda: True
+    ) -> NDArray[np.uint8] | None:
+        """Return the pixels of a tile, as `read_tile` does.
+
+        If no pyramid level is coarse enough, build one in memory and cache it.
+
+        Args:
+            awaited: whether somebody still wants it; asked before each part is read.
+
+        Raises:
+            NotAwaited: when nobody does.
+            WsiFlError: when the slide cannot be decoded there.
+        """
+        pyramid = Pyramid(slide.size_l0)
+        box = pyramid.box(level, column, row)
+        if box is None:
+            return None
+        scale = pyramid.scale(level)
+        if level > pyramid.coarse or scale <= _MOST_REDUCTION * downsample_for(slide, scale):
+            return self._read(slide, level, column, row, awaited)
+        whole = self._coarse.get(str(slide.path), lambda: self._coarse_level(slide, pyramid, awaited))
+        factor = scale // pyramid.scale(pyramid.coarse)
+        left, top, width, height = (extent * factor for extent in box)
+        part = np.ascontiguousarray(whole[top : top + height, left : left + width])
+        return np.asarray(Image.fromarray(part).reduce(factor))
+
+    def _read(
+        self, slide: Slide, level: int, column: int, row: int, awaited: Callable[[], bool]
+    ) -> NDArray[np.uint8] | None:
+        with self._slots:
+            return read_tile(slide, level, column, row, awaited)
+
+    def _coarse_level(self, slide: Slide, pyramid: Pyramid, awaited: Callable[[], bool]) -> NDArray[np.uint8]:
+        """A whole level, uint8[h, w, 3]."""
+        width, height = pyramid.size(pyramid.coarse)
+        out = np.empty((height, width, 3), np.uint8)
+        for row in range(-(-height // TILE_PX)):
+            for column in range(-(-width // TILE_PX)):
+                tile = self._read(slide, pyramid.coarse, column, row, awaited)
+                assert tile is not None
+                top, left = row * TILE_PX, column * TILE_PX
+                out[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+        return out
