@@ -199,14 +199,16 @@ class Scoring:
         for index, own in releases.items():
             found[index][index] = unpacked(np.asarray(own.vector, np.uint8), *exam.shape)
         for message in arrived:
-            try:
-                if problem := problem_of(message, exam.schema, told[message.sender]["told"]):
-                    raise ValueError(problem)
-                values = np.asarray(message.vector, np.uint8)
-                found[message.receiver][message.sender] = unpacked(values, *exam.shape)
-            except ValueError as error:
+            problem = problem_of(message, exam.schema, told[message.sender]["told"])
+            if not problem:
+                try:
+                    values = np.asarray(message.vector, np.uint8)
+                    found[message.receiver][message.sender] = unpacked(values, *exam.shape)
+                except ValueError as error:
+                    problem = str(error)
+            if problem:
                 what = f"the counts of site {self.names[message.sender]} are left out"
-                self._site(message.receiver).folder.log(f"{what}: {error}")
+                self._site(message.receiver).folder.log(f"{what}: {problem}")
         for site in self.sites:
             if parts := dict(sorted(found[site.index].items())):
                 site.folder.keep("scores", self._document(exam, parts))

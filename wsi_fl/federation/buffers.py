@@ -28,7 +28,7 @@ class BufferShape:
 
     @property
     def n_bytes(self) -> int:
-        """Of all labels and then all pixels."""
+        """Return the bytes of all labels and all pixels together."""
         return self.n * (_LABEL.itemsize + self.size_px**2 * self.channels)
 
     @property
@@ -51,6 +51,7 @@ class Buffer:
     provenance: dict[str, Any]
 
     def samples(self) -> Examples:
+        """Return the images with their labels; every slide and patient is called "synthetic"."""
         return unpacked(self.values, self.shape)
 
 

@@ -137,6 +137,9 @@ def _train_and_record(
     """Train one round at a site, checkpoint it, and return what it releases, on record before it can leave.
 
     From its checkpoint on a round under differential privacy is final, also where nothing leaves the site.
+
+    Raises:
+        WsiFlError: when a model is not finite after the round.
     """
     began = time.perf_counter()
     before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
@@ -179,7 +182,7 @@ def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], roun
 
 
 def _diverged(vector: NDArray[np.float32]) -> bool:
-    """Return whether a weight is not finite or, which comes before, has no square that is."""
+    """Return whether a weight or its square is not finite; the square overflows first."""
     with np.errstate(over="ignore", invalid="ignore"):
         return not np.isfinite(np.square(vector)).all()
 

@@ -29,12 +29,11 @@ DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
 
 
 class MakeLearner(Protocol):
-    """Builds the learner of a role, "private" or "proxy".
+    """Build the learner of a role, "private" or "proxy"."""
 
-    A private model has the site's own architecture and start unless it is `common`; proxies always are.
-    """
-
-    def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner: ...
+    def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner:
+        """Return the learner. A private model has the site's own architecture and start unless `common`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Share:
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
-        """Its kind, as ledgers and the `allow` of site files name it: sums are parameters of a model, too."""
+        """Return its kind, as ledgers and the `allow` of site files name it; sums count as a model."""
         return "model" if self.what == "sums" else self.what
 
     @property
@@ -180,7 +179,7 @@ class Method:
 
     @property
     def ignores(self) -> tuple[str, ...]:
-        """The keys and sections of a pipeline that change nothing about what its models learn."""
+        """Return the keys and sections of a pipeline that have no effect on training by this method."""
         found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
         if not any(share.in_rounds for share in self.without_dp):
             found += ("replay.",)

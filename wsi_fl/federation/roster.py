@@ -61,13 +61,14 @@ class Roster:
 
     @property
     def present(self) -> tuple[int, ...]:
+        """Return the sites that take part, in ascending order."""
         return tuple(sorted((*self.staying, *self.returning)))
 
 
 def first_round(told: Sequence[Standing]) -> int:
     """Return the last round from which every site can go on; 1 where none has begun.
 
-    A site that comes back does not take the others further back than they stand.
+    A site that comes back does not make the others repeat rounds.
 
     Example:
         >>> first_round([{"kept": [3, 4], "returning": False}, {"kept": [2, 3], "returning": False}])
@@ -91,7 +92,8 @@ def stands(kept: Sequence[int], round_: int) -> bool:
 def roster_of(sites: Sequence[int], told: Sequence[Answer]) -> Roster:
     """Return who takes part, given the answers of these sites, in the same order.
 
-    Who returns waits until no site has its next state on disk already, where the share it would give is whole.
+    A returning site waits while another site already has the checkpoint of this round on disk: no share was split off
+    that checkpoint.
 
     Example:
         >>> roster_of([0, 2], [{"state": "staying", "ahead": False}, {"state": "returning", "ahead": False}])

@@ -86,6 +86,7 @@ def share_sums(
 
     Raises:
         UsageError: when there are too few sites for the number that may collude.
+        NoCommonPlan: when a site makes no further attempt.
         WsiFlError: when a message is not what was agreed on; the sum is void then.
     """
     colluding = schedule.colluding
@@ -136,7 +137,7 @@ def share_sums(
 
 
 def _refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
-    """Why a site makes no further attempt, whatever others say; "" where it does."""
+    """Return why a site makes no further attempt, whatever others say; "" where it makes one."""
     affords = site.plan is None or site.ledger.affords(site.ledger.last_sent() + 1, site.plan)
     approved = site.ledger.named.get("approved", "")
     tried = attempts_of(site.ledger.entries, site.name, approved)
@@ -168,7 +169,7 @@ class _Sum:
     present: list[int]
 
     def context(self, site: Site) -> bytes:
-        """What the masks are bound to, so that none serves another sum."""
+        """Return what the masks are bound to, so that a mask fits this sum alone."""
         who = ",".join(map(str, self.present))
         return f"{run_id(site.ledger.run)} attempt {self.attempt} of {who}".encode()
 
@@ -195,7 +196,11 @@ def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> 
 
 
 def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
-    """Standard deviation, in steps, of one site's share, so that those of honest sites are what the plan says."""
+    """Return the σ of one site's share, in steps: the shares of the honest sites add up to the plan's noise.
+
+    Raises:
+        WsiFlError: when they do not.
+    """
     sensitivity = sensitivity_of(plan.clip, SCALE, n)
     share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, colluding)
     if noise_multiplier(share, n_sites, colluding, sensitivity, n) < plan.sigma:
@@ -212,7 +217,11 @@ def _noise(share: float, n: int, sum_: _Sum, index: int) -> NDArray[np.int64]:
 
 
 def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n_sites: int) -> None:
-    """Put the mean of all sums into the site's head."""
+    """Put the mean of all sums into the site's head.
+
+    Raises:
+        WsiFlError: when a message cannot be used, or the total is too large to be a sum of rows.
+    """
     head = _head(site, method)
     for message in others:
         problem = message.refused or ("" if message.schema == own.schema else "it is of another head")

@@ -119,7 +119,10 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
 
 
 def named(name: str, seed: int = 0) -> Topology:
-    """A topology of the table; UsageError for an unknown name.
+    """Return a topology of the table.
+
+    Raises:
+        UsageError: when the name is unknown.
 
     Example:
         >>> named("exponential") is exponential

@@ -166,7 +166,7 @@ class LedgerFile:
         self._catch_up_with_heads()
 
     def _catch_up_with_heads(self) -> None:
-        """Read on, and refuse unless what every head knows is a beginning of this file.
+        """Read on, and check that what every head knows is a beginning of this file.
 
         Raises:
             WsiFlError: when a head knows another file, or a longer one.
@@ -189,7 +189,11 @@ class LedgerFile:
                 )
 
     def catch_up(self) -> None:
-        """Read what this process and others have written since."""
+        """Read the lines that this process and others have written since.
+
+        Raises:
+            WsiFlError: when a line is damaged, or does not follow the lines before it.
+        """
         for line in self._new_lines():
             number = len(self._digests) + 1
             entry = _parsed(line, f"{self.path}: line {number}")
@@ -216,9 +220,10 @@ class LedgerFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let nobody else read what is left of the budget, or spend it, meanwhile; begin by catching up.
+        """Lock the ledger against other jobs, and catch up: nobody else may read or spend the budget meanwhile.
 
-        Copies of a study share no ledger, and yet the head in the user's own folder: so heads are locked and read too.
+        Heads are locked and read too: copies of a study have ledgers of their own, but share a head in the user's
+        folder.
 
         Raises:
             WsiFlError: when a copy of the ledger was written since.
@@ -232,7 +237,10 @@ class LedgerFile:
     def _new_lines(self) -> list[bytes]:
         """Return the whole lines after those that were read.
 
-        No release ever followed a line that a crash cut short.
+        A line that a crash cut short is left out: no release has followed it.
+
+        Raises:
+            WsiFlError: when the file is shorter than what was read of it.
         """
         if not self.path.exists():
             return []

@@ -72,7 +72,7 @@ class PrivacyPlan(Mechanism):
             raise UsageError(f"delta must lie between 0 and 1, not {self.delta:g}")
 
     def refuse_large_delta(self) -> None:
-        """Refuse a δ at which one record of n may be given away whole, as a real hospital must.
+        """Refuse a δ of 1 / n or more, at which a whole record may be given away; a real hospital must.
 
         Raises:
             UsageError: when δ is not below 1 / n.
@@ -130,13 +130,24 @@ class Applies(Protocol):
     """What a trainer under differential privacy is about to apply."""
 
     @property
-    def sigma(self) -> float: ...
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        ...
+
     @property
-    def clip(self) -> float: ...
+    def clip(self) -> float:
+        """Return the bound C on a unit's gradient."""
+        ...
+
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Return the divisor of the noisy sum."""
+        ...
+
     @property
-    def unit(self) -> str: ...
+    def unit(self) -> str:
+        """Return "row" or "patient"."""
+        ...
 
 
 def require_planned(

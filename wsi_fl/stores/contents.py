@@ -1,4 +1,4 @@
-"""What stands for the pixels of a shard's patches: the pixels, JPEG streams, or the slide itself; and reading each."""
+"""Read a shard's patches from what it holds: pixels, JPEG streams, or only a reference to the slide."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint
 
 
 def quality_of(content: str) -> int | None:
-    """The quality of `jpeg:Q`, None for `raw`, `native` and `none`.
+    """Return the quality of `jpeg:Q`, or None for `raw`, `native` and `none`.
 
     Raises:
         UsageError: when it is none of these.
@@ -77,10 +77,12 @@ class Rows(Protocol):
     threaded: bool
 
     @property
-    def sums(self) -> Sums | None: ...
+    def sums(self) -> Sums | None:
+        """Return the checksums of the patches."""
+        ...
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
-        """Puts the patches `rows` of the shard at the positions `at` of `out`; any thread may call it.
+        """Put the patches `rows` of the shard at the positions `at` of `out`; any thread may call it.
 
         Raises:
             ValueError, WsiFlError, RuntimeError, OSError: when one is damaged.
@@ -95,7 +97,7 @@ class Rows(Protocol):
 def rows_of(
     shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: Sums | None = None
 ) -> Rows:
-    """How this shard's patches are read.
+    """Return the reader of a shard's patches.
 
     Args:
         sums: its checksums, where it was open before.
@@ -168,7 +170,7 @@ class _StreamRows:
         self._stream(row)
 
     def _stream(self, row: int) -> bytes:
-        """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
+        """Return one JPEG stream; where the bytes are contiguous, without HDF5, so that threads read in parallel."""
         first, last = int(self._start[row]), int(self._start[row + 1])
         if self._offset is None:
             stream = bytes(self._data[first:last])

@@ -64,7 +64,7 @@ class StoreFile:
         return f"run `wsi-fl {self.command} --site {self.site}` again"
 
     def _load(self, file: h5py.File) -> None:
-        """Reads what is held in memory; whatever is in `DAMAGE` says that the file is damaged."""
+        """Read what is held in memory; an error of `DAMAGE` means that the file is damaged."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -74,4 +74,5 @@ class StoreFile:
         self.close()
 
     def close(self) -> None:
+        """Close the file; nothing can be read afterwards."""
         self._file.close()

@@ -41,7 +41,11 @@ def read_clam(path: Path) -> Foreign:
 
 
 def _read_tensor(path: Path) -> Foreign:
-    """A `.pt` is a pickle: `weights_only` refuses whatever is no tensor before it is made."""
+    """Return the features of a `.pt`: a pickle, of which `weights_only` loads tensors alone and runs no code.
+
+    Raises:
+        WsiFlError: when it is damaged, or holds anything but one tensor of features.
+    """
     import torch
 
     _refuse_packed(ordinary(path))
@@ -63,7 +67,11 @@ def _read_tensor(path: Path) -> Foreign:
 
 
 def _refuse_packed(path: Path) -> None:
-    """Refuse a zip whose entries are packed: PyTorch packs none, and unpacks whatever it finds."""
+    """Refuse a zip whose entries are compressed: PyTorch writes none, but would unpack one of any size.
+
+    Raises:
+        WsiFlError: when an entry is compressed.
+    """
     if not is_zipfile(path):
         return  # of PyTorch before 1.6
     try:
