@@ -126,8 +126,8 @@ class Graph:
         reached = _closure(reached)
         for to, site in np.argwhere(reached & ~reached.T)[:1]:
             raise UsageError(
-                f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, and nothing ever comes back, "
-                f"so that the weight of {self.names[site]} runs dry; add edges that lead back to it"
+                f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, but nothing ever comes back, "
+                f"so that the weight of {self.names[site]} falls to 0; add edges that lead back to it"
             )
 
 

@@ -97,7 +97,7 @@ def federate(
     """
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
-        raise UsageError(f"{row.name} needs more than sites' own examples, and so a study")
+        raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
     if row.once:
         rounds, batch_size, proxy = 1, maxsize, _head_for(sites)
     plans = _Plans(sigma, clip, delta, unit, batch_size, "paper" if row.taught and beta else "strict")

@@ -127,7 +127,9 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         kept, first = site.folder.checkpoints(), firsts[site.index]
         last = max(kept, default=0)
         if not stands(kept, first) and (last > first or not site.returning):
-            raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
+            raise WsiFlError(
+                f"{site.folder.path}: no checkpoint of round {first}, from which the others go on"
+            )
         sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
         # it has missed rounds; attempts at a sum of all sites are no rounds
         missed = site.ledger.last_round() > last + 1 and schedule.colluding is None

@@ -44,12 +44,12 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 _MOST = 1 << 30
-"""More rows than any sum is of: what comes to more is no sum."""
+"""More rows than any sum has; a larger total is invalid."""
 _FURTHEST = 100
-"""Attempts by which the count of one site may be ahead of another's."""
+"""How many attempts one site's count may be ahead of another's."""
 _REFUSALS = {
     "budget": "its max_epsilon does not allow another attempt at the sum",
-    "finished": "it holds the sum, and makes another one only where its people approve the plan again",
+    "finished": "it has the sum, and makes another one only after its people approve the plan again",
     "approval": f"its approval was good for {MOST_ATTEMPTS} attempts at the sum; let its people approve the plan again",
 }
 
@@ -205,7 +205,7 @@ def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
     share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, colluding)
     if noise_multiplier(share, n_sites, colluding, sensitivity, n) < plan.sigma:
         raise WsiFlError(
-            f"shares of {share:g} steps do not add up to the noise of the plan; raise privacy.sigma"
+            f"noise in shares of {share:g} steps adds up to less than the plan's; raise privacy.sigma"
         )
     return share
 
@@ -233,7 +233,7 @@ def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n
     hidden = [np.ascontiguousarray(one, np.uint8).view("<u8").astype(np.uint64) for one in vectors]
     total = opened(hidden) / SCALE
     if np.abs(total).max() > _MOST:
-        raise WsiFlError("the sum is void: what all messages come to is no sum; go on with train --resume")
+        raise WsiFlError("the sum is void: the messages add up to too much; go on with train --resume")
     mean = np.concatenate([total / n_sites, [float(head.released[-1])]]).astype(np.float32)
     site.traveller(method).load_vector(mean, n_sites=n_sites)
     site.push = PushSum(mean, 1.0)

@@ -210,7 +210,7 @@ def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str
     except WsiFlError:
         if any(said.split()[0] == content for said in ledger.released()):
             raise WsiFlError(
-                f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
+                f"site {ledger.site}: a different {content} has left it in this run before; start a new run"
             ) from None
         released = ledger.release(round_, values, schema=agreed, mechanism=None, content=content)
         ledger.sending(round_, released.digest)

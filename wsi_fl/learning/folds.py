@@ -33,7 +33,7 @@ def folds_of(
     """
     if n := int((patient == "").sum()):
         raise UsageError(
-            f"{n} rows have no patient, and folds are of patients; name them in the table of slides"
+            f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
         )
     names, which = np.unique(patient, return_inverse=True)
     if len(names) < n_folds:

@@ -95,7 +95,7 @@ def _rdp_of_one_step(
     sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS
 ) -> NDArray[np.float64]:
     if sigma > _MOST_SIGMA:
-        raise UsageError(f"sigma {sigma:g} is beyond all use; the accountant goes up to {_MOST_SIGMA:g}")
+        raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MOST_SIGMA:g}")
     rdp = _opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
     return np.asarray(rdp, np.float64)
 

@@ -173,7 +173,7 @@ class LedgerFile:
         """
         if gone := [head for head in self._seen if not head.exists()]:
             raise WsiFlError(
-                f"{gone[0]} was taken away; put it back: it keeps copies of the ledger from spending too"
+                f"{gone[0]} is missing; put it back: it prevents copies of the ledger from spending the budget too"
             )
         known = {
             head: _read_head(head) for head in self._heads if head.exists()
@@ -185,7 +185,7 @@ class LedgerFile:
                 raise WsiFlError(
                     f"{self.path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
                     f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
-                    "whatever became of its studies"
+                    "even where its studies were deleted"
                 )
 
     def catch_up(self) -> None:
@@ -199,7 +199,7 @@ class LedgerFile:
             entry = _parsed(line, f"{self.path}: line {number}")
             if entry.prev != self._so_far.hexdigest():
                 raise WsiFlError(
-                    f"{self.path}: line {number} does not follow the lines before it, which were changed; put the "
+                    f"{self.path}: line {number} does not fit the lines before it, so they were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"
                 )
             self._so_far.update(line + b"\n")

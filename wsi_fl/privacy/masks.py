@@ -167,7 +167,7 @@ def _check_publics(publics: Sequence[bytes]) -> None:
             raise WsiFlError(f"the public key of site {site} is not {_KEY_BYTES} bytes")
         if int.from_bytes(public, "little") >= _PRIME:
             raise WsiFlError(
-                f"the public key of site {site} is degenerate: it is another one, written differently"
+                f"the public key of site {site} is degenerate: it is not written in the canonical way"
             )
         if public in seen:
             raise WsiFlError(f"sites {seen[public]} and {site} have the same public key")

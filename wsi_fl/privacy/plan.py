@@ -63,7 +63,9 @@ class PrivacyPlan(Mechanism):
                 f"1/{per_epoch} and a multiple of {per_epoch} steps, not {self.sample_rate:g} and {self.steps}"
             )
         if not (self.sigma >= 0 and isfinite(self.sigma) and self.clip > 0):
-            raise UsageError(f"sigma = {self.sigma:g} and clip = {self.clip:g} make no privacy plan")
+            raise UsageError(
+                f"a privacy plan needs sigma from 0 on and clip above 0, not {self.sigma:g} and {self.clip:g}"
+            )
         if self.unit not in ("row", "patient") or self.mode not in ("strict", "paper"):
             raise UsageError(f"a privacy plan knows no unit {self.unit!r} in mode {self.mode!r}")
         if self.accountant != ACCOUNTANT:

@@ -65,7 +65,7 @@ def proposals(
         mechanism = Mechanism(sigma, clip, rate, steps)
         found[batch_size] = Proposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
     if not found:
-        raise UsageError(f"{epochs:g} epochs are not a single step; ask for more rounds")
+        raise UsageError(f"{epochs:g} epochs make less than one step; ask for more rounds")
     return list(found.values())
 
 

@@ -194,7 +194,7 @@ class _SlideRows:
         if self._read_slide is None:
             raise SlideUnreadable(
                 f"the store holds no pixels of slide {self._source.slide} (store.pixels = none), "
-                "and nobody here reads slides"
+                "and slides cannot be read here"
             )
         out[at] = self._read_slide(self._source, self._xy_l0[rows], self._spec)
 

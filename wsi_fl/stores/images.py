@@ -112,7 +112,7 @@ def _from_npz(path: Path) -> dict[str, Any]:
         refuse_too_large(path, stated)
         if packs_too_much(stated, path.stat().st_size):
             raise UsageError(
-                f"{path}: states {stated} bytes, which so small a file does not hold; it is damaged"
+                f"{path}: claims {stated} bytes, more than a file of its size can hold; it is damaged"
             )
         return {name: file[name] for name in wanted}
 

@@ -55,7 +55,7 @@ def _read_tensor(path: Path) -> Foreign:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise WsiFlError(
-            f"{path.name}: damaged, or a pickle of more than a tensor, which could run code; it is not opened"
+            f"{path.name}: damaged, or it holds more than a tensor; it could run code, so it is not opened"
         ) from None
     except Exception as error:  # torch wraps what it finds in whatever comes first
         raise WsiFlError(f"{path.name}: damaged ({str(error).strip().splitlines()[0][:120]})") from None
@@ -81,7 +81,7 @@ def _refuse_packed(path: Path) -> None:
         return  # for PyTorch to say
     if packed:
         raise WsiFlError(
-            f"{path.name}: its tensor is packed, as PyTorch packs none; save it anew by torch.save"
+            f"{path.name}: its tensor is compressed, which PyTorch never does; save it anew by torch.save"
         )
 
 
