@@ -33,7 +33,7 @@ class BufferShape:
 
     @property
     def schema(self) -> str:
-        """SHA-256 that tells one shape from another."""
+        """Return the SHA-256 that identifies the shape."""
         return hashlib.sha256(json.dumps(["buffer", asdict(self)], sort_keys=True).encode()).hexdigest()
 
 
@@ -56,12 +56,12 @@ class Buffer:
 
 
 def packed(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
-    """Images uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
+    """Return images uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
     return np.concatenate([label.astype(_LABEL).view(np.uint8), pixels.reshape(-1)])
 
 
 def unpacked(values: Flat, shape: BufferShape) -> Examples:
-    """The samples of a buffer in which `problem_of` finds nothing wrong."""
+    """Return the samples of a buffer that `problem_of` accepts."""
     head = shape.n * _LABEL.itemsize
     pixels = values[head:].reshape(shape.n, shape.size_px, shape.size_px, shape.channels)
     name = np.full(shape.n, "synthetic")
@@ -69,7 +69,7 @@ def unpacked(values: Flat, shape: BufferShape) -> Examples:
 
 
 def problem_of(values: Flat, shape: BufferShape) -> str:
-    """Why these bytes are no buffer of this shape; empty when they are one."""
+    """Return why these bytes are no buffer of this shape, or "" where they are one."""
     if len(values) != shape.n_bytes:
         return f"it has {len(values)} bytes, agreed on {shape.n_bytes}"
     if (beyond := int(_labels(values, shape).max())) >= shape.n_classes:

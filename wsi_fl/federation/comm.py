@@ -54,7 +54,7 @@ class Traffic:
     seconds: float = 0.0
 
     def since(self, before: Traffic) -> Traffic:
-        """What was added after `before` was noted down."""
+        """Return the traffic since `before`."""
         return Traffic(
             self.messages - before.messages, self.bytes - before.bytes, self.seconds - before.seconds
         )
@@ -289,7 +289,7 @@ class MpiComm:
     def _wait(
         self, requests: Sequence[Any], peers: Sequence[int], round_: int | None, limit_s: float | None = None
     ) -> None:
-        """Waits for all requests with a deadline of our own: a slow or stopped peer must not hang us for ever."""
+        """Wait for all requests up to a deadline, so that a stopped peer cannot hang this process for ever."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         began = said = time.monotonic()
         pause = 0.0

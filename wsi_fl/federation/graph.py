@@ -109,7 +109,7 @@ class Graph:
         return Graph(tuple(self.names[site] for site in present), tuple(rounds), self.source, thinned=True)
 
     def check(self, self_weight: float) -> None:
-        """Refuses a graph in which the weight of a site runs dry, at once or little by little.
+        """Refuse a graph in which the weight of a site falls to 0, at once or little by little.
 
         PushSum divides by that weight, and what a site learns counts by its inverse. It stays above a bound
         where whatever leaves a site over one course of the rounds can come back (strong connectivity in the
@@ -146,7 +146,7 @@ def _shares(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[
 
 
 def _closure(reached: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether what site j has reaches site i in any number of steps, bool[n, n]."""
+    """Return bool[n, n], whether what site j has reaches site i in any number of steps."""
     reached = reached | np.eye(len(reached), dtype=bool)
     for _ in range(len(reached).bit_length()):
         reached = reached @ reached
@@ -233,6 +233,6 @@ def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
 
 
 def _short(value: object, limit: int = 60) -> str:
-    """As it stands in the file, on one line."""
+    """Return a JSON value as the file has it, on one line."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"

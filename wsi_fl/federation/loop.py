@@ -114,7 +114,7 @@ def _communicate(
     *,
     round_: int,
 ) -> None:
-    """Take all hops of the round's graph over the sites present, or make a sum of them that hides its parts."""
+    """Take all hops of the round's graph over the sites present, or let them make a masked sum."""
     if schedule.colluding is not None:
         share_sums(sites, method, comm, schedule, roster.present, round_=round_)
         return
@@ -164,7 +164,7 @@ def _train_and_record(
 
 
 def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], round_: int) -> None:
-    """Put a model that stays at home back to what it was where it is no longer finite; tell nobody else.
+    """Restore a model that stays at home where it is no longer finite; tell nobody else.
 
     Whether it diverged depends on records that no ε covers, so the round goes on as if nothing had happened.
     """

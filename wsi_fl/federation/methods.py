@@ -142,14 +142,14 @@ class Method:
 
     @property
     def mixed(self) -> Share | None:
-        """What sites send each other in a round and mix; None where nothing is."""
+        """Return what sites send each other in a round and mix; None where nothing is mixed."""
         return next(
             (share for share in self.shares if share.in_rounds and share.what in ("model", "sums")), None
         )
 
     @property
     def travels(self) -> str | None:
-        """The role whose parameters are mixed."""
+        """Return the role whose parameters are mixed; None where none are."""
         return self.mixed.of if self.mixed is not None else None
 
     @property
@@ -159,12 +159,12 @@ class Method:
 
     @property
     def once(self) -> bool:
-        """Whether each site releases a single time, sums of all its rows instead of a trained model."""
+        """Return whether each site releases sums of all its rows once, instead of a trained model."""
         return self.share("sums") is not None
 
     @property
     def starts(self) -> bool:
-        """Whether what travels is a model that is trained, and so starts from somewhere."""
+        """Return whether a trained model travels, so that it needs initial weights."""
         return self.travels is not None and not self.once
 
     @property
@@ -235,7 +235,7 @@ def mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStre
 
 
 def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Take the sums of all rows; the private model was fitted to them before."""
+    """Compute the sums of all rows; the private model was fitted to all rows before."""
     from wsi_fl.learning.local import sum_up
 
     del weights
@@ -244,7 +244,7 @@ def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
 
 
 def _oneshot() -> Method:
-    """Heads that are made of sums of features, which each site releases once.
+    """Return the method whose heads are computed from sums of features, which each site releases once.
 
     Where the sums lie in files by now, none are taken, and nothing travels.
     """
@@ -282,7 +282,7 @@ METHODS = Table("wsi_fl.methods", _OWN, Method)
 
 
 def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
-    """Return the names of all methods for which something holds, for people.
+    """Return the names of all methods with a property, for messages.
 
     Example:
         >>> names_of(lambda row: row.once)

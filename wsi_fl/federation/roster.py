@@ -1,4 +1,4 @@
-"""Where sites stand, who is there in a round, who leaves and who comes back: it follows from what each tells all."""
+"""Decide where sites resume, and who takes part, leaves or returns in a round, from what each site tells all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Answer(TypedDict):
 
 
 class Arrival(TypedDict):
-    """Whether a site takes part, once those who return were given their shares."""
+    """Whether a site takes part, told after returning sites were given their shares."""
 
     active: bool
 

@@ -1,4 +1,4 @@
-"""Sums whose noise is added once in all: nobody reads more than the sum of all sites.
+"""Sums of all sites with noise that is added once in total; nobody can read more than the sum.
 
 Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
 CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
@@ -175,7 +175,7 @@ class _Sum:
 
 
 def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> Release:
-    """The site's sums with its share of the noise, under masks, on the site's ledger and about to leave."""
+    """Return the site's masked sums with its share of the noise, recorded in its ledger as about to leave."""
     head = _head(site, sum_.method)
     exact = head.exact[:-1].cpu().numpy()
     values, share = quantised(exact, SCALE), 0.0

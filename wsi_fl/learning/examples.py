@@ -187,7 +187,7 @@ def joined(parts: list[Examples]) -> Examples:
 
 
 def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
-    """Of stores whose classes agree; where they do not, the preflight says so, and not this."""
+    """Return the allowed classes of all parts joined; that their classes agree is checked by the preflight."""
     known = [part.allowed.shape[1] for part in parts if part.allowed is not None]
     if not known:
         return None
@@ -215,7 +215,7 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def tensor_of(inputs: Inputs) -> Tensor:
-    """What models take: images float32[b, c, h, w] in [−1, 1], or features as they are."""
+    """Return the input of models: images as float32[b, c, h, w] in [−1, 1], features unchanged."""
     import torch
 
     return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
@@ -261,7 +261,7 @@ def batches(
 
 
 def _drawn(examples: Examples, draws: CipherStream) -> Callable[[NDArray[np.int64]], Inputs]:
-    """Each row by a number of its own."""
+    """Return a reader of rows that hands `show` a fresh random number for each row."""
     show = examples.show
     if show is None:
         return examples.read

@@ -49,7 +49,7 @@ class Lesson:
     replayed: Examples | None = None
 
     def examples(self) -> Examples:
-        """Both parts as one, `learned` first."""
+        """Return both parts joined, `learned` first."""
         return self.learned if self.replayed is None else joined([self.learned, self.replayed])
 
     def rows_of(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
@@ -108,13 +108,13 @@ def _real_and_received(material: Material) -> Lesson | None:
 
 
 def _synthetic_and_received(material: Material) -> Lesson | None:
-    """Its own synthetic samples in place of its rows (Fig. 5b)."""
+    """Return the site's own synthetic samples in place of its rows (Fig. 5b)."""
     assert material.own is not None
     return Lesson(material.own, rows_alone(len(material.own)), _pooled(material.received))
 
 
 def _synthetic_of_all(material: Material) -> Lesson | None:
-    """All sites' synthetic samples alike, as a centre would that has no patches; nothing before they are there."""
+    """Return the synthetic samples of all sites, as for a centre without patches; None before they arrive."""
     if not material.received:
         return None
     assert material.own is not None

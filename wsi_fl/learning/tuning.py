@@ -26,7 +26,7 @@ _SURE = 1e-12
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A linear head fitted to all rows of a site, with its classes' scores equal midway between them on unseen rows.
+    """A linear head fitted to all rows of a site, its decision boundary midway between the classes on unseen rows.
 
     Attributes:
         weight, bias: float64[classes, d], float64[classes].
@@ -182,7 +182,7 @@ Trained = Callable[[Way, NDArray[np.bool_]], Probabilities]
 
 
 def _loss(said: Said, truth: Truth, task: Task) -> float:
-    """What settings are chosen by, lower is better: balanced log-loss of classes, else minus the task's first score."""
+    """Return the criterion of settings, lower is better: balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
         return balanced_loss(said, truth)
     reached = quality(said, truth, task)

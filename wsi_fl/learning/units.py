@@ -1,4 +1,4 @@
-"""What privacy counts: rows or patients, how they are drawn, and which training rows a batch of them has."""
+"""Units of privacy, rows or patients: how they are drawn, and the training rows of a batch of them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Units:
     def labelled(
         self, drawn: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
     ) -> Iterator[Batch]:
-        """The batches of these rows, where units are patients with whose each row is."""
+        """Yield the batches of these rows; where units are patients, with the patient of each row."""
         if self.kind == "row":
             yield from drawn
             return
@@ -76,9 +76,9 @@ class Units:
             yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
 
     def with_canaries(self, included: NDArray[np.bool_]) -> Units:
-        """And canaries, each a unit of its own; those that are not included have no row.
+        """Return the units with canaries added, each a unit of its own; those that are not included have no row.
 
-        How many units there are, and so rate and number of steps, does not depend on the coins.
+        The number of units, and so the sample rate and the number of steps, does not depend on the coins.
 
         Args:
             included: bool[m]; the rows of those come behind all others.
@@ -100,7 +100,7 @@ def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units
 
 
 def require_patients(patient: NDArray[np.str_], site: str) -> None:
-    """Refuses rows without a patient where patients are to be protected.
+    """Refuse rows without a patient where the patient is the unit of privacy.
 
     Taken for a patient of its own such a row would be promised what may not hold: whom it comes from may have others.
     """

@@ -44,7 +44,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def _ties_nothing(module: nn.Module) -> bool:
-    """Return whether a module is known to treat the examples of a batch one by one, its children aside."""
+    """Return whether a module, without its children, is known to treat the examples of a batch independently."""
     if type(module) in GHOSTS:
         return True
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -52,7 +52,7 @@ def _ties_nothing(module: nn.Module) -> bool:
 
 
 def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
-    """Return the first engine whose per-example gradients, on a copy of the model, are those of single examples.
+    """Return the first engine whose per-example gradients agree with those of single examples, on a copy of the model.
 
     Clipping means nothing where they differ, and an architecture from elsewhere may do what an engine does not
     see: use parameters outside their module, operate in place, tie the examples of a batch together.
@@ -193,7 +193,7 @@ class DPTrainer:
 
     @classmethod
     def of(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
-        """Return what trains a model by Adam as a plan says, with its σ, C, B and unit.
+        """Return the trainer of a model by Adam with a plan's σ, C, B and unit.
 
         Example:
             >>> from wsi_fl.privacy.plan import plan_of_round

@@ -168,7 +168,7 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Opacus's unfold misreads the strides of any other layout, and says nothing."""
+    """Make inputs contiguous: Opacus's unfold silently misreads the strides of any other layout."""
     return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
 
 

@@ -1,4 +1,4 @@
-"""What an ε per row is worth to a patient with k rows: group privacy of DP-SGD.
+"""Group privacy of DP-SGD: ε of a patient with k rows, from an ε per row.
 
 Of the k rows of a group each enters a batch with probability q, so the sum moves by a vector v_S with |v_S| ≤ |S| C,
 where |S| is binomial. One step is then a mixture P = Σ_S p_S N(v_S, σ²C²) against Q = N(0, σ²C²). The likelihood ratio
@@ -128,14 +128,14 @@ def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDA
 
 
 def by_textbook(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
-    """kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is still `delta` (Vadhan, 2017, lemma 2.2).
+    """Return kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is at most `delta` (Vadhan, 2017, lemma 2.2).
 
     The smaller δ', the larger ε; the largest one that suffices is searched among powers of ten. Any that suffices is a
     bound, so that the search may halve its steps.
     """
 
     def bound(step: int) -> float | None:
-        """kε where this δ' suffices, infinite where it is beyond use, None where it is still too large."""
+        """Return kε where this δ' suffices, infinity where kε is too large, None where δ' is too large."""
         smaller = delta * 10.0 ** (-step / 4)
         value = epsilon(mechanisms, smaller) if smaller > 0 else inf
         if not isfinite(value) or k * value > MOST_EPSILON:

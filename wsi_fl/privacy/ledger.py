@@ -1,4 +1,4 @@
-"""The ledger of a site, and the only door through which anything leaves it.
+"""The privacy ledger of a site; whatever leaves the site is recorded here first.
 
 A `Release` is what `Comm` accepts, and only `PrivacyLedger.release` makes one, after writing down what it
 costs. Ledgers are append-only JSON lines, one file per site and study; each run composes its own ε, and for a
@@ -104,7 +104,7 @@ class PrivacyLedger:
         return epsilon_of(scope, self.terms.delta, seeded=not lifetime)
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
-        """Return what the ε is worth: as much as the weakest of all promises that it adds up."""
+        """Return the guarantee of the ε: the weakest among all rounds that it adds up."""
         scope = self._scope(lifetime)
         if any(e.mechanism or e.bare for e in scope) and self.epsilon(lifetime=lifetime) is None:
             return "none"

@@ -1,4 +1,4 @@
-"""The file of a ledger: JSON lines, each chained to everything before it, and heads that remember how far it was.
+"""The file of a ledger: JSON lines, each with the hash of all before it, and heads that remember its length.
 
 Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
 A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
@@ -109,9 +109,9 @@ class Entry(_Line):
 
     @property
     def bare(self) -> bool:
-        """Return whether something of the training patients may leave by it without differential privacy.
+        """Return whether data of training patients may leave by this entry without differential privacy.
 
-        Counts of test patients (`SCORES`) say of training patients what the releases that were scored say, and no more.
+        Counts of test patients (`SCORES`) tell no more of training patients than the releases that were scored.
         """
         return bool(self.released and self.mechanism is None and self.released.split()[0] != SCORES)
 
@@ -329,6 +329,6 @@ def _kind_of(vector: Values) -> type[np.uint8] | type[np.float32]:
 
 
 def digest(vector: Values) -> str:
-    """SHA-256 of the bytes that travel."""
+    """Return the SHA-256 of the bytes that travel."""
     kind = "u1" if vector.dtype == np.uint8 else "<f4"
     return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()

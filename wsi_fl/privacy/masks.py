@@ -1,4 +1,4 @@
-"""Sums that nobody can take apart: masks of pairs of sites cancel when all messages are added up.
+"""Secure sums: pairwise masks hide each site's message and cancel when all messages are added.
 
 Each pair of sites agrees on a secret (X25519), derives a key from it (HKDF with SHA-256) and from the key a stream of
 numbers (ChaCha20). One site of the pair adds the stream modulo 2⁶⁴, the other subtracts it. A message cannot be told

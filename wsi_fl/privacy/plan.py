@@ -1,4 +1,4 @@
-"""The privacy plan of a site: one frozen object from which everything that must agree is made.
+"""The privacy plan of a site: one frozen object that sampling, training, accounting and reports are made from.
 
 The sampler, the trainer, the ledger's entry, the dry run and the report all read the same plan, so they cannot
 disagree. What a round is about to do is compared with its plan before the first step (`require_planned`).
@@ -155,7 +155,7 @@ class Applies(Protocol):
 def require_planned(
     plan: PrivacyPlan, trainer: Applies, *, n: int, steps: int, delta: float, mode: Mode
 ) -> None:
-    """Refuse a round that is about to do anything but its plan.
+    """Refuse a round whose training would differ from its plan.
 
     Args:
         plan: what the ledger will be told.

@@ -1,4 +1,4 @@
-"""What a store's file remembers of its own bytes: CRC-32 tells damage, and no forgery. See FORMAT.md."""
+"""Checksums inside a store's file: CRC-32 detects damage, but no forgery. See FORMAT.md."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
 
 
 def check_rows(sums: Sums, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
-    """Compare values that were read with what is remembered of them.
+    """Compare values that were read with their checksums.
 
     Args:
         sums: of all rows.

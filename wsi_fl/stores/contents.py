@@ -35,7 +35,7 @@ class SlideSource:
 
 
 class SlideUnreadable(WsiFlError):
-    """The slide that a shard without pixels stands for is missing, another one, or damaged."""
+    """The slide that a shard without pixels refers to is missing, another one, or damaged."""
 
 
 ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
@@ -117,7 +117,7 @@ def rows_of(
 
 
 def source_of(shard: h5py.Group) -> SlideSource:
-    """The slide of a shard without pixels, from its attributes."""
+    """Return the slide of a shard without pixels, from its attributes."""
     attrs = shard.attrs
     override = float(attrs["mpp_override"])
     return SlideSource(

@@ -1,4 +1,4 @@
-"""A store's file, opened for reading: found, of the right format and version, whole, and closed again."""
+"""Open a store's file for reading, after checks of its format, version and checksums."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StoreFile:
 
     @property
     def site(self) -> str:
-        """The folder of the store, which is called like its site."""
+        """Return the name of the store's folder, which is that of its site."""
         return self.path.absolute().parent.name
 
     @property

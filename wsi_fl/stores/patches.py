@@ -46,7 +46,7 @@ _ROWS_PER_TASK = 4
 
 
 class PatchStore(StoreFile):
-    """A patch store, read-only; linked and packed stores read the same, whatever stands for the pixels.
+    """A patch store, read-only; linked and packed stores read the same, however pixels are stored.
 
     Args:
         read_slide: reads patches from a slide, for stores without pixels (`store.pixels = none`).
@@ -127,7 +127,7 @@ class PatchStore(StoreFile):
 
     @cached_property
     def channels(self) -> int:
-        """3 for RGB, 1 for grey; every shard of a store has as many as the first."""
+        """Return 3 for RGB, 1 for grey; every shard of a store has as many as the first."""
         return self._rows_of(self.slides[0]).shape[-1] if self.slides else 3
 
     def shard(self, slide: str) -> Any:

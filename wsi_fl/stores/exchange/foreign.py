@@ -1,4 +1,4 @@
-"""Bags of features as other tools write them: what a file says of its patches, read whole or refused in one line."""
+"""Bags of features that other tools wrote: a file is read whole, or refused in one line."""
 
 from __future__ import annotations
 
