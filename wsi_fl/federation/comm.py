@@ -85,7 +85,7 @@ class Comm(Protocol):
         size: int,
         kind: Kind = NUMBERS,
     ) -> list[Message]:
-        """Sends all, waits for the (sender, receiver) pairs in `expected` whose receiver is local.
+        """Send all, and wait for the (sender, receiver) pairs in `expected` whose receiver is local.
 
         Args:
             size: number of values that all sites agreed on, and of which kind.
@@ -267,7 +267,7 @@ class MpiComm:
         return [decoded(texts[site].tobytes(), kind, self._name(site)) for site in self.running]
 
     def abort(self, code: int = 1) -> None:
-        """Ends all ranks at once with this exit code; the others could only wait for this one."""
+        """End all ranks at once with this exit code; the others could only wait for this one."""
         self._world.Abort(code)
 
     def _mpi_kind(self, kind: Kind) -> Any:

@@ -104,7 +104,7 @@ def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = MOST
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """The validator of a TypedDict, and of those in it."""
+    """Return the validator of a TypedDict, and of those in it."""
     return TypeAdapter(with_config(_STRICT)(kind))
 
 

@@ -57,7 +57,7 @@ class Graph:
     thinned: bool = False
 
     def __call__(self, n_sites: int, round_: int, self_weight: float = 0.0) -> list[NDArray[np.float64]]:
-        """The hop of a round, P[n, n], or none where nobody sends.
+        """Return the hop of a round, P[n, n], or none where nobody sends.
 
         Raises:
             UsageError: when a site would be left with nothing, that is a row of P has no share.
@@ -79,7 +79,7 @@ class Graph:
         return [matrix]
 
     def among(self, present: Sequence[int]) -> Graph:
-        """The graph of the sites at positions `present`, ascending, which become 0, 1, ….
+        """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
 
         Edges from and to others are dropped, and those from which nothing can come back any more (see `check`);
         what a site sent there goes to its other receivers.
@@ -162,7 +162,7 @@ def _sent(edges: Iterable[Edge]) -> dict[int, float]:
 
 
 def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
-    """The graph in a JSON file, for the sites of a run in their order.
+    """Return the graph in a JSON file, for the sites of a run in their order.
 
     Raises:
         UsageError: one line with the file and the round when it is missing, of another form, names unknown sites,
@@ -178,7 +178,7 @@ def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Gra
 
 
 def parse_graph(document: object, names: Sequence[str], source: str = "graph") -> Graph:
-    """The graph that a JSON document describes.
+    """Return the graph that a JSON document describes.
 
     Raises:
         UsageError: one line with the source and the round.

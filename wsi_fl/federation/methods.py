@@ -88,7 +88,7 @@ class Share:
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the loop sends it along a graph."""
+        """Return whether the loop sends it along a graph."""
         return self.times in ("rounds", "once") and self.by != FILES
 
     def is_bare(self, with_dp: bool) -> bool:
@@ -154,7 +154,7 @@ class Method:
 
     @property
     def without_dp(self) -> tuple[Share, ...]:
-        """What leaves without differential privacy by design."""
+        """Return what leaves without differential privacy by design."""
         return tuple(share for share in self.shares if share.protected == "leave")
 
     @property
@@ -169,12 +169,12 @@ class Method:
 
     @property
     def talks(self) -> bool:
-        """Whether sites send each other anything in rounds."""
+        """Return whether sites send each other anything in rounds."""
         return any(share.in_rounds for share in self.shares)
 
     @property
     def taught(self) -> bool:
-        """Whether a model under privacy has a teacher trained without it, so that its ε is nominal unless β = 0."""
+        """Return whether a model under privacy has a teacher without it, so that its ε is nominal unless β = 0."""
         return any(role.dp and role.taught for role in self.learners.values())
 
     @property

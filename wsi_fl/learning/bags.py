@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 24
 
 
 def packed(bags: Sequence[Features]) -> Features:
-    """Bags float32[m_i, d] as one float32[b, max m_i, d + 1]; the last column is 1 for a patch, 0 for padding.
+    """Return bags float32[m_i, d] as one float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
 
     Example:
         >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
@@ -41,7 +41,7 @@ def bag_examples(
     in_memory: bool,
     at_once: int | None = None,
 ) -> Examples:
-    """The slides of a table as examples.
+    """Return the slides of a table as examples.
 
     Args:
         read: position in the table → features float32[m, n_features].

@@ -67,7 +67,7 @@ def canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: in
 
 
 def _noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:
-    """m images of uniform pixels, vectors of normal features, or bags of such."""
+    """Return m images of uniform pixels, vectors of normal features, or bags of such."""
     if isinstance(shape, Images):
         size = (m, shape.size_px, shape.size_px, shape.channels)
         return (stream.uniform(math.prod(size)) * 256).astype(np.uint8).reshape(size)

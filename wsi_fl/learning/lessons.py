@@ -63,7 +63,7 @@ class Lesson:
         return [self.units.rows(chosen, sampler) for chosen in plan.batches(sampler)]
 
     def rows(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
-        """Rows of `examples` for every batch without privacy: those of an epoch, then as many replayed ones.
+        """Return the rows of every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
         L(own) + L(buffer), whose constant factor Adam ignores.
@@ -98,12 +98,12 @@ LearnsFrom = Literal[
 
 
 def _real(material: Material) -> Lesson | None:
-    """The site's rows."""
+    """Return the site's rows."""
     return Lesson(material.real, material.units)
 
 
 def _real_and_received(material: Material) -> Lesson | None:
-    """Its own rows, and beside them what it received (Pennisi et al., eq. 4)."""
+    """Return the site's rows, and what it received to be replayed beside them (Pennisi et al., eq. 4)."""
     return Lesson(material.real, material.units, _pooled(material.received))
 
 

@@ -260,7 +260,7 @@ def losses_of(
 def _answers(
     predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
+    """Yield (logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
     size = min(batch_size, examples.at_once or batch_size)
     rows = np.array_split(np.arange(len(examples)), range(size, len(examples), size))
     drawn = batches(examples, iter(rows), augment=None, device=device)

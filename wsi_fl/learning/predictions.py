@@ -131,7 +131,7 @@ class Level:
         }
 
     def _of(self, said: Said, truth: Truth, patient: Names, task: Task) -> dict[str, Any]:
-        """Scores and intervals clustered by patient; of classes confusion and calibration too."""
+        """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
         found = scored(said, truth, task) | {
             "intervals": intervals(said, truth, patient, task, repeats=self.repeats)
         }

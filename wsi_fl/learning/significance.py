@@ -26,7 +26,7 @@ class Paired:
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Student's paired t-test.
+    """Return Student's paired t-test.
 
     Args:
         a, b: n values each; a[k] and b[k] were measured under the same conditions.
@@ -113,7 +113,7 @@ def clustered_ratio(
     seed: int = 0,
     level: float = 0.95,
 ) -> tuple[float, float] | None:
-    """The percentile interval of Σ part / Σ whole when runs and whole patients are drawn as in `clustered_interval`.
+    """Return the interval of Σ part / Σ whole, with runs and patients resampled as in `clustered_interval`.
 
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.

@@ -124,7 +124,7 @@ def _calibrated(mixed: NDArray[np.float64], labels: Labels) -> tuple[float, tupl
 
 
 def _logits(said: Probabilities) -> NDArray[np.float64]:
-    """Logits of probabilities: their logarithms, centred over the classes."""
+    """Return logits of probabilities: their logarithms, centred over the classes."""
     logs = np.log(np.clip(said, _LEAST, None))
     centred: NDArray[np.float64] = logs - logs.mean(1, keepdims=True)
     return centred

@@ -112,7 +112,7 @@ def integrated_briers(
 
 
 def _at_times(weights: NDArray[np.int32], at: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """Sums int64[b, n] of weights int32[b, patients] over the patients of each time."""
+    """Return sums int64[b, n] of weights int32[b, patients] over the patients of each time."""
     return np.stack([np.bincount(at, row, n) for row in weights]).astype(np.int64)
 
 

@@ -47,7 +47,7 @@ class Units:
         return np.array_equal(self.of_row, np.arange(self.n))
 
     def rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
-        """int64[b]: the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
+        """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
         if self._each_a_row:
             return chosen
         found = [self._some(self._rows_of[k], sampler) for k in chosen]
@@ -59,7 +59,7 @@ class Units:
         return rows[sampler.permutation(len(rows))[: self.max_rows]]
 
     def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-        """Rows of the batches of `epochs` shuffled passes over the units."""
+        """Yield the rows of the batches of `epochs` shuffled passes over the units."""
         for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler):
             yield self.rows(chosen, sampler)
 
@@ -88,12 +88,12 @@ class Units:
 
 
 def rows_alone(n: int) -> Units:
-    """Each of n rows is a unit."""
+    """Return n rows, each a unit."""
     return Units("row", n, np.arange(n))
 
 
 def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
-    """Each patient is a unit; every row must have one."""
+    """Return the patients of rows, each a unit; every row must have one."""
     require_patients(examples.patient, site)
     names, which = np.unique(examples.patient, return_inverse=True)
     return Units("patient", len(names), which.astype(np.int64), max_rows)

@@ -64,7 +64,7 @@ def roles(answer: str) -> tuple[str, ...]:
 def answered(
     predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
 ) -> Probabilities:
-    """float64[n, classes]: what one model says, or the mean or mixture of what both say.
+    """Return float64[n, classes], the predictions of one model, or the mean or mixture of both.
 
     Args:
         predicted: probabilities by role.

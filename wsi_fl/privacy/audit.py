@@ -102,7 +102,7 @@ def auroc_interval(
 
 
 def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
-    """Clusters by number; a row without a patient is one of its own."""
+    """Return clusters by number; a row without a patient is one of its own."""
     alone = [name or f"row {k}" for k, name in enumerate(names.tolist())]
     found, which = np.unique(alone, return_inverse=True)
     return which, len(found)

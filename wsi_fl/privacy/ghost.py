@@ -89,7 +89,7 @@ def _materialised(uses: Sequence[ByParameter]) -> Gradients:
 
 
 def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
-    """[b, …] of each trained parameter."""
+    """Return the gradients [b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
     from opacus import GradSampleModule
@@ -147,7 +147,7 @@ def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
 
 
 def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
-    """|g_i|² of the kernels, [b]: the inner products of patches with those of output gradients."""
+    """Return |g_i|² of the kernels, [b], from inner products of patches and of output gradients."""
     n_rows = len(a) * module.groups
     x, g = (z.reshape(n_rows, -1, *z.shape[2:]) for z in (_padded(module, a), g))
     at_once = max(1, (_GRAM_CUDA if x.is_cuda else _GRAM_CPU) // x[0, 0].numel() ** 2)
@@ -185,7 +185,7 @@ def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
 
 
 def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ByParameter:
-    """[b, …] of each trained parameter: the examples become groups of one image's channels."""
+    """Return the gradients [b, …] of each trained parameter; the examples become groups of one image's channels."""
     found: ByParameter = {}
     if module.weight.requires_grad:
         kernels = _weight_gradient(module, a.flatten(0, 1)[None], g.flatten(0, 1)[None], n_examples=len(a))

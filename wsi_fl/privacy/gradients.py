@@ -83,7 +83,7 @@ def _kept(c: Tensor) -> Kept:
 
 @contextmanager
 def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
-    """Collects input and output of every use of a module with trained parameters."""
+    """Record input and output of every use of a module with trained parameters."""
     records: list[_Recorded] = []
 
     def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -89,7 +89,7 @@ class Bag:
 
     @property
     def placed(self) -> bool:
-        """Whether it is known where on the slide the patches lie."""
+        """Return whether the places of the patches on the slide are known."""
         return bool((self.xy_l0 != UNPLACED).any())
 
 
@@ -264,12 +264,12 @@ class BagStore(StoreFile):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[s] patches of each slide."""
+        """Return int64[s], the number of patches of each slide."""
         return np.diff(self._start)
 
     @property
     def bag_of_patch(self) -> NDArray[np.int64]:
-        """int64[n], the bag of each patch."""
+        """Return int64[n], the bag of each patch."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @cached_property

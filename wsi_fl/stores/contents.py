@@ -203,5 +203,5 @@ class _SlideRows:
 
 
 def shard_bytes(shard: Any) -> int:
-    """Bytes of all datasets of a shard."""
+    """Return the bytes of all datasets of a shard."""
     return sum(int(node.size) * int(node.dtype.itemsize) for node in shard.values())

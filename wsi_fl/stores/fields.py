@@ -62,7 +62,7 @@ def write_root(file: h5py.File, meta: StoreMeta) -> None:
 
 
 def origin_attrs(meta: StoreMeta) -> dict[str, Any]:
-    """The optional root attributes that say where patches come from."""
+    """Return the optional root attributes that say where patches come from."""
     synthetic = {} if meta.generator is None else {"synthetic": True, "generator": meta.generator}
     return synthetic | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})
 

@@ -229,7 +229,7 @@ class PatchStore(StoreFile):
         return out
 
     def _by_slide(self, rows: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """(slide, positions in `rows` of its patches) for each slide."""
+        """Yield (slide, positions in `rows` of its patches) for each slide."""
         slides, which = np.unique(self.table.slide[rows], return_inverse=True)
         for k, slide in enumerate(slides):
             yield str(slide), np.flatnonzero(which == k)
@@ -278,7 +278,7 @@ def damaged_rows(patches: Rows) -> Iterator[int]:
 def _first_damaged(
     patches: Rows, rows: NDArray[np.int64], first: int, out: NDArray[np.uint8], at: NDArray[np.int64]
 ) -> int:
-    """The first of the rows that cannot be read."""
+    """Return the first of the rows that cannot be read."""
     for k, row in enumerate(rows):
         try:
             patches.read(rows[k : k + 1] - first, out, at[k : k + 1])

@@ -116,7 +116,7 @@ def write_shard(
     channels: int = 3,
     unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's patches atomically, as they are.
+    """Write one slide's patches atomically, as they are.
 
     Args:
         table: as planned; it decides the fingerprint.
@@ -156,7 +156,7 @@ def write_shard(
 def _allocated(
     file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
 ) -> list[int]:
-    """A data set with its place on disk: one piece for a row of numbers, a chunk per patch for patches.
+    """Create a dataset with its place on disk: contiguous for one row of numbers, one chunk per patch for patches.
 
     What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
 
@@ -185,7 +185,7 @@ def write_streams(
     *,
     unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
+    """Write one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
 
     How many bytes there are is known only at the end, so all of them wait.
     """
@@ -215,7 +215,7 @@ def write_positions(
     *,
     unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's columns atomically, and where the slide is instead of pixels."""
+    """Write one slide's columns atomically, with a reference to the slide instead of pixels."""
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0) as file:
         file.attrs.update(
             {
