@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from wsi_fl.models.heads import MeanOfBag
 
 N_DIRECTIONS = 128
-"""Of the projection. With fewer too much of the features is lost, with more there is more noise."""
+"""Width of the projection: with fewer directions features are lost, with more there is more noise."""
 CONSTANT = 0.5
-"""What every row has beside its directions, so that means can be read from the sums."""
+"""The constant appended to every row, so that means can be read from the sums."""
 LONGEST = 1 + CONSTANT**2
 """Bound on |z|²."""
 _ON_A = 0.6
@@ -33,8 +33,8 @@ _PUBLIC_SEED = 1_618_033
 class SharedHead(nn.Module):
     """A linear head that is solved from sums which travel, with the site's own part exact.
 
-    Its parameters are one vector of sums: what a site releases, and after the exchange the mean over all sites. What
-    the site alone may know, its own sums without noise, stands in buffers and never travels.
+    Its parameters are one vector of sums: what a site releases, and after the exchange the mean over all sites. The
+    site's own sums without noise are kept in buffers and never travel.
 
     Args:
         n_classes, n_features: of the task and of the encoder.
@@ -146,15 +146,17 @@ class SharedHead(nn.Module):
     def head(self, *, own: bool = True) -> tuple[Tensor, Tensor]:
         """Return weights float64[width, classes] and bias float64[classes] of the ridge regression.
 
-        Noise makes small eigenvalues of A wrong by up to 2 s √d, where s is its standard deviation; they are taken for
-        at least 0, and half of that is added to all. The classes count alike, however rare one is: their logits are
-        equal midway between the means of all classes. How certain the answers are is not known from noisy sums, so
-        logits are given a usual spread; a stack finds the right one.
+        Noise of standard deviation s moves eigenvalues of A by up to 2 s √d. Negative ones are set to 0, and the ridge
+        s √d is added to all. The classes count alike, however rare one is: their logits are equal midway between the
+        means of all classes. Noisy sums do not tell how certain the answers are, so logits are given a usual spread; a
+        stack finds the right one.
         """
+        # 1. A, B, and from them the rows and the mean of each class
         sums = self.total(own=own)
         a, b = self.unpacked(sums)
         n_classes = len(self.codes)
         counts, means, learned = self._means(a, b)
+        # 2. A without negative eigenvalues, and the ridge from the noise in A
         spread = sqrt(max(0.0, float(sums[-1])) / 2) / _SCALE_A
         values, vectors = torch.linalg.eigh(a)
         values = values.clamp(min=0)
@@ -162,12 +164,14 @@ class SharedHead(nn.Module):
         ridge = max(spread * sqrt(self.width), _LEAST_RIDGE * float(values.sum()) / self.width)
         if ridge == 0:  # nobody has released anything
             return b.new_zeros(self.width, n_classes), b.new_zeros(n_classes)
+        # 3. ridge regression on the codes, (A + ridge)⁻¹ B; a class's logit is the product with its code
         solved = vectors @ ((vectors.mT @ b) / (values + ridge)[:, None])
         weights = solved @ self.codes.mT
-        # weights follow the noise in B a little, and so a mean that has the same noise seems further away than it is
+        # 4. the mean over classes of their means' logits, less what weights and means owe to the same noise in B
         noise_in_b = max(0.0, float(sums[-1])) / _SCALE_B**2
         by_heart = noise_in_b * float((1 / (values + ridge)).sum()) * learned @ self.codes.mT
         middle = (means @ weights - by_heart / counts[:, None]).mean(0)
+        # 5. variance of each logit over all rows, and the factor that gives logits the usual spread
         every = counts.sum()
         squares = (weights.mT @ a @ weights).diagonal() / every
         centred = squares - ((counts @ means) @ weights / every) ** 2

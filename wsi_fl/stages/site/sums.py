@@ -117,8 +117,8 @@ def read_sums(path: Path, label: str) -> Sums:
         whole = False
     if not whole:
         raise WsiFlError(
-            f"{label}: not the sums that a site released, or edited since; copy the file from its site again, or put "
-            "its backup back"
+            f"{label}: not sums that a site released, or edited since; copy the file from its site again, or put its "
+            "backup back"
         )
     return Sums(facts, vector, exact)
 
@@ -183,8 +183,8 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
         theirs = getattr(facts, key)
         if theirs != value:
             raise UsageError(
-                f"{label}: sums with {key} = {_short(theirs)}, here it is {_short(value)}; put the settings back, or "
-                f"release others (wsi-fl release --site {facts.site} --again), which costs as much once more"
+                f"{label}: sums with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings back, "
+                f"or release anew (wsi-fl release --site {facts.site} --again), which spends the same ε again"
             )
 
 
