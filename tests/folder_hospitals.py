@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 import numpy as np
-import sklearn.linear_model
+import sklearn.linear_model  # noqa: F401
 import sklearn.model_selection  # noqa: F401
 
 from wsi_fl.federation import loop, shared

@@ -525,7 +525,7 @@ def test_a_hospital_whose_ledger_was_taken_away_does_not_become_a_simulated_one(
     run(hospital)
     hospital.ledger("S0").unlink()
     rewrite(hospital, "real = true", "real = false")
-    refused(lambda: run(hospital), "is of the ledger of a real hospital", error=WsiFlError)
+    refused(lambda: run(hospital), "belongs to a real hospital's ledger", error=WsiFlError)
 
 
 def test_a_copy_of_a_study_from_before_spends_nothing_elsewhere(hospital, tmp_path):

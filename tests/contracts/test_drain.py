@@ -55,7 +55,7 @@ def test_turns_of_a_liar_cost_no_more_than_was_approved(tmp_path, federation, sp
         assert [line["round"] for line in metrics(group.run(site), site)] == [1]
         log = (group.root / site / "stderr.txt").read_text()
         assert log.count("let its people approve the plan again; nothing was sent") >= spoils - MOST_ATTEMPTS
-        assert "it holds the sum, and makes another one only where its people" in log
+        assert "it has the sum, and makes another one only after its people" in log
 
 
 @pytest.mark.slow

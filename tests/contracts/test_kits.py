@@ -91,7 +91,7 @@ def test_a_certificate_of_another_key_is_refused(founded, tmp_path):
     approve_request(tmp_path / "a" / "C5" / "request-C5.json", founded / "one")
     asked(tmp_path / "b", "C5")
     file = tmp_path / "a" / "C5" / "certificate-C5.json"
-    refused(lambda: join(file, tmp_path / "b" / "C5"), "of another key")
+    refused(lambda: join(file, tmp_path / "b" / "C5"), "belongs to another key")
 
 
 def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_path):
@@ -101,13 +101,13 @@ def test_a_kit_is_left_as_it_is_by_a_certificate_that_does_not_fit(founded, tmp_
     join(tmp_path / "C6" / "certificate-C6.json", tmp_path / "C6")
     refused(
         lambda: join(tmp_path / "C7" / "certificate-C7.json", tmp_path / "C6"),
-        "of another key",
+        "belongs to another key",
         "was left as it is",
     )
     assert Kit.open(tmp_path / "C6").identity().name == "C6"
     forged = json.loads((tmp_path / "C6" / "certificate-C6.json").read_text()) | {"name": "C8"}
     (tmp_path / "forged.json").write_text(json.dumps(forged))
-    refused(lambda: join(tmp_path / "forged.json", tmp_path / "C6"), "says C8", "that of C6")
+    refused(lambda: join(tmp_path / "forged.json", tmp_path / "C6"), "says C8", "belongs to C6")
     assert Kit.open(tmp_path / "C6").name == "C6"
 
 
@@ -121,13 +121,13 @@ def said(*arguments):
 @pytest.mark.skipif(find_spec("nvflare") is None, reason="needs pip install 'wsi-fl[flare]'")
 def test_the_coordinators_kit_starts_nothing_in_any_folder(founded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "starts nothing" in said("start", founded / "one" / "coordinator")
+    assert "has nothing to start" in said("start", founded / "one" / "coordinator")
 
 
 def test_what_is_missing_on_the_command_line_is_named(founded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert "--study DIR" in said("start", founded / "two" / "C9")
-    assert "starts nothing over a folder" in said("start", founded / "two" / "coordinator")
+    assert "over a folder hospitals alone start" in said("start", founded / "two" / "coordinator")
     asked(tmp_path, "C1")
     request_file = tmp_path / "C1" / "request-C1.json"
     line = said("approve", request_file, "--kit", founded / "one" / "coordinator")

@@ -182,7 +182,7 @@ def test_rounds_that_were_sent_are_not_sent_again_with_new_noise(study):
     path = run(study)
     (path / "summary.json").unlink()
     shutil.rmtree(path / "sites" / "S1" / "state")
-    with pytest.raises(WsiFlError, match="no checkpoint of round 1, where the others stand"):
+    with pytest.raises(WsiFlError, match="no checkpoint of round 1, from which the others go on"):
         resume(study, path.name, backend="local")
 
 

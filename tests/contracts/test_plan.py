@@ -438,7 +438,7 @@ def test_existing_files_of_others_stay_and_a_difference_is_told(coordinator, tmp
     assert "sites/S1.toml says another max_epsilon" in looked.notes[1]
     sign(study, looked, identities["S0"])
     assert (study.root / "sites" / "S1.toml").read_text() == own
-    refused(lambda: sign(study, looked, identities["S1"]), "this kit is of S1")
+    refused(lambda: sign(study, looked, identities["S1"]), "this kit belongs to S1")
 
 
 def test_a_plan_pins_the_keys_that_speak_for_sites(coordinator, tmp_path, identities, root):
@@ -539,7 +539,7 @@ class TestTakingPart:
         refused(
             again,
             "S0 approved plan",
-            "for one run, which is 00001-",
+            "for one run, and has it: 00001-",
             "--resume last",
             "approve the plan again",
         )
@@ -594,7 +594,7 @@ class TestTakingPart:
         describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
         refused(
             self.part(signed, identities, resume="00007-proxyfl-small"),
-            "of other settings",
+            "has other settings",
             "nothing was begun",
         )
 
@@ -609,5 +609,5 @@ class TestTakingPart:
                 return datetime.now(UTC) + timedelta(days=800)
 
         monkeypatch.setattr(certificates, "datetime", Later)
-        refused(self.part(signed, identities), "S0 is no use: the certificate of S0 holds from")
+        refused(self.part(signed, identities), "S0 cannot be used: the certificate of S0 holds from")
         refused(lambda: Kit.open(kits["S0"]).identity(), "certificate of S0 holds from")

@@ -495,7 +495,7 @@ def test_a_site_without_a_table_or_with_another_ones_is_told(study):
     file.write_text('name = "S0"\nreal = false\nclinical = "none.csv"\n')
     refused(lambda: opened(study, *NUMBER), "no such file")
     write_table(study.root / "none.csv", [{"patient": "Z", "burden": "0.5"}])
-    refused(lambda: opened(study, *NUMBER), "says of none of the 48 slides")
+    refused(lambda: opened(study, *NUMBER), "for none of the 48 slides")
     write_table(study.root / "none.csv", [{"name": "Z", "burden": "0.5"}])
     refused(lambda: opened(study, *NUMBER), "has no column of slides")
 

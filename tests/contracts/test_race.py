@@ -129,9 +129,7 @@ def test_a_head_that_is_taken_away_meanwhile_is_missed(place):
     both = opened(place, user, "one"), opened(copy_of(place), user, "two")
     (user / "C1.head.json").unlink()
     for ledger in both:
-        refused(
-            lambda ledger=ledger: released(ledger, 1, 1.0), "C1.head.json was taken away", error=WsiFlError
-        )
+        refused(lambda ledger=ledger: released(ledger, 1, 1.0), "C1.head.json is missing", error=WsiFlError)
 
 
 @pytest.mark.parametrize("content", ['{"lines": 0, "sha256": ""}', None])

@@ -239,7 +239,7 @@ def test_an_expired_certificate_is_named(federation):
 
 def test_a_kit_of_another_key_is_refused(federation):
     identity = federation.identity("C1")
-    with pytest.raises(UsageError, match="of another key"):
+    with pytest.raises(UsageError, match="belongs to another key"):
         Identity.load(new_key(), identity.certificate, federation.root)
     assert fingerprint(identity.certificate) != fingerprint(federation.root)
 

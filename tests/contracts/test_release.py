@@ -233,7 +233,7 @@ def test_two_studies_on_one_ledger_never_let_two_noises_of_one_charge_go(study, 
             patch.setattr(PrivacyLedger, name, crash)
             released(study)
     assert released(other)["epsilon"] == pytest.approx(epsilon([ONCE], 1e-5))  # in the place of the first
-    refused(lambda: released(study), "or others have taken their place there", error=WsiFlError)
+    refused(lambda: released(study), "or knows newer ones", error=WsiFlError)
     assert not study.release("S0").exists()
     study.release("S0").parent.mkdir()
     shutil.copy(other.release("S0"), study.release("S0"))  # the other study's release is this site's too
@@ -343,7 +343,7 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
     released(study)
     x, labels = rows_of(60, 0)
     write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
-    refused(lambda: released(study), "S0 has released", "n_features = 24, here it is 12", "--again")
+    refused(lambda: released(study), "S0 has released", "n_features = 24, but here it is 12", "--again")
 
 
 # ---- real hospitals

@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -716,12 +717,13 @@ def test_a_site_of_images_has_no_slides_to_show(tmp_path):
 def test_the_command_says_where_the_page_is_and_ends_quietly(predicted):
     study, _ = predicted
     command = [sys.executable, "-m", "wsi_fl", "view", "--site", "C1", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "BROWSER": "false"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "BROWSER": "false"}
     process = subprocess.Popen(
         command, cwd=study.root, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     try:
-        text = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        text = "".join(takewhile(lambda line: line != "}\n", process.stdout)) + "}"
         document = json.loads(text)
         address = urlsplit(document["url"])
         assert (address.hostname, address.port, document["slides"]) == ("127.0.0.1", document["port"], 4)

@@ -185,4 +185,4 @@ def test_kits_that_do_not_fit(bed, tmp_path):
     kit.write_text(before.replace('"S1"', '"S0"'))
     said = bed.command("start", str(kit.parent), "--study", str(bed.root / "S0"))
     kit.write_text(before)
-    assert "its certificate is that of S1" in said.stderr
+    assert "its certificate belongs to S1" in said.stderr

@@ -168,8 +168,8 @@ def test_shares_add_up():
 
 def test_somebody_has_to_be_honest():
     for n_sites, colluding in ((3, 3), (3, -1), (0, 0)):
-        refused(lambda k=n_sites, t=colluding: share_sigma(1.0, k, t), "can collude")
-        refused(lambda k=n_sites, t=colluding: noise_multiplier(99.0, k, t, 1.0, 1), "can collude")
+        refused(lambda k=n_sites, t=colluding: share_sigma(1.0, k, t), "may collude")
+        refused(lambda k=n_sites, t=colluding: noise_multiplier(99.0, k, t, 1.0, 1), "may collude")
     refused(lambda: share_sigma(0.0, 3, 1), "sigma above 0")
 
 
@@ -188,7 +188,7 @@ def test_the_noise_multiplier_is_what_was_wanted_and_never_more_than_there_is(n_
 
 def test_shares_too_coarse_for_one_gaussian_are_refused():
     refused(lambda: noise_multiplier(4.0, 4, 1, 1.0, 1), "too coarse", "larger scale")
-    refused(lambda: noise_multiplier(0.4, 4, 1, 1.0, 1), "from a sigma of 1/2 on")
+    refused(lambda: noise_multiplier(0.4, 4, 1, 1.0, 1), "sigma of 1/2 or more")
     refused(lambda: noise_multiplier(4.82, 4, 1, 1.0, 10**6), "too coarse")
     for share, moved, n in ((0.0, 1.0, 1), (9.0, 0.0, 1), (9.0, 1.0, 0), (float("nan"), 1.0, 1)):
         refused(lambda a=(share, 4, 1, moved, n): noise_multiplier(*a), "numbers above 0")

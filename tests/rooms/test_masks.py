@@ -225,10 +225,10 @@ def test_public_keys_that_are_no_good_are_refused():
     wrong = {
         "same public key": keys.public,
         "not 32 bytes": b"short",
-        "differently": top_bit,
+        "canonical": top_bit,
         "anybody": order_8,
     }
-    cases = [*wrong.items(), ("anybody", bytes(32)), ("differently", (2**255 - 19).to_bytes(32, "little"))]
+    cases = [*wrong.items(), ("anybody", bytes(32)), ("canonical", (2**255 - 19).to_bytes(32, "little"))]
     for words, public in cases:
         own = KeyPair.fresh() if words == "anybody" else keys
         publics = [own.public, public]

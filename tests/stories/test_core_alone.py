@@ -76,7 +76,7 @@ def test_slides_become_a_report_and_a_comparison_without_the_wings(tmp_path):
     for gone in ("synthesize", "federation", "view ", "mpcpa:", "replay:"):
         assert gone not in commands + methods
     assert "nothing is damaged" in done.stderr
-    assert len(list((tmp_path / "study" / "runs").glob("*/report.html"))) == 1
+    assert len(list((tmp_path / "study" / "runs").glob("*/report/index.html"))) == 1
 
 
 def test_what_the_wings_add_is_missing_in_one_line(tmp_path):

@@ -344,7 +344,7 @@ def test_a_link_that_lies_in_the_folder_is_never_written_through(share, line_of,
 
 def test_an_address_that_can_be_none_is_one_line(tmp_path):
     refused(lambda: FolderLine(str(tmp_path / "none"), "C1", TOPIC), "no such folder; mount the share")
-    refused(lambda: FolderLine("nosuch://x/y", "C1", TOPIC), "nosuch://x/y: no address of a folder")
+    refused(lambda: FolderLine("nosuch://x/y", "C1", TOPIC), "nosuch://x/y: not the address of a folder")
 
 
 # a comm over it

@@ -1,4 +1,4 @@
-"""Scores between hospitals: what travelled is scored on every hospital's own test part, and only counts leave it.
+"""Scores between hospitals: every hospital tests the models that travelled on its own patients and sends counts only.
 
 After the last round every site sends its last release to all others, unless all of them hold the same model by then.
 A hospital that allows it counts the answers of these models on its own test part. The counts leave once, through its
@@ -94,7 +94,7 @@ class Scoring:
         )
 
     def _present(self, site: Site, last: PushSum | None) -> Present:
-        """Return what a site tells; no digest where it may read the others' test parts, as nothing is scored then."""
+        """Return what a site tells; without digests where it may read others' test parts: nothing is scored then."""
         kept = site.folder.kept("counts") or {}
         part = self.apart and site.active
         return {
@@ -107,11 +107,11 @@ class Scoring:
         }
 
     def _may_pass(self, site: Site) -> bool:
-        """Whether a site's last release may go to all: one without noise only where its counts may leave too."""
+        """Return whether a site's last release may go to all; without noise only where its counts may leave too."""
         return (site.plan is not None and site.plan.sigma > 0) or site.index in self.reporting_sites
 
     def _last_release(self, site: Site) -> PushSum | None:
-        """Return what a site released in the last round, as its checkpoint keeps it; None for none to pass on."""
+        """Return what a site released in the last round, from its checkpoint; None where nothing may be passed on."""
         if self.masked or not self.apart or self.rounds not in site.folder.checkpoints():
             return None
         tensors, document = site.folder.load_checkpoint(self.rounds)
@@ -120,12 +120,12 @@ class Scoring:
         return PushSum(tensors["push/x"].numpy(), float(document["weight"]))
 
     def _number(self, site: Site) -> int:
-        """Return the round of the ledger in which the counts of a site have left it, or else the first after all."""
+        """Return the ledger's round in which a site's counts left; where they have not, the next one."""
         found = [one.number for one in site.ledger.rounds() if SCORES in one.releases]
         return found[-1] if found else max(site.ledger.last_round(), self.rounds) + 1
 
     def _held(self, exam: CrossSiteEvaluation) -> dict[int, Models]:
-        """Return the model that all hold, by the sites of this process that hold it."""
+        """Return the common model for each site of this process, where the site holds it."""
         vectors = {site.index: site.traveller(self.method).vector() for site in self.sites}
         return {k: {None: own} if digest(own) == exam.models[None] else {} for k, own in vectors.items()}
 
@@ -199,20 +199,22 @@ class Scoring:
         for index, own in releases.items():
             found[index][index] = unpacked(np.asarray(own.vector, np.uint8), *exam.shape)
         for message in arrived:
-            try:
-                if problem := problem_of(message, exam.schema, told[message.sender]["told"]):
-                    raise ValueError(problem)
-                values = np.asarray(message.vector, np.uint8)
-                found[message.receiver][message.sender] = unpacked(values, *exam.shape)
-            except ValueError as error:
+            problem = problem_of(message, exam.schema, told[message.sender]["told"])
+            if not problem:
+                try:
+                    values = np.asarray(message.vector, np.uint8)
+                    found[message.receiver][message.sender] = unpacked(values, *exam.shape)
+                except ValueError as error:
+                    problem = str(error)
+            if problem:
                 what = f"the counts of site {self.names[message.sender]} are left out"
-                self._site(message.receiver).folder.log(f"{what}: {error}")
+                self._site(message.receiver).folder.log(f"{what}: {problem}")
         for site in self.sites:
             if parts := dict(sorted(found[site.index].items())):
                 site.folder.keep("scores", self._document(exam, parts))
 
     def _document(self, exam: CrossSiteEvaluation, parts: Mapping[int, Sequence[Counts]]) -> Scores:
-        """Return what the hospitals told, by the names that this study has for them."""
+        """Return the counts of all hospitals, under the names that this study has for them."""
         whole = "shared" if self.method.once else "central"
         models = [whole if k is None else self.names[k] for k in exam.models]
         return {
@@ -239,7 +241,7 @@ class Scoring:
         return [(k, site.index) for site in self.sites for k in senders if k != site.index]
 
     def _note(self, what: str, outgoing: Sequence[Outgoing], seconds: float) -> None:
-        """Write down what the sites of this process sent beside the rounds."""
+        """Record what the sites of this process sent outside the rounds."""
         for item in outgoing:
             line = {
                 "what": what,

@@ -28,12 +28,12 @@ class BufferShape:
 
     @property
     def n_bytes(self) -> int:
-        """Of all labels and then all pixels."""
+        """Return the bytes of all labels and all pixels together."""
         return self.n * (_LABEL.itemsize + self.size_px**2 * self.channels)
 
     @property
     def schema(self) -> str:
-        """SHA-256 that tells one shape from another."""
+        """Return the SHA-256 that identifies the shape."""
         return hashlib.sha256(json.dumps(["buffer", asdict(self)], sort_keys=True).encode()).hexdigest()
 
 
@@ -51,16 +51,17 @@ class Buffer:
     provenance: dict[str, Any]
 
     def samples(self) -> Examples:
+        """Return the images with their labels; every slide and patient is called "synthetic"."""
         return unpacked(self.values, self.shape)
 
 
 def packed(pixels: NDArray[np.uint8], label: NDArray[np.int64]) -> Flat:
-    """Images uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
+    """Return images uint8[n, h, w, c] and labels int64[n] as uint8[d]: labels as little-endian uint16, then pixels."""
     return np.concatenate([label.astype(_LABEL).view(np.uint8), pixels.reshape(-1)])
 
 
 def unpacked(values: Flat, shape: BufferShape) -> Examples:
-    """The samples of a buffer in which `problem_of` finds nothing wrong."""
+    """Return the samples of a buffer that `problem_of` accepts."""
     head = shape.n * _LABEL.itemsize
     pixels = values[head:].reshape(shape.n, shape.size_px, shape.size_px, shape.channels)
     name = np.full(shape.n, "synthetic")
@@ -68,7 +69,7 @@ def unpacked(values: Flat, shape: BufferShape) -> Examples:
 
 
 def problem_of(values: Flat, shape: BufferShape) -> str:
-    """Why these bytes are no buffer of this shape; empty when they are one."""
+    """Return why these bytes are no buffer of this shape, or "" where they are one."""
     if len(values) != shape.n_bytes:
         return f"it has {len(values)} bytes, agreed on {shape.n_bytes}"
     if (beyond := int(_labels(values, shape).max())) >= shape.n_classes:

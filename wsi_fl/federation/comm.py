@@ -54,7 +54,7 @@ class Traffic:
     seconds: float = 0.0
 
     def since(self, before: Traffic) -> Traffic:
-        """What was added after `before` was noted down."""
+        """Return the traffic since `before`."""
         return Traffic(
             self.messages - before.messages, self.bytes - before.bytes, self.seconds - before.seconds
         )
@@ -85,7 +85,7 @@ class Comm(Protocol):
         size: int,
         kind: Kind = NUMBERS,
     ) -> list[Message]:
-        """Sends all, waits for the (sender, receiver) pairs in `expected` whose receiver is local.
+        """Send all, and wait for the (sender, receiver) pairs in `expected` whose receiver is local.
 
         Args:
             size: number of values that all sites agreed on, and of which kind.
@@ -134,6 +134,11 @@ class LocalComm:
         size: int,
         kind: Kind = NUMBERS,
     ) -> list[Message]:
+        """Carry messages between the sites of this process, as `Comm.exchange` says.
+
+        Raises:
+            WsiFlError: when an expected message was not sent.
+        """
         began = time.perf_counter()
         arrived = [
             received(*pack(item, round_, hop), item.sender, item.receiver, round_, size, kind=kind)
@@ -149,6 +154,7 @@ class LocalComm:
         return arrived
 
     def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+        """Return the documents of all sites as a peer would read them, as `Comm.gather` says."""
         return [
             decoded(encoded(document, kind, site), kind, site)
             for site, document in zip(self.running, documents, strict=True)
@@ -207,6 +213,7 @@ class MpiComm:
         size: int,
         kind: Kind = NUMBERS,
     ) -> list[Message]:
+        """Send and receive over MPI, the headers first, as `Comm.exchange` says."""
         began = time.perf_counter()
         mine = self.sites[0]
         sources = [sender for sender, receiver in expected if receiver == mine]
@@ -236,6 +243,7 @@ class MpiComm:
         ]
 
     def gather(self, documents: Sequence[T], kind: type[T], *, patient: bool = False) -> list[T]:
+        """Return the document of every rank, the lengths first, as `Comm.gather` says."""
         (document,) = documents
         mine = np.frombuffer(encoded(document, kind, self._name(self.sites[0])), np.uint8)
         others = [site for site in self.running if site != self.sites[0]]
@@ -259,7 +267,7 @@ class MpiComm:
         return [decoded(texts[site].tobytes(), kind, self._name(site)) for site in self.running]
 
     def abort(self, code: int = 1) -> None:
-        """Ends all ranks at once with this exit code; the others could only wait for this one."""
+        """End all ranks at once with this exit code; the others could only wait for this one."""
         self._world.Abort(code)
 
     def _mpi_kind(self, kind: Kind) -> Any:
@@ -281,7 +289,7 @@ class MpiComm:
     def _wait(
         self, requests: Sequence[Any], peers: Sequence[int], round_: int | None, limit_s: float | None = None
     ) -> None:
-        """Waits for all requests with a deadline of our own: a slow or stopped peer must not hang us for ever."""
+        """Wait for all requests up to a deadline, so that a stopped peer cannot hang this process for ever."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         began = said = time.monotonic()
         pause = 0.0
@@ -298,7 +306,7 @@ class MpiComm:
             pause = min(pause + _POLL_S / 10, _POLL_S)
 
     def _done(self, requests: Sequence[Any]) -> bool:
-        """Whether all are; each is asked, since MPI gets on with one only when it is."""
+        """Return whether all requests are complete. Each is tested, since MPI makes progress only when it is asked."""
         done = [request.Test() for request in requests]
         return all(done)
 

@@ -40,7 +40,7 @@ class NotAgreed(KnownToAll):
 
 
 def encoded(document: T, kind: type[T], site: object) -> bytes:
-    """Return the text of a document, once it is known to be one that peers will take.
+    """Return the text of a document, after the checks that peers will make.
 
     Args:
         kind: the agreed type, a TypedDict.
@@ -104,12 +104,12 @@ def decoded(text: bytes, kind: type[T], site: object, *, most_values: int = MOST
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """The validator of a TypedDict, and of those in it."""
+    """Return the validator of a TypedDict, and of those in it."""
     return TypeAdapter(with_config(_STRICT)(kind))
 
 
 def _fault(error: ValidationError) -> str:
-    """The first thing that is wrong, in printable words; keys are the peer's own."""
+    """Return the first fault of a document, in printable words; keys are the peer's own."""
     if error.error_count() > _MOST_FAULTS:  # to list them takes memory
         return f"{error.error_count()} faults"
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -93,7 +93,7 @@ def _mix_in(
 
 
 def _problem(message: Message, agreed: str, n_sites: int) -> str:
-    """Return why a message cannot be what an honest site sends; empty when it can."""
+    """Return why no honest site would send a message, or "" where one could."""
     if message.refused:
         return message.refused
     if message.schema != agreed:
@@ -106,13 +106,13 @@ def _problem(message: Message, agreed: str, n_sites: int) -> str:
 
 
 def _no_sums(message: Message) -> str:
-    """Return why numbers cannot be sums of rows that are at most 1 long; empty when they can."""
+    """Return why numbers cannot be sums of rows of norm at most 1, or "" where they can."""
     largest = float(np.abs(message.vector).max(initial=0))
     return f"it holds {largest:.3g}, which is no sum of rows" if largest > _MOST_ROWS else ""
 
 
 def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:
-    """Return why a model lies further from the own one than models do; empty when it does not."""
+    """Return why a model lies implausibly far from the own one, or "" where it does not."""
     distance = _distance(_state(message), own)
     usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
     if not distance <= _FAR * usual:  # nor where it is NaN, as of 0 / 0
@@ -125,7 +125,7 @@ def _state(message: Message) -> PushSum:
 
 
 def _distance(state: PushSum, own: Vector) -> float:
-    """‖z − own‖₂."""
+    """Return ‖z − own‖₂."""
     return float(np.linalg.norm(state.z - own))
 
 

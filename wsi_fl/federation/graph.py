@@ -57,7 +57,7 @@ class Graph:
     thinned: bool = False
 
     def __call__(self, n_sites: int, round_: int, self_weight: float = 0.0) -> list[NDArray[np.float64]]:
-        """The hop of a round, P[n, n], or none where nobody sends.
+        """Return the hop of a round, P[n, n], or none where nobody sends.
 
         Raises:
             UsageError: when a site would be left with nothing, that is a row of P has no share.
@@ -79,7 +79,7 @@ class Graph:
         return [matrix]
 
     def among(self, present: Sequence[int]) -> Graph:
-        """The graph of the sites at positions `present`, ascending, which become 0, 1, ….
+        """Return the graph of the sites at positions `present`, ascending, which become 0, 1, ….
 
         Edges from and to others are dropped, and those from which nothing can come back any more (see `check`);
         what a site sent there goes to its other receivers.
@@ -109,7 +109,7 @@ class Graph:
         return Graph(tuple(self.names[site] for site in present), tuple(rounds), self.source, thinned=True)
 
     def check(self, self_weight: float) -> None:
-        """Refuses a graph in which the weight of a site runs dry, at once or little by little.
+        """Refuse a graph in which the weight of a site falls to 0, at once or little by little.
 
         PushSum divides by that weight, and what a site learns counts by its inverse. It stays above a bound
         where whatever leaves a site over one course of the rounds can come back (strong connectivity in the
@@ -126,8 +126,8 @@ class Graph:
         reached = _closure(reached)
         for to, site in np.argwhere(reached & ~reached.T)[:1]:
             raise UsageError(
-                f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, and nothing ever comes back, "
-                f"so that the weight of {self.names[site]} runs dry; add edges that lead back to it"
+                f"{self.source}: what {self.names[site]} sends gets to {self.names[to]}, but nothing ever comes back, "
+                f"so that the weight of {self.names[site]} falls to 0; add edges that lead back to it"
             )
 
 
@@ -146,7 +146,7 @@ def _shares(edges: Iterable[Edge], n_sites: int, self_weight: float) -> NDArray[
 
 
 def _closure(reached: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether what site j has reaches site i in any number of steps, bool[n, n]."""
+    """Return bool[n, n], whether what site j has reaches site i in any number of steps."""
     reached = reached | np.eye(len(reached), dtype=bool)
     for _ in range(len(reached).bit_length()):
         reached = reached @ reached
@@ -162,7 +162,7 @@ def _sent(edges: Iterable[Edge]) -> dict[int, float]:
 
 
 def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Graph:
-    """The graph in a JSON file, for the sites of a run in their order.
+    """Return the graph in a JSON file, for the sites of a run in their order.
 
     Raises:
         UsageError: one line with the file and the round when it is missing, of another form, names unknown sites,
@@ -178,7 +178,7 @@ def from_file(path: Path, names: Sequence[str], self_weight: float = 0.0) -> Gra
 
 
 def parse_graph(document: object, names: Sequence[str], source: str = "graph") -> Graph:
-    """The graph that a JSON document describes.
+    """Return the graph that a JSON document describes.
 
     Raises:
         UsageError: one line with the source and the round.
@@ -233,6 +233,6 @@ def _parse_edge(item: object, names: Sequence[str], where: str) -> Edge:
 
 
 def _short(value: object, limit: int = 60) -> str:
-    """As it stands in the file, on one line."""
+    """Return a JSON value as the file has it, on one line."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= limit else text[: limit - 1] + "…"

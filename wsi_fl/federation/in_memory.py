@@ -97,7 +97,7 @@ def federate(
     """
     row = METHODS[method] if isinstance(method, str) else method
     if row.without_dp or row.learns_from not in ("own", "everybody"):
-        raise UsageError(f"{row.name} needs more than sites' own examples, and so a study")
+        raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
     if row.once:
         rounds, batch_size, proxy = 1, maxsize, _head_for(sites)
     plans = _Plans(sigma, clip, delta, unit, batch_size, "paper" if row.taught and beta else "strict")
@@ -159,7 +159,7 @@ def federate(
 
 @dataclass(frozen=True)
 class _Plans:
-    """What all sites' privacy plans have alike."""
+    """What the privacy plans of all sites have in common."""
 
     sigma: float | None
     clip: float
@@ -193,7 +193,7 @@ def _started(make: MakeModel, seed: int) -> nn.Module:
 
 
 def _settings(model: nn.Module, train: Examples, plan: PrivacyPlan) -> DPSettings:
-    """Return how a model is trained by a plan; somebody's own is tried first, as far as its input is no bag."""
+    """Return the settings of training by a plan; a model of the caller's own is checked first, unless it takes bags."""
     engine, shape = None, tuple(tensor_of(train.read(np.zeros(1, np.int64))).shape[1:])
     if not isinstance(model, SharedHead) and len(shape) != _DIMENSIONS_OF_BAGS:
         engine = check_per_example_gradients(model, shape, _n_outputs(model, shape))
@@ -206,7 +206,7 @@ def _n_outputs(model: nn.Module, shape: tuple[int, ...]) -> int:
 
 
 def _head_for(sites: Mapping[str, Examples]) -> MakeModel:
-    """Return what makes a head of all sites' sums for features like theirs."""
+    """Return a function that makes a shared head for features like the sites'."""
     x = next(iter(sites.values())).read(np.zeros(1, np.int64))
     bags = x.ndim == _DIMENSIONS_OF_BAGS + 1
     d, n_classes = x.shape[-1] - bags, _n_classes(sites)

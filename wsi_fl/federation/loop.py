@@ -114,7 +114,7 @@ def _communicate(
     *,
     round_: int,
 ) -> None:
-    """Take all hops of the round's graph over the sites present, or make a sum of them that hides its parts."""
+    """Take all hops of the round's graph over the sites present, or let them make a masked sum."""
     if schedule.colluding is not None:
         share_sums(sites, method, comm, schedule, roster.present, round_=round_)
         return
@@ -137,6 +137,9 @@ def _train_and_record(
     """Train one round at a site, checkpoint it, and return what it releases, on record before it can leave.
 
     From its checkpoint on a round under differential privacy is final, also where nothing leaves the site.
+
+    Raises:
+        WsiFlError: when a model is not finite after the round.
     """
     began = time.perf_counter()
     before = {role: k.vector() for role, k in site.learners.items() if role != method.travels}
@@ -161,7 +164,7 @@ def _train_and_record(
 
 
 def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], round_: int) -> None:
-    """Put a model that stays at home back to what it was where it is no longer finite; tell nobody else.
+    """Restore a model that stays at home where it is no longer finite; tell nobody else.
 
     Whether it diverged depends on records that no ε covers, so the round goes on as if nothing had happened.
     """
@@ -179,7 +182,7 @@ def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], roun
 
 
 def _diverged(vector: NDArray[np.float32]) -> bool:
-    """Return whether a weight is not finite or, which comes before, has no square that is."""
+    """Return whether a weight or its square is not finite; the square overflows first."""
     with np.errstate(over="ignore", invalid="ignore"):
         return not np.isfinite(np.square(vector)).all()
 

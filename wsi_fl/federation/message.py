@@ -60,7 +60,7 @@ class Outgoing:
 class Message:
     """What arrived: the values [d] and their weight, both already scaled by the sender's share.
 
-    `refused` says in words why its content is none, where the message was not what was agreed on.
+    Where the message is not what was agreed on, it has no values, and `refused` says why.
     """
 
     sender: int
@@ -83,7 +83,12 @@ def tag_of(round_: int, hop: int) -> int:
 
 
 def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
-    """The header and the values; only numbers can be scaled by a share."""
+    """Return the header and the values of a message; numbers are scaled by the share that is sent.
+
+    Raises:
+        WsiFlError: when the release is of another round.
+        ValueError: when bytes are to be scaled.
+    """
     assert 0 <= hop < HOPS
     release = item.release
     if release.round != round_:
@@ -108,7 +113,7 @@ def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
 
 
 def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: Kind) -> str:
-    """Why a message is not what was agreed on; empty when it is."""
+    """Return why a message is not what was agreed on, or "" where it is."""
     if len(header) != HEADER_BYTES:
         return "it speaks another protocol"
     magic, version, _, said_kind, said_sender, said_round, _, _, length = _HEADER.unpack(header)
@@ -122,7 +127,7 @@ def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kin
 
 
 def body_length(header: bytes | bytearray, size: int, kind: Kind = NUMBERS) -> int:
-    """Number of values to receive after this header; 0 for none, where it makes no sense."""
+    """Return how many values to receive after this header; 0 where the header makes no sense."""
     if len(header) != HEADER_BYTES:
         return 0
     magic, _, _, said_kind, *_, length = _HEADER.unpack(header)
@@ -140,7 +145,7 @@ def received(
     *,
     kind: Kind = NUMBERS,
 ) -> Message:
-    """The message, or why it is none that was agreed on."""
+    """Return the message; where it is not what was agreed on, without values and with the reason."""
     problem = _problem(header, sender, round_, size, kind)
     if not problem and (vector.size, vector.dtype) != (size, kind):
         problem = f"it brings {vector.size} values, announced {size}"
@@ -155,7 +160,7 @@ class Arrival:
     """A message on its way from a peer, received only when it has the length that was announced.
 
     A peer that sends more than it announced could otherwise overwrite memory: Open MPI 5.0.11 writes messages above
-    4 kB past the end of a buffer that is too short. Of one that sends less, what was there before would be taken.
+    4 kB past the end of a buffer that is too short. If a peer sent less, old content of the buffer would be read.
 
     Attributes:
         mpi, world: mpi4py's module, and the communicator of all ranks.

@@ -29,12 +29,11 @@ DEFAULT, ALONE, POOLED = "proxyfl", "regular", "joint"
 
 
 class MakeLearner(Protocol):
-    """Builds the learner of a role, "private" or "proxy".
+    """Build the learner of a role, "private" or "proxy"."""
 
-    A private model has the site's own architecture and start unless it is `common`; proxies always are.
-    """
-
-    def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner: ...
+    def __call__(self, role: str, *, dp: bool, common: bool = False) -> Learner:
+        """Return the learner. A private model has the site's own architecture and start unless `common`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,12 @@ class Share:
 
     @property
     def content(self) -> Literal["model", "buffer", "generator"]:
-        """Its kind, as ledgers and the `allow` of site files name it: sums are parameters of a model, too."""
+        """Return its kind, as ledgers and the `allow` of site files name it; sums count as a model."""
         return "model" if self.what == "sums" else self.what
 
     @property
     def in_rounds(self) -> bool:
-        """Whether the loop sends it along a graph."""
+        """Return whether the loop sends it along a graph."""
         return self.times in ("rounds", "once") and self.by != FILES
 
     def is_bare(self, with_dp: bool) -> bool:
@@ -143,44 +142,44 @@ class Method:
 
     @property
     def mixed(self) -> Share | None:
-        """What sites send each other in a round and mix; None where nothing is."""
+        """Return what sites send each other in a round and mix; None where nothing is mixed."""
         return next(
             (share for share in self.shares if share.in_rounds and share.what in ("model", "sums")), None
         )
 
     @property
     def travels(self) -> str | None:
-        """The role whose parameters are mixed."""
+        """Return the role whose parameters are mixed; None where none are."""
         return self.mixed.of if self.mixed is not None else None
 
     @property
     def without_dp(self) -> tuple[Share, ...]:
-        """What leaves without differential privacy by design."""
+        """Return what leaves without differential privacy by design."""
         return tuple(share for share in self.shares if share.protected == "leave")
 
     @property
     def once(self) -> bool:
-        """Whether each site releases a single time, sums of all its rows instead of a trained model."""
+        """Return whether each site releases sums of all its rows once, instead of a trained model."""
         return self.share("sums") is not None
 
     @property
     def starts(self) -> bool:
-        """Whether what travels is a model that is trained, and so starts from somewhere."""
+        """Return whether a trained model travels, so that it needs initial weights."""
         return self.travels is not None and not self.once
 
     @property
     def talks(self) -> bool:
-        """Whether sites send each other anything in rounds."""
+        """Return whether sites send each other anything in rounds."""
         return any(share.in_rounds for share in self.shares)
 
     @property
     def taught(self) -> bool:
-        """Whether a model under privacy has a teacher trained without it, so that its ε is nominal unless β = 0."""
+        """Return whether a model under privacy has a teacher without it, so that its ε is nominal unless β = 0."""
         return any(role.dp and role.taught for role in self.learners.values())
 
     @property
     def ignores(self) -> tuple[str, ...]:
-        """The keys and sections of a pipeline that change nothing about what its models learn."""
+        """Return the keys and sections of a pipeline that have no effect on training by this method."""
         found: tuple[str, ...] = () if self.share("generator") else ("ddpm.", "mpcpa.")
         if not any(share.in_rounds for share in self.without_dp):
             found += ("replay.",)
@@ -236,7 +235,7 @@ def mutual(learners: Learners, batch: Batch, weights: Weights, noise: CipherStre
 
 
 def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: CipherStream) -> dict[str, float]:
-    """Take the sums of all rows; the private model was fitted to them before."""
+    """Compute the sums of all rows; the private model was fitted to all rows before."""
     from wsi_fl.learning.local import sum_up
 
     del weights
@@ -245,7 +244,7 @@ def _take_sums(learners: Learners, batch: Batch, weights: Weights, noise: Cipher
 
 
 def _oneshot() -> Method:
-    """Heads that are made of sums of features, which each site releases once.
+    """Return the method whose heads are computed from sums of features, which each site releases once.
 
     Where the sums lie in files by now, none are taken, and nothing travels.
     """
@@ -283,7 +282,7 @@ METHODS = Table("wsi_fl.methods", _OWN, Method)
 
 
 def names_of(asks: Callable[[Method], bool] = lambda _: True) -> str:
-    """Return the names of all methods for which something holds, for people.
+    """Return the names of all methods with a property, for messages.
 
     Example:
         >>> names_of(lambda row: row.once)

@@ -25,18 +25,18 @@ class PushSum:
 
     @property
     def z(self) -> Vector:
-        """The de-biased parameters x / w."""
+        """Return the de-biased parameters z = x / w."""
         return self.x if self.w == 1 else (self.x / np.float32(self.w))
 
     def trained(self, z: Vector) -> PushSum:
-        """The state after training moved the parameters to `z`."""
+        """Return the state after training moved the parameters to `z`: x + Δz, with the same w."""
         if self.w == 1:
             return PushSum(z, 1.0)
         return PushSum(self.x + (z - self.z), self.w)
 
 
 def mix(own: PushSum, own_share: float, received: Sequence[PushSum]) -> PushSum:
-    """The sum of what a site kept of itself and what arrived, numerators and weights alike.
+    """Return the sum of the share a site kept and what arrived, of numerators and weights.
 
     Args:
         own_share: P[i, i], the share the site kept.

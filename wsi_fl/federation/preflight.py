@@ -1,4 +1,4 @@
-"""Before the first step: do all sites bring the same kind of thing?"""
+"""Before the first step: check that the inputs and settings of all sites fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Inputs(TypedDict, total=False):
 
 
 class Brought(Inputs):
-    """What a site brings, as all sites get to know it: plans and shapes.
+    """What a site tells all others before the run: plans and shapes.
 
     Attributes:
         run: the run's identity.
@@ -113,7 +113,7 @@ def compare(brought: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """What must agree, in words, and the value of each site."""
+    """Return what must agree, in words, with the value of each site."""
     for key, words in MUST_AGREE.items():
         values = [document.get(key) for document in brought]
         told = [value for value in values if isinstance(value, str)]
@@ -124,7 +124,7 @@ def _compared(brought: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
 
 
 def _odd(words: str, values: Mapping[str, Any]) -> str:
-    """The sites whose value is not that of most; empty where all have the same."""
+    """Return the sites whose value differs from the most frequent one."""
     texts = {site: json.dumps(value, sort_keys=True) for site, value in values.items()}
     usual, count = Counter(texts.values()).most_common(1)[0]
     odd = [f"{_short(site)} brings {_said(text)}" for site, text in texts.items() if text != usual]
@@ -138,7 +138,7 @@ def _odd(words: str, values: Mapping[str, Any]) -> str:
 
 
 def _said(text: str) -> str:
-    """A JSON value, for people."""
+    """Return a JSON value in words for messages."""
     return "nothing" if text == "null" else _short(text.strip('"'))
 
 

@@ -1,4 +1,4 @@
-"""Where sites stand, who is there in a round, who leaves and who comes back: it follows from what each tells all."""
+"""Decide where sites resume, and who takes part, leaves or returns in a round, from what each site tells all."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Answer(TypedDict):
 
 
 class Arrival(TypedDict):
-    """Whether a site takes part, once those who return were given their shares."""
+    """Whether a site takes part, told after returning sites were given their shares."""
 
     active: bool
 
@@ -61,13 +61,14 @@ class Roster:
 
     @property
     def present(self) -> tuple[int, ...]:
+        """Return the sites that take part, in ascending order."""
         return tuple(sorted((*self.staying, *self.returning)))
 
 
 def first_round(told: Sequence[Standing]) -> int:
     """Return the last round from which every site can go on; 1 where none has begun.
 
-    A site that comes back does not take the others further back than they stand.
+    A site that comes back does not make the others repeat rounds.
 
     Example:
         >>> first_round([{"kept": [3, 4], "returning": False}, {"kept": [2, 3], "returning": False}])
@@ -91,7 +92,8 @@ def stands(kept: Sequence[int], round_: int) -> bool:
 def roster_of(sites: Sequence[int], told: Sequence[Answer]) -> Roster:
     """Return who takes part, given the answers of these sites, in the same order.
 
-    Who returns waits until no site has its next state on disk already, where the share it would give is whole.
+    A returning site waits while another site already has the checkpoint of this round on disk: no share was split off
+    that checkpoint.
 
     Example:
         >>> roster_of([0, 2], [{"state": "staying", "ahead": False}, {"state": "returning", "ahead": False}])
@@ -125,7 +127,9 @@ def find_first_rounds(sites: list[Site], method: Method, schedule: Schedule, com
         kept, first = site.folder.checkpoints(), firsts[site.index]
         last = max(kept, default=0)
         if not stands(kept, first) and (last > first or not site.returning):
-            raise WsiFlError(f"{site.folder.path}: no checkpoint of round {first}, where the others stand")
+            raise WsiFlError(
+                f"{site.folder.path}: no checkpoint of round {first}, from which the others go on"
+            )
         sent = min(site.ledger.last_sent(), schedule.rounds)  # mpcpa sends its models after the last round
         # it has missed rounds; attempts at a sum of all sites are no rounds
         missed = site.ledger.last_round() > last + 1 and schedule.colluding is None

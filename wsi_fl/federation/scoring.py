@@ -1,4 +1,4 @@
-"""What models are worth: a site's own, on its test sets and its own rows; and others', as all sites agree on.
+"""Evaluate a site's models on its test sets, and the other sites' models as all sites agree.
 
 What is scored between hospitals, and by whom, follows from what each tells all, so that nobody waits in vain.
 """
@@ -62,7 +62,7 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
 
 
 def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
-    """Return what should answer at a site, as its run remembers it; None where nothing can be chosen.
+    """Return which model or mixture should answer at a site, as its run keeps it; None where there is no choice.
 
     It is what does best on the site's validation split, or the mixture of both models where that is asked for.
     """
@@ -91,10 +91,10 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
 
 
 def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | None, Probabilities | None]:
-    """Return how a site mixes its models, from which rows that was found, and what the mixture says of these.
+    """Return a site's mixture of its models, the rows it was fitted on, and its answers for these.
 
-    They are rows of which the private model says what models say that have not seen the patient. A proxy under noise
-    has not learned them by heart, and a head made of sums answers without the site's own.
+    For these rows the private answers come from models that have not seen the patient. A proxy under noise has not
+    memorised them, and a head made of sums answers without the site's own.
     """
     alone = shared_alone(site.n_classes)
     if site.held_out is not None:
@@ -111,10 +111,10 @@ def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | Non
 
 
 def _unmixed(site: Site, alive: Callable[[], None]) -> Stack:
-    """Return one of both models alone, where no rows can be held out to mix them.
+    """Return one of the two models alone, for a site that cannot hold out rows to fit a mixture.
 
-    A site of one class can only ask the shared one. Any other asks it if it tells the site's classes apart better than
-    a guess; it has not seen these rows, or not learned them by heart.
+    A site of one class uses the shared model. Any other uses it where it is better than a guess on the site's rows,
+    which it has not seen or not memorised.
     """
     own_rows = site.train
     if len(set(own_rows.label.tolist())) > 1:
@@ -155,7 +155,7 @@ def _predict(site: Site, role: str, examples: Examples, alive: Callable[[], None
 
 
 def as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
-    """Return a model of the same kind with other parameters, and without anything that its site alone knows.
+    """Return a model of the same kind with released parameters, without anything that only its site knows.
 
     Args:
         vector: float32[d], the trained parameters.
@@ -250,7 +250,7 @@ class CrossSiteEvaluation:
 
     @property
     def schema(self) -> str:
-        """Return the SHA-256 of what the counts are of, and in which order."""
+        """Return the SHA-256 of which models and classes the counts are of, in order."""
         models = [[index, known] for index, known in self.models.items()]
         said = [SCORES, self.classes, N_BINS, self.number, models]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
@@ -259,7 +259,7 @@ class CrossSiteEvaluation:
 def agree_on_models(
     told: Mapping[int, Present], classes: tuple[str, ...], rounds: int
 ) -> CrossSiteEvaluation | None:
-    """Return what is scored; None where nothing is.
+    """Return which models are scored and where; None where nothing is scored.
 
     Where all who took part to the end hold the same model, that one is scored, by those who hold it. Elsewhere it is
     the last release of every site, by all.
@@ -286,7 +286,7 @@ def agree_on_models(
 
 
 def problem_of(message: Message, agreed: str, known: str) -> str:
-    """Return why a message is not what its sender said it would send; empty when it is.
+    """Return why a message is not what its sender announced, or "" where it is.
 
     Args:
         agreed: its schema.

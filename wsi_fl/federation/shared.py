@@ -1,4 +1,4 @@
-"""Sums whose noise is added once in all: nobody reads more than the sum of all sites.
+"""Sums of all sites with noise that is added once in total; nobody can read more than the sum.
 
 Each site adds a share of discrete noise and hides what comes out under masks that cancel in the sum (Bonawitz et al.,
 CCS 2017; Kairouz, Liu and Steinke, ICML 2021). All who see the sum are told no more than its ε says, and so are up to
@@ -44,12 +44,12 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 _MOST = 1 << 30
-"""More rows than any sum is of: what comes to more is no sum."""
+"""More rows than any sum has; a larger total is invalid."""
 _FURTHEST = 100
-"""Attempts by which the count of one site may be ahead of another's."""
+"""How many attempts one site's count may be ahead of another's."""
 _REFUSALS = {
     "budget": "its max_epsilon does not allow another attempt at the sum",
-    "finished": "it holds the sum, and makes another one only where its people approve the plan again",
+    "finished": "it has the sum, and makes another one only after its people approve the plan again",
     "approval": f"its approval was good for {MOST_ATTEMPTS} attempts at the sum; let its people approve the plan again",
 }
 
@@ -86,6 +86,7 @@ def share_sums(
 
     Raises:
         UsageError: when there are too few sites for the number that may collude.
+        NoCommonPlan: when a site makes no further attempt.
         WsiFlError: when a message is not what was agreed on; the sum is void then.
     """
     colluding = schedule.colluding
@@ -136,7 +137,7 @@ def share_sums(
 
 
 def _refusal(site: Site, method: Method) -> Literal["", "budget", "finished", "approval"]:
-    """Why a site makes no further attempt, whatever others say; "" where it does."""
+    """Return why a site makes no further attempt, whatever others say; "" where it makes one."""
     affords = site.plan is None or site.ledger.affords(site.ledger.last_sent() + 1, site.plan)
     approved = site.ledger.named.get("approved", "")
     tried = attempts_of(site.ledger.entries, site.name, approved)
@@ -168,13 +169,13 @@ class _Sum:
     present: list[int]
 
     def context(self, site: Site) -> bytes:
-        """What the masks are bound to, so that none serves another sum."""
+        """Return what the masks are bound to, so that a mask fits this sum alone."""
         who = ",".join(map(str, self.present))
         return f"{run_id(site.ledger.run)} attempt {self.attempt} of {who}".encode()
 
 
 def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> Release:
-    """The site's sums with its share of the noise, under masks, on the site's ledger and about to leave."""
+    """Return the site's masked sums with its share of the noise, recorded in its ledger as about to leave."""
     head = _head(site, sum_.method)
     exact = head.exact[:-1].cpu().numpy()
     values, share = quantised(exact, SCALE), 0.0
@@ -195,12 +196,16 @@ def _masked(site: Site, sum_: _Sum, keys: KeyPair, publics: Sequence[bytes]) -> 
 
 
 def _share_of(plan: PrivacyPlan, n: int, n_sites: int, colluding: int) -> float:
-    """Standard deviation, in steps, of one site's share, so that those of honest sites are what the plan says."""
+    """Return the σ of one site's share, in steps: the shares of the honest sites add up to the plan's noise.
+
+    Raises:
+        WsiFlError: when they do not.
+    """
     sensitivity = sensitivity_of(plan.clip, SCALE, n)
     share = share_sigma(plan.sigma * sensitivity * (1 + A_LITTLE), n_sites, colluding)
     if noise_multiplier(share, n_sites, colluding, sensitivity, n) < plan.sigma:
         raise WsiFlError(
-            f"shares of {share:g} steps do not add up to the noise of the plan; raise privacy.sigma"
+            f"noise in shares of {share:g} steps adds up to less than the plan's; raise privacy.sigma"
         )
     return share
 
@@ -212,7 +217,11 @@ def _noise(share: float, n: int, sum_: _Sum, index: int) -> NDArray[np.int64]:
 
 
 def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n_sites: int) -> None:
-    """Put the mean of all sums into the site's head."""
+    """Put the mean of all sums into the site's head.
+
+    Raises:
+        WsiFlError: when a message cannot be used, or the total is too large to be a sum of rows.
+    """
     head = _head(site, method)
     for message in others:
         problem = message.refused or ("" if message.schema == own.schema else "it is of another head")
@@ -224,7 +233,7 @@ def _open(site: Site, method: Method, own: Release, others: Sequence[Message], n
     hidden = [np.ascontiguousarray(one, np.uint8).view("<u8").astype(np.uint64) for one in vectors]
     total = opened(hidden) / SCALE
     if np.abs(total).max() > _MOST:
-        raise WsiFlError("the sum is void: what all messages come to is no sum; go on with train --resume")
+        raise WsiFlError("the sum is void: the messages add up to too much; go on with train --resume")
     mean = np.concatenate([total / n_sites, [float(head.released[-1])]]).astype(np.float32)
     site.traveller(method).load_vector(mean, n_sites=n_sites)
     site.push = PushSum(mean, 1.0)

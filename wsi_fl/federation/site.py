@@ -123,7 +123,7 @@ class Site:
         return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
 
     def material(self) -> Material:
-        """Return all that the site has to learn from."""
+        """Return the data that the site learns from."""
         if self.buffer is None:
             return Material(self.learned(), self.units)
         received = [unpacked(values, self.buffer.shape) for _, values in sorted(self.received.items())]
@@ -135,7 +135,7 @@ class Site:
         return self.learners[method.travels]
 
     def settle(self, active: bool) -> None:
-        """Let the site take part, or leave: then nothing that is accounted for moves any more."""
+        """Let the site take part, or leave; after it has left, no model under privacy is trained any more."""
         self.active = active
         if not active:
             self.push = None
@@ -178,7 +178,7 @@ def _kept(site: Site) -> str:
 
 
 def relay(site: Site, method: Method, round_: int) -> Release:
-    """Return what a site passes on, on record: the mixture that it holds now, computed from releases alone."""
+    """Return the mixture that a site holds now, to be passed on; recorded, and computed from releases alone."""
     assert site.push is not None
     agreed = schema(site.traveller(method).model)
     return site.ledger.relay(round_, site.push.x, own=site.own, schema=agreed, weight=site.push.w)
@@ -210,7 +210,7 @@ def release_once(ledger: PrivacyLedger, round_: int, values: Values, agreed: str
     except WsiFlError:
         if any(said.split()[0] == content for said in ledger.released()):
             raise WsiFlError(
-                f"site {ledger.site}: another {content} than its present one has left in this run; begin a new one"
+                f"site {ledger.site}: a different {content} has left it in this run before; start a new run"
             ) from None
         released = ledger.release(round_, values, schema=agreed, mechanism=None, content=content)
         ledger.sending(round_, released.digest)

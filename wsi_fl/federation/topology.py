@@ -23,13 +23,13 @@ Topology = Callable[[int, int, float], list[Matrix]]
 
 
 def none(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Nobody sends anything."""
+    """Return no hop: nobody sends anything."""
     del n_sites, round_, self_weight
     return []
 
 
 def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """The directed exponential graph over permutations (Assran et al., 2019; ProxyFL, Fig. 2).
+    """Return a hop of the directed exponential graph over permutations (Assran et al., 2019; ProxyFL, Fig. 2).
 
     In round t every site sends to the one 2^(t mod ⌈log2 n⌉) places further. With `self_weight` 0 (the paper)
     each P is a permutation and models only travel; with 0.5 it is stochastic gradient push.
@@ -50,7 +50,7 @@ def exponential(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Mat
 
 
 def ring(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Every site hands all it has to the next one (cyclical weight transfer, Chang et al., 2018)."""
+    """Return the hop in which every site hands all to the next one (cyclical weight transfer, Chang et al., 2018)."""
     del round_, self_weight
     if n_sites < 2:
         return []
@@ -61,7 +61,7 @@ def ring(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
 
 
 def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum.
+    """Return two hops: all sites send what they have to site 0, which sends everybody an equal share of the sum.
 
     Example:
         >>> gather, broadcast = star(3, 0)
@@ -79,7 +79,7 @@ def star(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
 
 
 def random_permutation(seed: int) -> Topology:
-    """In every round a new ring through all sites in random order: each sends one message and gets one.
+    """Return a topology with a new random ring through all sites in every round.
 
     The order depends on the seed, the round and the number of sites alone, so all sites draw the same.
 
@@ -102,7 +102,7 @@ def random_permutation(seed: int) -> Topology:
 
 
 def complete(n_sites: int, round_: int, self_weight: float = 0.0) -> list[Matrix]:
-    """Everybody sends to everybody, in equal shares."""
+    """Return the hop in which everybody sends to everybody, in equal shares."""
     del round_, self_weight
     return [np.full((n_sites, n_sites), 1 / n_sites)] if n_sites > 1 else []
 
@@ -119,7 +119,10 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
 
 
 def named(name: str, seed: int = 0) -> Topology:
-    """A topology of the table; UsageError for an unknown name.
+    """Return a topology of the table.
+
+    Raises:
+        UsageError: when the name is unknown.
 
     Example:
         >>> named("exponential") is exponential
@@ -139,7 +142,7 @@ def over(
     *,
     room: int = GRAPH_HOPS,
 ) -> list[Matrix]:
-    """The hops of a round among the sites present, as P[n, n] of all: who is absent keeps what it has.
+    """Return the hops of a round among the sites present, as P[n, n] of all; absent sites keep what they have.
 
     The topology sees the present sites alone, in ascending order: the hub of a star is the first of them, and an
     exponential graph of five becomes one of four. A `Graph` loses the edges of those absent.
@@ -170,7 +173,7 @@ def over(
 
 
 def handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Matrix:
-    """The hop in which each leaving site gives all it has to the next one present, cyclically.
+    """Return the hop in which each leaving site gives all it has to the next one present, cyclically.
 
     So the mean that PushSum reaches still counts it. Where nobody stays, everybody keeps what it has.
 
@@ -187,7 +190,7 @@ def handover(n_sites: int, leaving: Sequence[int], present: Sequence[int]) -> Ma
 
 
 def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> Matrix:
-    """The hop in which each returning site, which holds nothing, gets half of the one before it, cyclically.
+    """Return the hop in which each returning site, which holds nothing, gets half of the one before it, cyclically.
 
     Returning sites with the same host share evenly with it: two of them and the host get a third each.
 
@@ -206,15 +209,15 @@ def welcome(n_sites: int, returning: Sequence[int], present: Sequence[int]) -> M
 
 
 def _nearest(site: int, among: set[int], n_sites: int, *, step: int) -> int:
-    """The first of `among` that is met from `site` on, going round."""
+    """Return the first of `among` that is met from `site` on, going round."""
     return min(among, key=lambda other: (other - site) * step % n_sites)
 
 
 def receivers(matrix: Matrix, sender: int) -> list[int]:
-    """The sites that get a message from `sender`."""
+    """Return the sites that get a message from `sender`."""
     return [int(i) for i in np.flatnonzero(matrix[:, sender]) if i != sender]
 
 
 def senders(matrix: Matrix, receiver: int) -> list[int]:
-    """The sites whose messages `receiver` waits for."""
+    """Return the sites whose messages `receiver` waits for."""
     return [int(j) for j in np.flatnonzero(matrix[receiver]) if j != receiver]

@@ -215,10 +215,10 @@ def start(
     found = _study_to_start(opened, study)
     if shared is None and opened.folder is None:
         if without:
-            raise UsageError("--without is for a folder; with a server the coordinator says it, in `submit`")
+            raise UsageError("--without is for a folder; with a server, the coordinator gives it to `submit`")
         start(opened, found, told=say)
     if found is None:
-        raise UsageError(f"{kit} is the kit of a {opened.role}, which starts nothing over a folder")
+        raise UsageError(f"{kit} is the kit of a {opened.role}; over a folder hospitals alone start")
     from wsi_fl.hospitals.work.by_folder import take_part_by_folder
     from wsi_fl.stages.training.train import summary_lines
 

@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 24
 
 
 def packed(bags: Sequence[Features]) -> Features:
-    """Bags float32[m_i, d] as one float32[b, max m_i, d + 1]; the last column is 1 for a patch, 0 for padding.
+    """Return bags float32[m_i, d] as one float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
 
     Example:
         >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
@@ -41,7 +41,7 @@ def bag_examples(
     in_memory: bool,
     at_once: int | None = None,
 ) -> Examples:
-    """The slides of a table as examples.
+    """Return the slides of a table as examples.
 
     Args:
         read: position in the table → features float32[m, n_features].
@@ -87,7 +87,7 @@ def with_drawn_patches(examples: Examples, most: int) -> Examples:
 
 
 def _some(bag: Features, most: int, seed: int) -> Features:
-    """At most `most` patches of a bag, in the order in which they lie there."""
+    """Return at most `most` patches of a bag, in their order."""
     if len(bag) <= most:
         return bag
     chosen = np.random.default_rng(seed).choice(len(bag), most, replace=False)
@@ -95,7 +95,7 @@ def _some(bag: Features, most: int, seed: int) -> Features:
 
 
 def unlabelled_bags(bags: Sequence[Features], allowed: NDArray[np.bool_], task: Task = CLASSES) -> Examples:
-    """Bags of which nothing is known but what is asked, and the classes that all of them may have, bool[classes]."""
+    """Return unlabelled bags as examples to predict, with the classes bool[classes] that they may have."""
     unknown = np.full(len(bags), "")
     possible = np.broadcast_to(allowed, (len(bags), len(allowed))) if task.kind == "classes" else None
     return Examples(
@@ -112,7 +112,7 @@ def unlabelled_bags(bags: Sequence[Features], allowed: NDArray[np.bool_], task: 
 def allowed_classes(
     tumor_type: NDArray[np.str_], classes: Sequence[str], tumor_types: Mapping[str, Sequence[str]]
 ) -> NDArray[np.bool_]:
-    """bool[n, classes]: what each slide may be, given its tumour type; all classes where that says nothing.
+    """Return bool[n, classes], the classes that each slide's tumour type allows; all where it is not known.
 
     Example:
         >>> allowed_classes(np.array(["lung", ""]), ("LUAD", "LUSC", "GBM"), {"lung": ("LUAD", "LUSC")}).tolist()

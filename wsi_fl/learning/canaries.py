@@ -1,4 +1,4 @@
-"""Canaries: examples that mean nothing, each planted among the training rows or not as a coin falls.
+"""Canaries: meaningless examples, each planted among the training rows or not by a fair coin.
 
 Whether a trained model tells those that were in from those that were out bounds the privacy of its training from
 below (`privacy/audit.py`). They are noise with a random label: nothing else in the data can teach a model their labels,
@@ -37,18 +37,18 @@ class Canaries:
     examples: Examples
 
     def planted(self) -> Examples:
-        """Those that are in, in order."""
+        """Return the canaries that are planted, in order."""
         return subset(self.examples, np.flatnonzero(self.included))
 
 
 def tossed(m: int) -> tuple[int, NDArray[np.bool_]]:
-    """(seed, m fair coins), both from the operating system's entropy and never from a seed of the study."""
+    """Return (seed, m fair coins), from the operating system's entropy and never from a seed of the study."""
     coins = np.frombuffer(secrets.token_bytes(m), np.uint8) < 128
     return secrets.randbits(256), coins
 
 
 def canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: int) -> Canaries:
-    """The canaries of a seed, always the same ones, for models that see `shape`."""
+    """Return the canaries of a seed, always the same ones, for models that see `shape`."""
     m = len(included)
     stream = CipherStream.seeded(seed, "canaries")
     labels = np.array([stream.below(n_classes) for _ in range(m)], np.int64)
@@ -67,7 +67,7 @@ def canaries(seed: int, included: NDArray[np.bool_], shape: Shape, n_classes: in
 
 
 def _noise(stream: CipherStream, m: int, shape: Shape) -> Inputs:
-    """m images of uniform pixels, vectors of normal features, or bags of such."""
+    """Return m images of uniform pixels, vectors of normal features, or bags of such."""
     if isinstance(shape, Images):
         size = (m, shape.size_px, shape.size_px, shape.channels)
         return (stream.uniform(math.prod(size)) * 256).astype(np.uint8).reshape(size)

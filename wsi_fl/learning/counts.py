@@ -1,4 +1,4 @@
-"""What a hospital may tell of a model on its own test part: how many answers were of which kind, and nothing of whom.
+"""Counts of a model's answers on a hospital's own test part: what it may tell others, without any patient's answer.
 
 Counts of several hospitals add up, and from their sums follow the scores on all test parts together.
 """
@@ -183,7 +183,7 @@ def _auroc(
 
 
 def results(document: Scores) -> dict[str, Any]:
-    """Return what the counts between hospitals come to, as `evaluate --json` prints it under `between`.
+    """Return the scores that follow from the counts between hospitals, as `evaluate --json` prints under `between`.
 
     Returns:
         `hospitals`, the names of those that told counts, and `models`: by name, the scores on each hospital's test

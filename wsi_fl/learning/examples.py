@@ -93,14 +93,14 @@ class Examples:
 
 
 def unlabelled(inputs: Inputs) -> Examples:
-    """Images uint8[n, h, w, channels] or features float32[n, d] of which nothing is known, as examples to predict."""
+    """Return images uint8[n, h, w, channels] or features float32[n, d] without labels as examples to predict."""
     n = len(inputs)
     unknown = np.full(n, "")
     return Examples(lambda rows: inputs[rows], np.zeros(n, np.int64), unknown, unknown)
 
 
 def subset(examples: Examples, rows: NDArray[np.int64]) -> Examples:
-    """The examples in these rows int64[m], in this order."""
+    """Return the examples in these rows int64[m], in this order."""
     return Examples(
         lambda chosen: examples.read(rows[chosen]),
         examples.label[rows],
@@ -120,7 +120,7 @@ def _shown_of(
 
 
 def resized(examples: Examples, size_px: int) -> Examples:
-    """The same images at size_px × size_px by area averaging."""
+    """Return the same images at size_px × size_px by area averaging."""
     import torch
     from torch.nn import functional
 
@@ -136,7 +136,7 @@ def resized(examples: Examples, size_px: int) -> Examples:
 
 
 def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int = 64) -> Examples:
-    """The same images held in memory when they fit in `limit_bytes`, else unchanged."""
+    """Return the same images held in memory when they fit in `limit_bytes`, else unchanged."""
     if not len(examples):
         return examples
     first = examples.read(np.zeros(1, np.int64))
@@ -150,7 +150,7 @@ def in_memory(examples: Examples, limit_bytes: int = IN_MEMORY_BYTES, chunk: int
 
 
 def joined(parts: list[Examples]) -> Examples:
-    """Several sets of examples as one, in order; bags are padded to the longest that is read with them."""
+    """Return several sets of examples as one, in order; bags are padded to the longest that is read with them."""
     if len(parts) == 1:
         return parts[0]
     starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -187,7 +187,7 @@ def joined(parts: list[Examples]) -> Examples:
 
 
 def _all_allowed(parts: list[Examples]) -> NDArray[np.bool_] | None:
-    """Of stores whose classes agree; where they do not, the preflight says so, and not this."""
+    """Return the allowed classes of all parts joined; that their classes agree is checked by the preflight."""
     known = [part.allowed.shape[1] for part in parts if part.allowed is not None]
     if not known:
         return None
@@ -215,14 +215,14 @@ def normalised(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def tensor_of(inputs: Inputs) -> Tensor:
-    """What models take: images float32[b, c, h, w] in [−1, 1], or features as they are."""
+    """Return the input of models: images as float32[b, c, h, w] in [−1, 1], features unchanged."""
     import torch
 
     return normalised(inputs) if inputs.dtype == np.uint8 else torch.from_numpy(inputs)
 
 
 def epoch_rows(n: int, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-    """Rows of the batches of `epochs` shuffled passes, ceil(n / batch_size) batches each; without privacy."""
+    """Yield the rows of ceil(n / batch_size) batches in each of `epochs` shuffled passes; without privacy."""
     for _ in range(epochs):
         yield from np.array_split(sampler.permutation(n), range(batch_size, n, batch_size))
 
@@ -261,7 +261,7 @@ def batches(
 
 
 def _drawn(examples: Examples, draws: CipherStream) -> Callable[[NDArray[np.int64]], Inputs]:
-    """Each row by a number of its own."""
+    """Return a reader of rows that hands `show` a fresh random number for each row."""
     show = examples.show
     if show is None:
         return examples.read

@@ -33,7 +33,7 @@ def folds_of(
     """
     if n := int((patient == "").sum()):
         raise UsageError(
-            f"{n} rows have no patient, and folds are of patients; name them in the table of slides"
+            f"{n} rows have no patient, but folds divide patients; name them in the table of slides"
         )
     names, which = np.unique(patient, return_inverse=True)
     if len(names) < n_folds:
@@ -63,7 +63,7 @@ def rare_classes(patient: NDArray[np.str_], label: NDArray[np.int64], *, n_folds
 
 
 def _kinds(which: NDArray[np.int64], label: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """The highest label of each of n patients."""
+    """Return int64[n], the highest label of each of n patients."""
     kind = np.zeros(n, np.int64)
     np.maximum.at(kind, which, label)
     return kind

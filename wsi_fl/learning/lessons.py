@@ -49,7 +49,7 @@ class Lesson:
     replayed: Examples | None = None
 
     def examples(self) -> Examples:
-        """Both parts as one, `learned` first."""
+        """Return both parts joined, `learned` first."""
         return self.learned if self.replayed is None else joined([self.learned, self.replayed])
 
     def rows_of(self, plan: PrivacyPlan, sampler: CipherStream) -> list[NDArray[np.int64]]:
@@ -63,7 +63,7 @@ class Lesson:
         return [self.units.rows(chosen, sampler) for chosen in plan.batches(sampler)]
 
     def rows(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> list[NDArray[np.int64]]:
-        """Rows of `examples` for every batch without privacy: those of an epoch, then as many replayed ones.
+        """Return the rows of every batch without privacy: those of an epoch, then as many replayed ones.
 
         Both halves of a batch are of one size, so the mean loss over it is half of eq. 4 of Pennisi et al.,
         L(own) + L(buffer), whose constant factor Adam ignores.
@@ -98,23 +98,23 @@ LearnsFrom = Literal[
 
 
 def _real(material: Material) -> Lesson | None:
-    """The site's rows."""
+    """Return the site's rows."""
     return Lesson(material.real, material.units)
 
 
 def _real_and_received(material: Material) -> Lesson | None:
-    """Its own rows, and beside them what it received (Pennisi et al., eq. 4)."""
+    """Return the site's rows, and what it received to be replayed beside them (Pennisi et al., eq. 4)."""
     return Lesson(material.real, material.units, _pooled(material.received))
 
 
 def _synthetic_and_received(material: Material) -> Lesson | None:
-    """Its own synthetic samples in place of its rows (Fig. 5b)."""
+    """Return the site's own synthetic samples in place of its rows (Fig. 5b)."""
     assert material.own is not None
     return Lesson(material.own, rows_alone(len(material.own)), _pooled(material.received))
 
 
 def _synthetic_of_all(material: Material) -> Lesson | None:
-    """All sites' synthetic samples alike, as a centre would that has no patches; nothing before they are there."""
+    """Return the synthetic samples of all sites, as for a centre without patches; None before they arrive."""
     if not material.received:
         return None
     assert material.own is not None

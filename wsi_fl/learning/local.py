@@ -151,14 +151,14 @@ class Learner:
 
 
 def _trainer(model: nn.Module, optimizer: torch.optim.Optimizer, dp: DPSettings) -> DPTrainer | NoisySums:
-    """What gives a model its noise: steps for most, sums for what is made of them."""
+    """Return the private trainer of a model: DP-SGD for most, noisy sums for heads that are made of sums."""
     if isinstance(model, SharedHead):
         return NoisySums(dp.sigma, dp.clip, dp.batch_size, dp.unit)
     return DPTrainer(model, optimizer, **asdict(dp))
 
 
 def sum_up(learner: Learner, batch: Batch, noise: CipherStream) -> None:
-    """Take the sums of all rows, which the batch must be, with noise where the learner is under privacy."""
+    """Compute the sums of a batch of all rows, with noise where the learner is under privacy."""
     head = learner.model
     assert isinstance(head, SharedHead)
     x, y, *whose = batch
@@ -260,7 +260,7 @@ def losses_of(
 def _answers(
     predict: Callable[[Tensor], Tensor], examples: Examples, device: torch.device, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
+    """Yield (logits [b, classes], −∞ where a class is not allowed, labels int64[b]) of all examples, in order."""
     size = min(batch_size, examples.at_once or batch_size)
     rows = np.array_split(np.arange(len(examples)), range(size, len(examples), size))
     drawn = batches(examples, iter(rows), augment=None, device=device)

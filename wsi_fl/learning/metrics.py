@@ -30,7 +30,7 @@ _AT_ONCE = 1 << 20
 
 
 def measure_of_classes(right: NDArray[np.bool_], score: Probabilities, labels: Labels) -> Measure:
-    """Return what computes accuracy, macro-accuracy and AUROC; whatever has to be sorted is sorted here, once.
+    """Return a function that computes accuracy, macro-accuracy and AUROC for any weights; scores are sorted once, here.
 
     Macro-accuracy is the mean over the classes that occur (ProxyFL, appendix B.1). So is the AUROC of more than two
     classes, each against the rest.
@@ -183,7 +183,7 @@ def slide_level(
 
 
 def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
-    """Return the score from which on a slide is best called positive, by balanced accuracy; None for one class alone.
+    """Return the threshold on slides' scores with the best balanced accuracy; None where there is one class alone.
 
     Of thresholds that are equally good the middle one is taken.
 
@@ -216,7 +216,7 @@ def moved_to_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.fl
 
 
 def mean_and_sd(values: list[float | None]) -> dict[str, float | None]:
-    """Return mean and population standard deviation over sites, as the paper reports; None when any is missing."""
+    """Return the mean and population standard deviation over sites, as the paper reports; None when any is missing."""
     if not values or any(value is None for value in values):
         return {"mean": None, "sd": None}
     numbers = np.array(values, float)

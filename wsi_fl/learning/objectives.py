@@ -10,7 +10,7 @@ from wsi_fl.learning.tasks import CLASSES, Task
 
 
 def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """KL[student ‖ teacher] = Σ_c p_c (log p_c − log q_c), mean over the batch (eq. 3); the teacher is fixed.
+    """Return KL[student ‖ teacher] = Σ_c p_c (log p_c − log q_c), mean over the batch (eq. 3); the teacher is fixed.
 
     Example:
         >>> a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
@@ -30,7 +30,7 @@ def mutual(
     class_weights: Tensor | None = None,
     task: Task = CLASSES,
 ) -> Tensor:
-    """(1 − weight) · loss + weight · divergence from the teacher (eqs. 4 and 5); the loss alone without a teacher.
+    """Return (1 − weight) · loss + weight · divergence from the teacher (eqs. 4 and 5); without one, the loss alone.
 
     Args:
         outputs: float32[b, k] of the model that learns; of classes their logits.

@@ -1,4 +1,4 @@
-"""One table of what models say of test examples; every score, page and comparison is of a group of its rows."""
+"""The table of all models' predictions for test examples; scores, pages and comparisons use groups of its rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Predictions:
 
     @property
     def answers(self) -> Said:
-        """float64[n, k], what the model says that answers for the site."""
+        """Return float64[n, k], the predictions of the model that answers for the site."""
         return self.said[self.answer]
 
     def where(self, rows: NDArray[np.bool_]) -> Predictions:
@@ -74,12 +74,12 @@ class Predictions:
 
     @property
     def own(self) -> Predictions:
-        """The site's own part."""
+        """Return the examples of the site's own part."""
         return self.where(self.part == self.site)
 
     @property
     def others(self) -> Predictions:
-        """The parts of all other sites."""
+        """Return the examples of all other sites."""
         return self.where(self.part != self.site)
 
     def by(self, column: str) -> dict[str, Predictions]:
@@ -93,7 +93,7 @@ class Predictions:
         return scored(self.said[model or self.answer], self.truth, self.task)
 
     def whose(self, names: Names) -> Names:
-        """Return names of slides or patients str[n] that are different where their sites are."""
+        """Return names of slides or patients, str[n], made unique across sites."""
         if (self.part == self.part[:1]).all():
             return names
         return np.char.add(np.char.add(self.part, "/"), names)
@@ -101,7 +101,7 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Level:
-    """How everything is measured that is said about one site's model on one set.
+    """The measurements of one site's answering model on one set.
 
     Attributes:
         repeats: of the bootstrap.
@@ -131,7 +131,7 @@ class Level:
         }
 
     def _of(self, said: Said, truth: Truth, patient: Names, task: Task) -> dict[str, Any]:
-        """Scores and intervals clustered by patient; of classes confusion and calibration too."""
+        """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
         found = scored(said, truth, task) | {
             "intervals": intervals(said, truth, patient, task, repeats=self.repeats)
         }

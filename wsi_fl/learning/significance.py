@@ -1,4 +1,4 @@
-"""Whether two methods differ by more than chance: paired t-tests, corrected for how many were made."""
+"""Paired t-tests between methods, corrected for multiple testing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Paired:
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
-    """Student's paired t-test.
+    """Return Student's paired t-test.
 
     Args:
         a, b: n values each; a[k] and b[k] were measured under the same conditions.
@@ -56,7 +56,7 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """p-values of one family of tests, raised so that any false alarm among them is as rare as each says.
+    """Return the p-values of one family of tests, adjusted by Holm's method.
 
     The k-th smallest of m is multiplied by m − k + 1, and none may fall below a smaller one's. None, a test that
     could not be made, stays None and does not count.
@@ -84,7 +84,7 @@ def clustered_interval(
     seed: int = 0,
     level: float = 0.95,
 ) -> tuple[float, float] | None:
-    """The percentile interval of a mean when runs and whole patients are drawn with replacement, both at once.
+    """Return the bootstrap percentile interval of a mean, with runs and whole patients resampled together.
 
     Args:
         values: float64[r, n] of n test examples in each of r runs.
@@ -113,7 +113,7 @@ def clustered_ratio(
     seed: int = 0,
     level: float = 0.95,
 ) -> tuple[float, float] | None:
-    """The percentile interval of Σ part / Σ whole when runs and whole patients are drawn as in `clustered_interval`.
+    """Return the interval of Σ part / Σ whole, with runs and patients resampled as in `clustered_interval`.
 
     Args:
         part, whole: float64[r, n] of n test examples in each of r runs.

@@ -1,8 +1,7 @@
-"""Own and shared knowledge as one answer: how much of each, found on a site's own rows.
+"""Mix the answers of a site's own and of the shared model, with weights fitted on the site's own rows.
 
-The own model says of each row what models say that have not seen its patient, and the shared one what it says
-without the site's own part. So neither is believed for what it has learned by heart (stacked generalisation; Wolpert,
-1992).
+The own model's answers come from models that have not seen the row's patient, the shared model's are computed without
+the site's own part. So neither is believed for what it has memorised (stacked generalisation; Wolpert, 1992).
 """
 
 from __future__ import annotations
@@ -53,19 +52,19 @@ class Stack:
 
     @staticmethod
     def of(document: Mapping[str, Any]) -> Stack:
-        """Return what `asdict` made a document of."""
+        """Return the stack of a document that `asdict` made."""
         scales = (float(document["scales"][0]), float(document["scales"][1]))
         bias = tuple(map(float, document["bias"]))
         return Stack(float(document["weight"]), scales, float(document["slope"]), bias)
 
 
 def shared_alone(n_classes: int) -> Stack:
-    """Return the stack of a site whose own rows cannot tell: what the shared model says."""
+    """Return the stack that uses the shared model alone, for a site whose own rows cannot fit one."""
     return Stack(1.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
 
 
 def own_alone(n_classes: int) -> Stack:
-    """Return the stack of a site to which the shared model says nothing: what its own model says."""
+    """Return the stack that uses the site's own model alone."""
     return Stack(0.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
 
 
@@ -97,24 +96,27 @@ def fitted_stack(own: Probabilities, shared: Probabilities, labels: Labels) -> S
 
 
 def _calibrated(mixed: NDArray[np.float64], labels: Labels) -> tuple[float, tuple[float, ...]]:
-    """Slope and bias of the mixture's logits float64[n, classes] at which the balanced log-loss is least.
+    """Return the slope and biases of the mixture's logits float64[n, classes] with the least balanced log-loss.
 
-    Biases are drawn a little towards 0, since few rows of a class can be parted from all others by any of many.
+    They are pulled a little towards 0: with few rows in a class, many would separate it equally well.
     """
     from scipy.optimize import minimize
     from scipy.special import log_softmax
 
+    # 1. balanced weights: every class has the same total
     n, n_classes = mixed.shape
     counts = np.bincount(labels, minlength=n_classes)
     weights = 1 / counts[labels] / (counts > 0).sum()
     truth = np.eye(n_classes)[labels]
 
+    # 2. log-loss of softmax(slope · logits + bias) plus an L2 penalty, and its gradient
     def loss(at: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
         said = log_softmax(mixed * at[0] + at[1:], axis=1)
         wrong = (np.exp(said) - truth) * weights[:, None]
         value = -float(weights @ said[np.arange(n), labels]) + _PULL / n * float(at @ at)
         return value, np.array([(wrong * mixed).sum(), *wrong.sum(0)]) + 2 * _PULL / n * at
 
+    # 3. minimised from the uncalibrated logits on, with a slope of at least 0
     start = np.array([1.0, *np.zeros(n_classes)])
     bounds = [(0.0, None), *[(None, None)] * n_classes]
     found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds).x
@@ -122,7 +124,7 @@ def _calibrated(mixed: NDArray[np.float64], labels: Labels) -> tuple[float, tupl
 
 
 def _logits(said: Probabilities) -> NDArray[np.float64]:
-    """Logits of probabilities: their logarithms, centred over the classes."""
+    """Return logits of probabilities: their logarithms, centred over the classes."""
     logs = np.log(np.clip(said, _LEAST, None))
     centred: NDArray[np.float64] = logs - logs.mean(1, keepdims=True)
     return centred

@@ -34,7 +34,7 @@ def require_extra() -> None:
 
 
 def risk(said: Floats, ends: Sequence[float]) -> Floats:
-    """Return float64[n], minus the time that each patient is expected to be without the event up to the last end.
+    """Return the risk float64[n]: minus each patient's expected time without the event, up to the last end.
 
     Example:
         >>> risk(np.array([[1.0, 1.0], [0.5, 0.0]]), (10.0, 20.0)).tolist()
@@ -46,9 +46,9 @@ def risk(said: Floats, ends: Sequence[float]) -> Floats:
 
 
 def concordances(risk: Floats, truth: NDArray[Any], weights: NDArray[np.int32]) -> Floats:
-    """Return Harrell's concordance, float64[b]: of pairs whose order is known, the share whose earlier had more risk.
+    """Return Harrell's concordance, float64[b]: the share of comparable pairs whose earlier event had the higher risk.
 
-    NaN where no pair's order is known. Risks closer than 1e-8 are equal and count half, as scikit-survival has it.
+    NaN where no pair is comparable. Risks closer than 1e-8 are equal and count half, as in scikit-survival.
 
     Args:
         risk: float64[n].
@@ -60,10 +60,13 @@ def concordances(risk: Floats, truth: NDArray[Any], weights: NDArray[np.int32]) 
     events, right, pairs = np.flatnonzero(seen), np.zeros(len(weights)), np.zeros(len(weights))
     floats = weights.T.astype(np.float32)  # exact up to 2^23 patients
     for first in range(0, len(events), _EVENTS):
+        # 1. comparable pairs: an event, and a patient who was observed longer
         own = events[first : first + _EVENTS, None]
         later = (time > time[own]) | (~seen & (time == time[own]))
+        # 2. concordant pairs count 1, tied risks 1/2
         apart = risk[own] - risk
         won = np.where(np.abs(apart) <= _TIED, np.float32(0.5), (apart > 0).astype(np.float32)) * later
+        # 3. sums over pairs, each weighted by how often both patients count
         weight = weights[:, own[:, 0]].T.astype(np.float64)
         right += (weight * (won @ floats)).sum(0)
         pairs += (weight * (later.astype(np.float32) @ floats)).sum(0)
@@ -73,10 +76,10 @@ def concordances(risk: Floats, truth: NDArray[Any], weights: NDArray[np.int32]) 
 def integrated_briers(
     said: Floats, truth: NDArray[Any], ends: Sequence[float], weights: NDArray[np.int32]
 ) -> Floats:
-    """Return the Brier score, float64[b], integrated over the ends that lie within what was observed.
+    """Return the Brier score, float64[b], integrated over the ends within the observed times.
 
-    Patients who left are weighed by the censoring of these same patients. NaN where fewer than two ends are left, or
-    nobody had the event.
+    Censored patients are accounted for by inverse probability of censoring, estimated from the same patients. NaN where
+    fewer than two ends are left, or nobody had the event.
 
     Args:
         weights: int32[b, n], how often each patient counts, in b ways.
@@ -109,7 +112,7 @@ def integrated_briers(
 
 
 def _at_times(weights: NDArray[np.int32], at: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """Sums int64[b, n] of weights int32[b, patients] over the patients of each time."""
+    """Return sums int64[b, n] of weights int32[b, patients] over the patients of each time."""
     return np.stack([np.bincount(at, row, n) for row in weights]).astype(np.int64)
 
 

@@ -43,7 +43,7 @@ class Task(ABC):
 
     @abstractmethod
     def losses(self, outputs: Tensor, truth: Tensor) -> Tensor:
-        """Return the loss of each example, float32[b]; it rests on nothing of the others."""
+        """Return the loss of each example, float32[b], independent of the other examples."""
 
     @abstractmethod
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
@@ -51,15 +51,15 @@ class Task(ABC):
 
     @abstractmethod
     def said(self, outputs: Tensor) -> Tensor:
-        """Return what outputs say."""
+        """Return the predictions that outputs stand for."""
 
     @abstractmethod
     def guess(self, n_outputs: int) -> Said:
-        """Return float64[k], what somebody says who knows nothing."""
+        """Return float64[k], the prediction of a model that knows nothing."""
 
     @abstractmethod
     def measure(self, said: Said, truth: Truth) -> Measure:
-        """Return what computes every score, however often each example counts."""
+        """Return a function that computes every score for any weights of the examples."""
 
     def scored(self, said: Said, truth: Truth) -> Scores:
         """Return every score by name; None for one that cannot be computed."""
@@ -220,7 +220,7 @@ def intervals(
 
 
 def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
-    """Return int64[n], what folds hold alike: classes, whether the event was seen, or the half of a number."""
+    """Return int64[n], the strata of folds: classes, whether the event was seen, or the half of a number."""
     if task.kind == "classes":
         return truth
     halves = truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)

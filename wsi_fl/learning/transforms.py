@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def _flips() -> list[RandomizableTransform]:
-    """The eight symmetries of the square: a patch has no up."""
+    """Return transforms that draw one of the eight symmetries of the square: a patch has no up."""
     from monai.transforms import RandFlip, RandRotate90
 
     return [RandFlip(0.5, spatial_axis=0), RandFlip(0.5, spatial_axis=1), RandRotate90(0.5, max_k=3)]
 
 
 def _stain() -> list[RandomizableTransform]:
-    """Symmetries, and per colour channel a gain about mid-grey and an offset: other laboratories' stains."""
+    """Return symmetries, and per colour channel a gain about mid-grey and an offset: other laboratories' stains."""
     from monai.transforms import RandScaleIntensity, RandShiftIntensity
 
     return [
@@ -43,7 +43,7 @@ AUGMENTATIONS: dict[str, Callable[[], list[RandomizableTransform]]] = {
 
 
 def augmentation(name: str, stream: CipherStream) -> Augment | None:
-    """The named augmentation of images float32[c, h, w] in [−1, 1], as the stream draws it.
+    """Return the named augmentation of images float32[c, h, w] in [−1, 1], drawn by the stream.
 
     Raises:
         UsageError: for an unknown name.

@@ -26,7 +26,7 @@ _SURE = 1e-12
 
 @dataclass(frozen=True)
 class FittedHead:
-    """A linear head fitted to all rows of a site, with its classes' scores equal midway between them on unseen rows.
+    """A linear head fitted to all rows of a site, its decision boundary midway between the classes on unseen rows.
 
     Attributes:
         weight, bias: float64[classes, d], float64[classes].
@@ -93,7 +93,7 @@ def fitted_head(x: NDArray[Any], labels: Labels, patient: NDArray[np.str_], n_cl
 
 
 def _middle(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
-    """Logarithms [classes] of probabilities midway between the means of the classes that occur; 0 for others."""
+    """Return logarithms [classes] of probabilities midway between the means of the classes that occur; 0 for others."""
     present = np.unique(labels)
     means = np.mean([_logs(said)[labels == one].mean(0) for one in present], axis=0)
     found: NDArray[np.float64] = np.where(np.isin(np.arange(said.shape[1]), present), means, 0.0)
@@ -108,7 +108,7 @@ def _logs(said: Probabilities) -> NDArray[np.float64]:
 def _logistic(
     rows: NDArray[np.float64], labels: Labels, strength: float, n_classes: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Weights [classes, d] and bias [classes] of scikit-learn's balanced logistic regression; absent classes get −∞."""
+    """Return weights [classes, d] and bias [classes] of a balanced logistic regression; absent classes get −∞."""
     from sklearn.linear_model import LogisticRegression
 
     found = LogisticRegression(C=strength, class_weight="balanced", solver="newton-cg").fit(rows, labels)
@@ -182,7 +182,7 @@ Trained = Callable[[Way, NDArray[np.bool_]], Probabilities]
 
 
 def _loss(said: Said, truth: Truth, task: Task) -> float:
-    """What settings are chosen by, lower is better: balanced log-loss of classes, else minus the task's first score."""
+    """Return the criterion of settings, lower is better: balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
         return balanced_loss(said, truth)
     reached = quality(said, truth, task)

@@ -1,4 +1,4 @@
-"""What privacy counts: rows or patients, how they are drawn, and which training rows a batch of them has."""
+"""Units of privacy, rows or patients: how they are drawn, and the training rows of a batch of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Units:
         return np.array_equal(self.of_row, np.arange(self.n))
 
     def rows(self, chosen: NDArray[np.int64], sampler: CipherStream) -> NDArray[np.int64]:
-        """int64[b]: the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
+        """Return int64[b], the rows of the chosen units; of one with more than `max_rows`, so many drawn at random."""
         if self._each_a_row:
             return chosen
         found = [self._some(self._rows_of[k], sampler) for k in chosen]
@@ -59,14 +59,14 @@ class Units:
         return rows[sampler.permutation(len(rows))[: self.max_rows]]
 
     def epoch(self, batch_size: int, epochs: int, *, sampler: CipherStream) -> Iterator[NDArray[np.int64]]:
-        """Rows of the batches of `epochs` shuffled passes over the units."""
+        """Yield the rows of the batches of `epochs` shuffled passes over the units."""
         for chosen in epoch_rows(self.n, batch_size, epochs, sampler=sampler):
             yield self.rows(chosen, sampler)
 
     def labelled(
         self, drawn: Iterator[tuple[Tensor, Tensor]], rows: list[NDArray[np.int64]], device: torch.device
     ) -> Iterator[Batch]:
-        """The batches of these rows, where units are patients with whose each row is."""
+        """Yield the batches of these rows; where units are patients, with the patient of each row."""
         if self.kind == "row":
             yield from drawn
             return
@@ -76,9 +76,9 @@ class Units:
             yield x, y, torch.from_numpy(self.of_row[chosen]).to(device)
 
     def with_canaries(self, included: NDArray[np.bool_]) -> Units:
-        """And canaries, each a unit of its own; those that are not included have no row.
+        """Return the units with canaries added, each a unit of its own; those that are not included have no row.
 
-        How many units there are, and so rate and number of steps, does not depend on the coins.
+        The number of units, and so the sample rate and the number of steps, does not depend on the coins.
 
         Args:
             included: bool[m]; the rows of those come behind all others.
@@ -88,19 +88,19 @@ class Units:
 
 
 def rows_alone(n: int) -> Units:
-    """Each of n rows is a unit."""
+    """Return n rows, each a unit."""
     return Units("row", n, np.arange(n))
 
 
 def whole_patients(examples: Examples, max_rows: int | None, site: str) -> Units:
-    """Each patient is a unit; every row must have one."""
+    """Return the patients of rows, each a unit; every row must have one."""
     require_patients(examples.patient, site)
     names, which = np.unique(examples.patient, return_inverse=True)
     return Units("patient", len(names), which.astype(np.int64), max_rows)
 
 
 def require_patients(patient: NDArray[np.str_], site: str) -> None:
-    """Refuses rows without a patient where patients are to be protected.
+    """Refuse rows without a patient where the patient is the unit of privacy.
 
     Taken for a patient of its own such a row would be promised what may not hold: whom it comes from may have others.
     """

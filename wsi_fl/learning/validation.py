@@ -23,7 +23,7 @@ STACK = "stack"
 
 
 def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
-    """(for training, for validation): each patient is held out with probability `fraction`, whoever else there is.
+    """Return (training, validation): each patient is held out with probability `fraction`, independently of all others.
 
     A patient's lot depends on the name alone, that of a row without a patient on its place, which is why such rows
     are refused under noise (`require_names`). A split that looked at labels, or took so many of all patients, would
@@ -37,7 +37,7 @@ def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Exa
 
 
 def require_names(patient: NDArray[np.str_], site: str) -> None:
-    """Refuses rows without a patient where ε is to hold of a split that is drawn.
+    """Refuse rows without a patient where a validation split is drawn under privacy.
 
     Such a row's lot is drawn from its place: with a row less, others change sides, and ε does not cover that.
 
@@ -52,19 +52,19 @@ def require_names(patient: NDArray[np.str_], site: str) -> None:
 
 
 def _lot(seed: int, name: str) -> float:
-    """What a patient draws, in [0, 1)."""
+    """Return a patient's pseudorandom number in [0, 1)."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
 
 
 def roles(answer: str) -> tuple[str, ...]:
-    """The models that an answer needs."""
+    """Return the roles of the models that an answer needs."""
     return ("private", "proxy") if answer in ("mean", STACK) else (answer,)
 
 
 def answered(
     predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
 ) -> Probabilities:
-    """float64[n, classes]: what one model says, or the mean or mixture of what both say.
+    """Return float64[n, classes], the predictions of one model, or the mean or mixture of both.
 
     Args:
         predicted: probabilities by role.
@@ -78,7 +78,7 @@ def answered(
 
 
 def best_answer(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> Answer:
-    """The answer that does best by `tasks.quality`; "private" where that cannot be told, as of one class."""
+    """Return the answer with the best `tasks.quality`; "private" where it cannot be computed, as with one class."""
     if "proxy" not in predicted or len(np.unique(labels, axis=0)) < 2:
         return "private"
     reached = {answer: quality(answered(predicted, answer), labels, task) for answer in ANSWERS}

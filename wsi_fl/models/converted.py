@@ -74,8 +74,8 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # zip, pickle and PyTorch have many ways to refuse
         reason = one_line(error).split(". ")[0][:120]
         raise WsiFlError(
-            f"{path}: a pickle that is damaged or holds more than tensors, which may run any program and is never "
-            f"opened ({reason}); {_advice('out.safetensors')}"
+            f"{path}: damaged, or a pickle of more than tensors; it could run any program, so it is never opened "
+            f"({reason}); {_advice('out.safetensors')}"
         ) from None
     for key in _INNER:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):

@@ -114,7 +114,7 @@ def write_onnx(path: Path, model: nn.Module, shape: Shape) -> float:
             program = None
         if program is None:
             raise UsageError(
-                f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot say"
+                f"--format onnx: a {type(model).__name__} works bag by bag, which ONNX cannot express"
             )
         program.save(str(temporary), external_data=False)
         session = onnxruntime.InferenceSession(str(temporary), providers=["CPUExecutionProvider"])

@@ -88,7 +88,7 @@ def published_weights(name: str, hub_id: str | None, files: Sequence[str] = ("mo
         return Path(hf_hub_download(hub_id, files[-1]))
     except GatedRepoError:
         raise WsiFlError(
-            f"{name}: its authors give access to its weights one by one; ask at https://{host}/{hub_id}, then run "
+            f"{name}: its authors give access to its weights on request; ask at https://{host}/{hub_id}, then run "
             f"`hf auth login` with your token, or {advice}"
         ) from None
     except Exception as error:  # the hub's client has many ways to fail

@@ -25,13 +25,13 @@ from wsi_fl.types import UsageError
 _ORDERS = (*(1 + tenths / 10 for tenths in range(1, 100)), *range(12, 64))
 """The Rényi orders of Opacus, written down because its import takes seconds."""
 WHOLE_ORDERS: tuple[float, ...] = tuple(range(2, 65))
-"""Of these alone ε is found a hundred times faster and a little too high."""
+"""With these orders alone ε is found a hundred times faster, and is a little too high."""
 ACCOUNTANT = "rdp"
 _MOST_SIGMA = 1e6
 _PRECISION = 1e-12
-"""Of an exact ε."""
+"""Relative precision of an exact ε."""
 _LEAST_LEFT = 0.005
-"""Part of a target below which nothing can be done with what is left of it."""
+"""Fraction of the target ε: less than it is left over for nothing."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,11 @@ class Mechanism:
 
 
 def steps_per_epoch(n: int, batch_size: int) -> int:
-    """ceil(n / B) steps; the sample rate is its inverse, so that an epoch sees each row once on average."""
+    """Return ceil(n / B). The sample rate is its inverse, so that an epoch sees each row once on average.
+
+    Raises:
+        UsageError: when n or B is below 1.
+    """
     if n < 1 or batch_size < 1:
         raise UsageError(
             f"an epoch needs at least one row and batches of at least one, not n={n}, B={batch_size}"
@@ -61,7 +65,11 @@ def steps_per_epoch(n: int, batch_size: int) -> int:
 
 
 def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> Mechanism:
-    """The mechanism of `epochs` epochs over n rows in batches of `batch_size` on average."""
+    """Return the mechanism of `epochs` epochs over n rows in batches of `batch_size` on average.
+
+    Raises:
+        UsageError: when a number is out of range.
+    """
     if not (0 <= epochs < inf and 0 <= sigma < inf):
         raise UsageError(f"epochs and sigma must be numbers from 0 on: epochs={epochs:g}, sigma={sigma:g}")
     per_epoch = steps_per_epoch(n, batch_size)
@@ -70,7 +78,7 @@ def plan(n: int, batch_size: int, epochs: float, sigma: float, clip: float) -> M
 
 @cache
 def _opacus() -> ModuleType:
-    """Opacus's accountant alone: what comes with its package takes a rank a second to import."""
+    """Return Opacus's accountant alone, since importing the whole package takes each rank a second."""
     package = find_spec("opacus")
     assert package is not None and package.origin is not None
     spec = spec_from_file_location(
@@ -87,7 +95,7 @@ def _rdp_of_one_step(
     sigma: float, sample_rate: float, orders: tuple[float, ...] = _ORDERS
 ) -> NDArray[np.float64]:
     if sigma > _MOST_SIGMA:
-        raise UsageError(f"sigma {sigma:g} is beyond all use; the accountant goes up to {_MOST_SIGMA:g}")
+        raise UsageError(f"sigma {sigma:g} is too large; the accountant goes up to {_MOST_SIGMA:g}")
     rdp = _opacus().compute_rdp(q=sample_rate, noise_multiplier=sigma, steps=1, orders=list(orders))
     return np.asarray(rdp, np.float64)
 
@@ -97,7 +105,7 @@ def epsilon(
     delta: float | None = None,
     orders: tuple[float, ...] = _ORDERS,
 ) -> float:
-    """ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
+    """Return ε of the composition of all mechanisms at `delta`; 0 for none, infinite without noise.
 
     It is exact where every mechanism sees all records, and an upper bound elsewhere.
 
@@ -105,6 +113,9 @@ def epsilon(
         mechanisms: one, such as the plan of a round, or several.
         delta: None takes that of the one plan.
         orders: Rényi orders to take the least bound over; every choice is valid.
+
+    Raises:
+        UsageError: when `delta` is not between 0 and 1.
 
     Example (ProxyFL, Table 2, site C1):
         >>> round(epsilon([plan(n=2338, batch_size=32, epochs=30, sigma=1.4, clip=0.7)], 1e-5), 2)
@@ -118,12 +129,15 @@ def epsilon(
     applied = [mechanism for mechanism in mechanisms if mechanism.steps]
     if any(mechanism.sigma <= 0 for mechanism in applied):
         return inf
+    # 1. without sampling: Gaussian mechanisms compose to one, with μ² = Σ steps / σ²
     unsampled = gaussian_epsilon(sum(one.steps / one.sigma**2 for one in applied) ** 0.5, delta)
     if all(mechanism.sample_rate == 1 for mechanism in applied):
         return unsampled
+    # 2. with Poisson sampling: Rényi divergences of every order add up over all steps
     total = np.zeros(len(orders))
     for mechanism in applied:
         total = total + mechanism.steps * _rdp_of_one_step(mechanism.sigma, mechanism.sample_rate, orders)
+    # 3. turn each order's divergence into an ε at δ, and take the least
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Optimal order is the", UserWarning)  # still an upper bound
         value, _ = _opacus().get_privacy_spent(orders=list(orders), rdp=total, delta=delta)
@@ -142,9 +156,11 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     """
     if mu == 0 or _gaussian_delta(0.0, mu) <= delta:
         return 0.0
+    # 1. δ(ε) falls: double ε until it suffices
     low, high = 0.0, 1.0
     while _gaussian_delta(high, mu) > delta:
         low, high = high, 2 * high
+    # 2. bisect, and return the upper end
     while high - low > _PRECISION * max(1.0, high):
         middle = (low + high) / 2
         low, high = (middle, high) if _gaussian_delta(middle, mu) > delta else (low, middle)
@@ -152,7 +168,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _gaussian_delta(value: float, mu: float) -> float:
-    """δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), of which the second term is had by its logarithm."""
+    """Return δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ); the second term is computed by its logarithm."""
     from scipy.special import log_ndtr, ndtr
 
     rest = value + float(log_ndtr(-mu / 2 - value / mu))
@@ -169,7 +185,7 @@ def sigma_for(
     orders: tuple[float, ...] = _ORDERS,
     near: float = 1.0,
 ) -> float:
-    """The smallest noise multiplier of three decimals that stays within the target, together with what was `spent`.
+    """Return the smallest noise multiplier, of three decimals, whose ε together with what was `spent` meets the target.
 
     The search begins at `near`.
 

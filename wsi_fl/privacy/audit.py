@@ -1,4 +1,4 @@
-"""Attacks on trained models, on plain arrays: who was in the training data, and what that says of ε.
+"""Membership attacks on trained models, on plain arrays, and the lower bounds on ε that they show.
 
 A *score* is higher the more an example looks like one that was trained on.
 """
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 Scores = NDArray[np.float64]
 
 ENOUGH = 1000
-"""Non-members below which the true positive rate at a false positive rate of 1 % or less is not told."""
+"""Least number of non-members for which a true positive rate at a false positive rate of 1 % or less is reported."""
 SHARES = (1.0, 0.5, 0.25, 0.125)
-"""Of all canaries, how many are guessed: fixed beforehand, each at a fourth of the error that is allowed."""
+"""Shares of the canaries that are guessed: fixed beforehand, each at a fourth of the allowed error."""
 ADJACENCY = (
     "What is promised concerns one record (a row, or a patient) replaced by nothing while n stays fixed; for one "
     "record replaced by another, ε is that of a group of two."
 )
-"""Which two data sets ε tells apart; what the coins of canaries decide is just that."""
+"""Which two data sets are neighbours for ε; a canary's coin decides between two such."""
 _MOST = 50.0
-"""Beyond what any number of canaries can show of ε."""
+"""An ε above anything that canaries can show."""
 
 
 def auroc(members: Scores, others: Scores) -> float | None:
@@ -83,7 +83,7 @@ def auroc_interval(
     seed: int = 0,
     level: float = 0.95,
 ) -> list[float] | None:
-    """Return the percentile interval when whole patients are drawn anew; None with fewer than two on either side.
+    """Return the AUROC's bootstrap interval over whole patients; None with fewer than two on either side.
 
     Args:
         member_of, other_of: the patient of each row.
@@ -102,7 +102,7 @@ def auroc_interval(
 
 
 def _numbered(names: NDArray[np.str_]) -> tuple[NDArray[np.int64], int]:
-    """Clusters by number; a row without a patient is one of its own."""
+    """Return clusters by number; a row without a patient is one of its own."""
     alone = [name or f"row {k}" for k, name in enumerate(names.tolist())]
     found, which = np.unique(alone, return_inverse=True)
     return which, len(found)
@@ -194,7 +194,7 @@ def canary_bound(
 
 
 def _right(order: NDArray[np.int64], included: NDArray[np.bool_], each: int) -> int:
-    """How many guesses are right when so many of the first are called in and so many of the last out."""
+    """Return how many guesses are right when the highest scores are guessed "in" and the lowest "out"."""
     return int(included[order[:each]].sum() + (~included[order[len(order) - each :]]).sum())
 
 
@@ -230,7 +230,7 @@ def epsilon_lower(m: int, guesses: int, right: int, delta: float, error: float) 
 
 
 def level_of_each(confidence: float, tests: int) -> float:
-    """Return the level at which each of so many tests is made for all of them to err together with 1 − confidence.
+    """Return the level of each of several tests at which all together err with at most 1 − confidence.
 
     Whatever the tests have to do with each other, the chance that any errs is at most the sum (Bonferroni).
 

@@ -70,7 +70,11 @@ class CipherStream:
         return cls(hashlib.sha256(repr(seed).encode()).digest())
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be copied, pickled or kept: both would give out the same numbers."""
+        """Refuse to be copied or pickled: original and copy would give out the same numbers.
+
+        Raises:
+            WsiFlError: always.
+        """
         raise WsiFlError("a stream of random numbers has no copies; make a fresh one")
 
     def words(self, n: int) -> NDArray[np.uint64]:
@@ -104,7 +108,7 @@ class CipherStream:
                     return drawn
 
     def permutation(self, n: int) -> NDArray[np.int64]:
-        """Return int64[n], 0, …, n − 1 in an order that is as likely as any other but for n² / 2⁶⁵."""
+        """Return int64[n], a permutation of 0, …, n − 1, uniform up to a deviation of n² / 2⁶⁵."""
         return np.argsort(self.words(n), kind="stable").astype(np.int64, copy=False)
 
     def normal(self, n: int) -> NDArray[np.float64]:
@@ -138,13 +142,17 @@ class CipherStream:
                     done += len(numbers)
 
     def _stay_here(self) -> None:
-        """Refuse to go on in a process that was forked since: it would repeat the numbers of the other one."""
+        """Refuse to go on in a forked process, which would repeat the numbers of its parent.
+
+        Raises:
+            WsiFlError: when this is not the process that made the stream.
+        """
         if os.getpid() != self._process:
             raise WsiFlError("a stream of random numbers stays in the process that made it; make a fresh one")
 
 
 class _Normals:
-    """A block of normal numbers on a device, used up part by part; its rooms are taken once."""
+    """A block of normal numbers on a device, used up part by part; its memory is allocated once."""
 
     def __init__(self, device: torch.device) -> None:
         import torch
@@ -157,7 +165,7 @@ class _Normals:
         self._at = n
 
     def some(self, n: int, cipher: CipherContext) -> Tensor:
-        """Return at most n numbers float64 that nobody had before; the cipher makes bits when they have run out."""
+        """Return float64[m], m ≤ n, numbers that were not given out before; draw a new block where none are left."""
         if self._at == len(self._numbers):
             self._make(cipher)
         begin, self._at = self._at, min(self._at + n, len(self._numbers))
@@ -167,11 +175,14 @@ class _Normals:
         """Box and Muller (1958): z = √(−2 ln u) · (cos 2πv, sin 2πv) with u in (0, 1] and v in [0, 1)."""
         import torch
 
+        # 1. 53 bits of the cipher for each uniform number; a GPU gets those of the CPU
         cipher.update_into(self._zeros, self._bits)
-        self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1))  # of a GPU: bits of the CPU, copied
+        self._uniform.copy_(self._words.bitwise_and_(2**_MANTISSA - 1))
+        # 2. √(−2 ln u) and 2πv
         u, v = self._uniform.chunk(2)
         radius = u.add_(1).mul_(2.0**-_MANTISSA).log_().mul_(-2).sqrt_()
         angle = v.mul_(2 * pi * 2.0**-_MANTISSA)
+        # 3. cosine and sine make two independent normal numbers
         cosine, sine = self._numbers.chunk(2)
         torch.cos(angle, out=cosine).mul_(radius)
         torch.sin(angle, out=sine).mul_(radius)

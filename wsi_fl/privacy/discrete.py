@@ -197,13 +197,16 @@ def noise_multiplier(share: float, n_sites: int, colluding: int, sensitivity: fl
             "a noise multiplier needs numbers above 0: "
             f"share={share:g}, sensitivity={sensitivity:g}, length {n}"
         )
+    # 1. τ √n, what a sum of discrete Gaussians lacks to being one
     apart = gap(share, honest) * sqrt(n)
     if apart > _NEGLIGIBLE:
         raise UsageError(
             f"shares of noise of sigma {share:g} steps are too coarse to count as one Gaussian; take a larger scale"
         )
+    # 2. ε of concentrated DP, Δ / (√h σ) + τ √n, and z = 1 / ε
     squared = honest * Fraction(share) ** 2 / Fraction(sensitivity) ** 2
     epsilon = 1 / sqrt(squared) + apart
+    # 3. rounded down, compared exactly as fractions
     z = nextafter(1 / epsilon, 0.0)
     while Fraction(z) ** 2 > squared:
         z = nextafter(z, 0.0)
@@ -220,13 +223,13 @@ def gap(sigma: float, n_shares: int) -> float:
         UsageError: when σ is below 1/2, where the bound is not proven.
     """
     if not sigma >= 0.5:
-        raise UsageError(f"sums of discrete Gaussians are understood from a sigma of 1/2 on, not {sigma:g}")
+        raise UsageError(f"a share of discrete Gaussian noise needs a sigma of 1/2 or more, not {sigma:g}")
     return 10 * sum(exp(-2 * (pi * sigma) ** 2 * k / (k + 1)) for k in range(1, n_shares))
 
 
 def _honest(n_sites: int, colluding: int) -> int:
     if not 0 <= colluding < n_sites:
-        raise UsageError(f"of {n_sites} sites, from 0 up to {n_sites - 1} can collude, not {colluding}")
+        raise UsageError(f"of {n_sites} sites at most {n_sites - 1} may collude, not {colluding}")
     return n_sites - colluding
 
 

@@ -44,7 +44,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def _ties_nothing(module: nn.Module) -> bool:
-    """Return whether a module is known to treat the examples of a batch one by one, its children aside."""
+    """Return whether a module, without its children, is known to treat the examples of a batch independently."""
     if type(module) in GHOSTS:
         return True
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -52,7 +52,7 @@ def _ties_nothing(module: nn.Module) -> bool:
 
 
 def check_per_example_gradients(model: nn.Module, input_shape: tuple[int, ...], n_classes: int) -> str:
-    """Return the first engine whose per-example gradients, on a copy of the model, are those of single examples.
+    """Return the first engine whose per-example gradients agree with those of single examples, on a copy of the model.
 
     Clipping means nothing where they differ, and an architecture from elsewhere may do what an engine does not
     see: use parameters outside their module, operate in place, tie the examples of a batch together.
@@ -97,7 +97,7 @@ _GRADIENT_RTOL, _GRADIENT_ATOL, _NORM_RTOL = 1e-2, 1e-5, 1e-3
 
 
 def _generic_copy(model: nn.Module) -> nn.Module:
-    """A copy on the CPU as it is trained, but without constant weights, which may hide other gradients."""
+    """Return a copy on the CPU in training mode, its constant weights replaced: they may hide other gradients."""
     model = copy.deepcopy(model).cpu()
     _train_without_dropout(model)
     with torch.no_grad():
@@ -108,13 +108,13 @@ def _generic_copy(model: nn.Module) -> nn.Module:
 
 
 def _train_without_dropout(model: nn.Module) -> None:
-    """Set training mode where a module has parameters: dropout has none, and what it drew would have to stay secret."""
+    """Set training mode where a module has parameters. Dropout has none; its random mask would have to stay secret."""
     for module in model.modules():
         module.training = any(True for _ in module.parameters(recurse=False))
 
 
 def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """[b, …] by parameter, from b passes."""
+    """Return per-example gradients [b, …] by parameter, from b passes of one example each."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rows = []
     for k in range(len(x)):
@@ -124,7 +124,7 @@ def _gradients_singly(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tenso
 
 
 def _fault(engine: str, model: nn.Module, x: Tensor, y: Tensor, singly: Mapping[str, Tensor]) -> str | None:
-    """What is wrong with the sums and norms of an engine, in words."""
+    """Return what is wrong with the sums and norms of an engine, in words; None where they are right."""
     c, told = torch.linspace(1.0, 0.25, len(x)), []
 
     def weigh(norms: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ class DPTrainer:
 
     @classmethod
     def of(cls, plan: PrivacyPlan, model: nn.Module, *, lr: float = 1e-3) -> DPTrainer:
-        """Return what trains a model by Adam as a plan says, with its σ, C, B and unit.
+        """Return the trainer of a model by Adam with a plan's σ, C, B and unit.
 
         Example:
             >>> from wsi_fl.privacy.plan import plan_of_round
@@ -212,20 +212,23 @@ class DPTrainer:
         )
 
     def step(self, x: Tensor, loss_of: LossOf, noise: CipherStream, patient: Tensor | None = None) -> float:
-        """One step on the batch x[b, …], of pure noise when b = 0. Returns the mean loss (NaN when b = 0).
+        """Take one step on the batch x[b, …], of pure noise when b = 0; return the mean loss, NaN when b = 0.
 
         Args:
             loss_of: maps logits [b, classes] to the mean of per-example losses.
-            noise: where it comes from.
-            patient: int64[b], whose each row is, where the unit is a patient.
+            noise: the stream that it is drawn from.
+            patient: int64[b], the patient of each row, where the unit is a patient.
+
+        Raises:
+            WsiFlError: when patients are missing, or a parameter has no gradient.
         """
         _train_without_dropout(self._model)
+        # 1. Σ_i g_i · min(1, C / |g_i|) of each parameter (ProxyFL, eq. 7)
         if len(x) and self.unit == "patient":
             if patient is None:
                 raise WsiFlError("a step with patients as units must know whose each row is")
             sums, loss = summed_by_patient(self._model, x, patient, loss_of, self._weigh)
         elif len(x):
-            # Σ_i g_i · min(1, C / |g_i|) of each parameter
             sums, loss = ENGINES[self.engine](self._model, x, loss_of, self._weigh)
         else:
             sums, loss = [torch.zeros_like(p) for p in self._parameters], torch.tensor(torch.nan)
@@ -233,21 +236,23 @@ class DPTrainer:
         if len(found) < len(sums):
             missing = len(sums) - len(found)
             raise WsiFlError(f"{missing} parameters got no gradient; freeze what the loss does not use")
+        # 2. noise N(0, σ²C²), divided by the public B
         self._set_gradients(found, noise)
+        # 3. the optimizer's step: post-processing
         self._optimizer.step()
         self._optimizer.zero_grad()
         return float(loss)
 
     def _weigh(self, norms: Tensor) -> Tensor:
-        """min(1, C / |g_i|), a little less for round-off; 0 where g_i is not finite, so that it has no part.
+        """Return min(1, C / |g_i|), a little less for round-off; 0, so that g_i is left out, where it is not finite.
 
-        It has no part either where the weight is below float32's normal numbers, which are too coarse to keep to C.
+        It is also left out where the weight is subnormal in float32: such numbers are too coarse to keep to C.
         """
         weights = (self.clip * (1 - _ROUND_OFF) / norms).clamp(max=1.0)
         return weights.where(weights >= torch.finfo(torch.float32).tiny, 0.0)
 
     def _set_gradients(self, sums: Sequence[Tensor], noise: CipherStream) -> None:
-        """(sum + N(0, σ²C²)) / B as every parameter's gradient, in place of the sums."""
+        """Set every parameter's gradient to (sum + N(0, σ²C²)) / B, in place of the sums."""
         totals = [total.contiguous() for total in sums]
         if self.sigma:
             noise.add_normal(totals, self.sigma * self.clip)
@@ -256,4 +261,4 @@ class DPTrainer:
 
 
 _ROUND_OFF = 1e-6
-"""Of C: more than float32 weights and their products with gradients are wrong by."""
+"""Fraction of C: more than the round-off of float32 weights and of their products with gradients."""

@@ -44,7 +44,7 @@ class Gradients:
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """Why this model's gradients cannot be had layer by layer, or None where they can."""
+    """Return why per-example gradients of this model cannot be computed layer by layer; None where they can."""
     owner: dict[nn.Parameter, str] = {}
     for name, module in model.named_modules():
         own = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
@@ -59,7 +59,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def _known(kind: type[nn.Module]) -> bool:
-    """Whether such a module has one input, the batch first, and Opacus can write down its per-example gradients."""
+    """Return whether a kind of module has one input, the batch first, and a rule for per-example gradients."""
     if kind in GHOSTS:
         return True
     from opacus import GradSampleModule
@@ -69,14 +69,14 @@ def _known(kind: type[nn.Module]) -> bool:
 
 
 def gradients_of(module: nn.Module, uses: Sequence[Use]) -> Gradients:
-    """The per-example gradients of a module that `obstacle` has nothing against, over all its uses."""
+    """Return the per-example gradients of a module that `obstacle` accepts, summed over its uses."""
     ghost = GHOSTS.get(type(module))
     found = ghost(module, *uses[0]) if ghost is not None and len(uses) == 1 else None
     return found or _materialised([_per_example(module, a, g) for a, g in uses])
 
 
 def _materialised(uses: Sequence[ByParameter]) -> Gradients:
-    """From [b, …] of each parameter in each use."""
+    """Return norms and sums from the gradients themselves, [b, …] of each parameter in each use."""
     flat = {
         parameter: sum((use[parameter] for use in uses[1:]), g).flatten(1) for parameter, g in uses[0].items()
     }
@@ -89,7 +89,7 @@ def _materialised(uses: Sequence[ByParameter]) -> Gradients:
 
 
 def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
-    """[b, …] of each trained parameter."""
+    """Return the gradients [b, …] of each trained parameter."""
     if isinstance(module, nn.Conv2d):
         return _conv2d_per_example(module, a, g)
     from opacus import GradSampleModule
@@ -100,12 +100,12 @@ def _per_example(module: nn.Module, a: Tensor, g: Tensor) -> ByParameter:
 
 
 def _pays(n_positions: int, n_entries: int) -> bool:
-    """Whether two matrices of inner products are smaller than the gradient."""
+    """Return whether two matrices of inner products are smaller than the gradient."""
     return 2 * n_positions**2 <= n_entries
 
 
 def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> Gradients | None:
-    """From A[b, …, d] and G[b, …, p]; None where their T positions make the matrix cheaper."""
+    """Return those of A[b, …, d] and G[b, …, p]; None where the gradient is smaller than inner products."""
     a, g = (z.flatten(1, -2) if z.dim() > 2 else z.unsqueeze(1) for z in (a, g))
     n_positions = a.shape[1]
     if not (module.weight.requires_grad and _pays(n_positions, module.weight.numel())):
@@ -126,7 +126,7 @@ def _linear(module: nn.Linear, a: Tensor, g: Tensor) -> Gradients | None:
 
 
 def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
-    """From A[b, c, h, w] and G[b, p, h', w']; None where their pixels make the matrix cheaper."""
+    """Return those of A[b, c, h, w] and G[b, p, h', w']; None where the gradient is smaller than inner products."""
     left, right, top, bottom = module._reversed_padding_repeated_twice
     n_pixels = (a.shape[2] + top + bottom) * (a.shape[3] + left + right)
     if not (module.weight.requires_grad and _pays(n_pixels, module.weight.numel() // module.groups)):
@@ -147,7 +147,7 @@ def _conv2d(module: nn.Conv2d, a: Tensor, g: Tensor) -> Gradients | None:
 
 
 def _patch_squares(module: nn.Conv2d, a: Tensor, g: Tensor) -> Tensor:
-    """|g_i|² of the kernels, [b]: the inner products of patches with those of output gradients."""
+    """Return |g_i|² of the kernels, [b], from inner products of patches and of output gradients."""
     n_rows = len(a) * module.groups
     x, g = (z.reshape(n_rows, -1, *z.shape[2:]) for z in (_padded(module, a), g))
     at_once = max(1, (_GRAM_CUDA if x.is_cuda else _GRAM_CPU) // x[0, 0].numel() ** 2)
@@ -185,7 +185,7 @@ def _patch_gram(module: nn.Conv2d, x: Tensor, size: torch.Size) -> Tensor:
 
 
 def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ByParameter:
-    """[b, …] of each trained parameter: the examples become groups of one image's channels."""
+    """Return the gradients [b, …] of each trained parameter; the examples become groups of one image's channels."""
     found: ByParameter = {}
     if module.weight.requires_grad:
         kernels = _weight_gradient(module, a.flatten(0, 1)[None], g.flatten(0, 1)[None], n_examples=len(a))
@@ -195,7 +195,7 @@ def _conv2d_per_example(module: nn.Conv2d, a: Tensor, g: Tensor) -> ByParameter:
 
 
 def _weight_gradient(module: nn.Conv2d, a: Tensor, g: Tensor, n_examples: int = 1) -> Tensor:
-    """Of the kernels, those of several examples one after the other."""
+    """Return the kernels' gradient; with several `n_examples` one for each, stacked along the first axis."""
     kernels, *kernel = module.weight.shape
     x, padding = a, module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
@@ -212,7 +212,7 @@ def _padded(module: nn.Conv2d, a: Tensor) -> Tensor:
 
 @contextmanager
 def _full_precision(g: Tensor) -> Iterator[None]:
-    """Without TensorFloat-32: what is summed is to have the norm that was taken, beyond three digits."""
+    """Switch TensorFloat-32 off: sums must agree with the norms to more than three digits."""
     if not g.is_cuda:
         yield
         return
@@ -239,7 +239,7 @@ def squared_norms(rows: Tensor) -> Tensor:
 
 
 _BLOCK = 256
-"""Numbers whose norm float32 gets right to 5e-7 in whatever order, eight or more sums side by side."""
+"""How many numbers float32 can square and add with an error of 5e-7, in any order, in eight or more partial sums."""
 
 
 def _gram(z: Tensor) -> Tensor:
@@ -248,9 +248,9 @@ def _gram(z: Tensor) -> Tensor:
 
 
 def _inner(one: Tensor, other: Tensor) -> Tensor:
-    """Inner product of each Gram matrix [n, h, w, h, w] with its other, never less than it is: float64[n].
+    """Return float64[n], the inner product of each pair of Gram matrices [n, h, w, h, w], never too small.
 
-    Where the products cancel, what is left is round-off of |A|²|G|², and it may be 0 for a gradient that is not.
+    Where the products cancel, only round-off of |A|²|G|² is left, which may be 0 although the gradient is not.
     """
     products = (one * other).flatten(1).sum(1).double().clamp(min=0)
     lengths = [torch.einsum("nhwhw->n", gram).double() for gram in (one, other)]
@@ -258,7 +258,7 @@ def _inner(one: Tensor, other: Tensor) -> Tensor:
 
 
 _ROUND_OFF = 1e-6
-"""Of |A|²|G|²: more than float32 inner products are wrong by (up to 7e-7 for 4096 numbers, all alike)."""
+"""Fraction of |A|²|G|²: more than the error of float32 inner products (up to 7e-7 for 4096 equal numbers)."""
 
 
 GHOSTS: Mapping[type[nn.Module], Callable[[Any, Tensor, Tensor], Gradients | None]] = {

@@ -37,7 +37,7 @@ Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[Sums, Tensor]]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that an optimizer moves."""
+    """Return the parameters that an optimizer moves."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
@@ -52,13 +52,15 @@ class _Recorded(NamedTuple):
 
 
 def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[Sums, Tensor]:
+    # 1. forward: record input and output of every layer
     with _recording(model) as records:
         logits = model(x)
     loss = loss_of(logits)
-    # with respect to outputs alone: autograd then leaves the weights' gradients out
+    # 2. backward with respect to outputs alone: autograd then leaves the weights' gradients out
     outputs = [record.output for record in records]
     # of the sum and not of the mean; `grad_outputs` would import all of SymPy
     backprops = list(torch.autograd.grad(loss * len(x), outputs, allow_unused=True)) if outputs else []
+    # 3. |g_i|² from inputs and output gradients, then Σ_i c_i g_i (book-keeping)
     with torch.no_grad():
         uses: dict[nn.Module, list[Use]] = {}
         while records:
@@ -75,13 +77,13 @@ def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
 
 
 def _kept(c: Tensor) -> Kept:
-    """Where there is a weight: 0 · ∞ would be no 0."""
+    """Return which examples have a weight above 0; the others are left out, since 0 · ∞ is NaN."""
     return slice(None) if bool((c > 0).all()) else (c > 0).nonzero().flatten()
 
 
 @contextmanager
 def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
-    """Collects input and output of every use of a module with trained parameters."""
+    """Record input and output of every use of a module with trained parameters."""
     records: list[_Recorded] = []
 
     def record(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -106,7 +108,11 @@ def _recording(model: nn.Module) -> Iterator[list[_Recorded]]:
 
 
 def _unchanged(record: _Recorded, b: int) -> Tensor:
-    """The input, still as the module saw it."""
+    """Return the input, still as the module saw it.
+
+    Raises:
+        WsiFlError: when it was changed in place, or does not have one row per example.
+    """
     kind = type(record.module).__name__
     if record.x._version != record.version:
         raise WsiFlError(f"ghost clipping: the input of {kind} was changed in place after its use")
@@ -139,7 +145,7 @@ def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[
 
 @contextmanager
 def _sampling(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, its backward pass leaving each parameter's `grad_sample` [b, …]; as it was afterwards."""
+    """Yield the model wrapped by Opacus, whose backward pass leaves `grad_sample` [b, …]; restore it afterwards."""
     from opacus import GradSampleModule
 
     wrapped = GradSampleModule(model, batch_first=True, loss_reduction="mean")
@@ -162,7 +168,7 @@ def _sampling(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _contiguous(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Opacus's unfold misreads the strides of any other layout, and says nothing."""
+    """Make inputs contiguous: Opacus's unfold silently misreads the strides of any other layout."""
     return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in inputs)
 
 

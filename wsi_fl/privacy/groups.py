@@ -1,4 +1,4 @@
-"""What an ε per row is worth to a patient with k rows: group privacy of DP-SGD.
+"""Group privacy of DP-SGD: ε of a patient with k rows, from an ε per row.
 
 Of the k rows of a group each enters a batch with probability q, so the sum moves by a vector v_S with |v_S| ≤ |S| C,
 where |S| is binomial. One step is then a mixture P = Σ_S p_S N(v_S, σ²C²) against Q = N(0, σ²C²). The likelihood ratio
@@ -35,18 +35,21 @@ _ORDERS = 1 + np.geomspace(0.01, 63, 40)
 _FAR = 12.0
 """Standard deviations beyond which a normal density is nothing."""
 _WIDEST = 4000.0
-"""Of the range of integration; orders that need more say nothing of so large a group."""
+"""Largest half-width of the range of integration; orders that need a wider one are left out."""
 _CELLS = 1 << 21
 _LARGE = 128
 """Rows of a group beyond which smaller ones are looked at first."""
 
 
 def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> float | None:
-    """ε at `delta` for all k rows of a group together, None above 1000: the less of two bounds.
+    """Return ε at `delta` for all k rows of a group together, the lesser of two bounds; None above 1000.
 
     Args:
         mechanisms: what was applied, with its ε per row.
         k: rows of the group, at least 1.
+
+    Raises:
+        UsageError: when k is below 1.
 
     Example:
         >>> step = Mechanism(sigma=1.4, clip=1.0, sample_rate=0.01, steps=1000)
@@ -71,32 +74,36 @@ def group_epsilon(mechanisms: Iterable[Mechanism], delta: float, k: int) -> floa
 
 
 def by_mixture(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
-    """By the mixture of normals: Rényi divergences added over steps, turned into ε."""
+    """Return ε by the mixture of normals, at `delta` and for k rows."""
+    # 1. Rényi divergences in both directions, added over all steps
     total = np.zeros((2, len(_ORDERS)))
     for one in mechanisms:
         total = total + one.steps * np.array(_divergences(one.sigma, one.sample_rate, k))
-    # Canonne, Kamath and Steinke, 2020, proposition 12
+    # 2. turned into ε (Canonne, Kamath and Steinke, 2020, proposition 12); the worse direction counts
     spent = total + np.log1p(-1 / _ORDERS) - np.log(delta * _ORDERS) / (_ORDERS - 1)
     return max(0.0, float(spent.min(axis=1).max()))
 
 
 @lru_cache(maxsize=256)
 def _divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where that is beyond computing."""
+    """Return (D_α(P‖Q), D_α(Q‖P)) of one step at every order, infinite where that is beyond computing."""
     if rate >= 1:  # the group as a whole is a shift by k
         shifted = tuple((_ORDERS * k**2 / (2 * sigma**2)).tolist())
         return shifted, shifted
     from scipy.special import logsumexp
 
+    # 1. range of integration: at order α the integrand's mass lies up to αk/σ
     reach = _ORDERS * k / sigma + _FAR
     feasible = reach <= max(_WIDEST, float(reach[0]))
     if not (feasible.any() and reach[0] <= 10 * _WIDEST):
         nothing = (inf,) * len(_ORDERS)
         return nothing, nothing
+    # 2. log L and the log-density of N(0, 1), times the step, on a grid
     step = min(0.05, sigma / 20)
     x = np.arange(-reach[feasible].max(), reach[feasible].max() + step, step)
     ratio = _log_ratio(x, sigma, rate, k)
     density = -(x**2) / 2 + log(step) - 0.5 * log(2 * np.pi)
+    # 3. D_α(P‖Q) = log E_Q[L^α] / (α − 1), and D_α(Q‖P) = log E_Q[L^(1 − α)] / (α − 1)
     forth, back = np.full(len(_ORDERS), inf), np.full(len(_ORDERS), inf)
     for at in np.flatnonzero(feasible):
         order = _ORDERS[at]
@@ -106,7 +113,7 @@ def _divergences(sigma: float, rate: float, k: int) -> tuple[tuple[float, ...], 
 
 
 def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDArray[np.float64]:
-    """log L(x)."""
+    """Return log L(x), float64[len(x)]."""
     from scipy.special import gammaln, logsumexp
 
     j = np.arange(k + 1)
@@ -121,14 +128,14 @@ def _log_ratio(x: NDArray[np.float64], sigma: float, rate: float, k: int) -> NDA
 
 
 def by_textbook(mechanisms: Sequence[Mechanism], delta: float, k: int) -> float:
-    """kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is still `delta` (Vadhan, 2017, lemma 2.2).
+    """Return kε at the δ' for which δ' (e^{kε} − 1) / (e^ε − 1) is at most `delta` (Vadhan, 2017, lemma 2.2).
 
     The smaller δ', the larger ε; the largest one that suffices is searched among powers of ten. Any that suffices is a
     bound, so that the search may halve its steps.
     """
 
     def bound(step: int) -> float | None:
-        """kε where this δ' suffices, infinite where it is beyond use, None where it is still too large."""
+        """Return kε where this δ' suffices, infinity where kε is too large, None where δ' is too large."""
         smaller = delta * 10.0 ** (-step / 4)
         value = epsilon(mechanisms, smaller) if smaller > 0 else inf
         if not isfinite(value) or k * value > MOST_EPSILON:

@@ -1,4 +1,4 @@
-"""What a site promises and what it has spent: terms, the rounds that lines of a ledger amount to, and their worth."""
+"""What a site promises and has spent: its terms, the rounds that a ledger records, and the guarantee they give."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BudgetSpent(WsiFlError):
 
 @dataclass(frozen=True)
 class Terms:
-    """Under which a site takes part in a run.
+    """The terms under which a site takes part in a run.
 
     Attributes:
         delta: δ of the site's promise, at which everything on its account is priced.
@@ -66,7 +66,7 @@ class Terms:
         }
 
     def check_mechanism(self, mechanism: Mechanism, site: str) -> None:
-        """Refuse what a real hospital never applies: noise without a budget, or a plan whose δ is not below 1 / n.
+        """Refuse what a real hospital must not apply: noise without a budget, or a plan with a δ of 1 / n or more.
 
         Raises:
             WsiFlError: in one line, with what to write in the site's file.
@@ -85,7 +85,7 @@ class Terms:
     def check_account(
         self, entries: Sequence[Entry], scope: Sequence[Entry], *, path: Path, site: str
     ) -> None:
-        """Refuse an account with which these terms do not add up.
+        """Refuse an account that these terms do not fit.
 
         Args:
             entries: all lines of the site's ledger.
@@ -141,7 +141,7 @@ class Round:
 
 
 def rounds_of(entries: Iterable[Entry]) -> list[Round]:
-    """Return the rounds that lines of a ledger amount to, in the order in which they were begun.
+    """Return the rounds that lines of a ledger record, in the order in which they were begun.
 
     A round that is recorded anew at once, before anything of it left, takes the place of what it was: it is charged
     once, and what it had made before may leave no more. Recorded after that it is charged once more. Rounds of two
@@ -168,7 +168,7 @@ def rounds_of(entries: Iterable[Entry]) -> list[Round]:
 
 
 def applied(entries: Iterable[Entry]) -> list[Mechanism]:
-    """Return the mechanisms of all rounds that lines of a ledger amount to."""
+    """Return the mechanisms of all rounds that lines of a ledger record."""
     return [one.mechanism for one in rounds_of(entries) if one.mechanism is not None]
 
 
@@ -182,13 +182,13 @@ def of_hospital(entries: Iterable[Entry], unit: str) -> list[Entry]:
 
 
 def attempts_of(entries: Iterable[Entry], site: str, approved: str) -> int:
-    """Return in how many rounds, of whatever run, a model could leave a site under one approval; "" for none."""
+    """Return in how many rounds of all runs a model could leave a site under one approval; "" for none."""
     under = [e for e in entries if (e.site, e.approved) == (site, approved) and e.released]
     return len({(e.run_id, e.round) for e in under if str(e.released).startswith("model ")})
 
 
 def units_of(entries: Iterable[Entry]) -> set[str]:
-    """Return whose records all that was spent protects: "row", "patient", or both where they were mixed."""
+    """Return the units of privacy that were used: "row", "patient", or both."""
     return {str(e.unit) for e in entries if e.mechanism}
 
 
@@ -196,10 +196,10 @@ _WEAKEST_FIRST: tuple[Guarantee, ...] = ("none", "nominal", "shared", "guarantee
 
 
 def epsilon_of(entries: Collection[Entry], delta: float, *, seeded: bool = False) -> float | None:
-    """Return the ε of lines of a ledger at a δ, or None where it says nothing.
+    """Return the ε of lines of a ledger at a δ, or None where no ε holds.
 
-    It says nothing when something of the training patients left without privacy, nothing is accounted, the lines count
-    different units, or ε is above `PROTECTS_UP_TO`.
+    None holds when data of training patients left without privacy, nothing is accounted, the lines count different
+    units, or ε is above `PROTECTS_UP_TO`.
 
     Args:
         seeded: whether noise from a known seed counts as noise, as within a run of tests.
@@ -214,7 +214,7 @@ def epsilon_of(entries: Collection[Entry], delta: float, *, seeded: bool = False
 
 
 def guarantee_of(entries: Collection[Entry], terms: Guarantee = "guaranteed") -> Guarantee:
-    """Return what lines of a ledger promise together: as much as the weakest of them, and no more than the terms."""
+    """Return the guarantee of lines of a ledger: the weakest of theirs and the terms'."""
     spent = [entry for entry in entries if entry.mechanism or entry.bare]
     said: set[Guarantee] = {"none" if one.insecure or one.bare else one.guarantee for one in spent}
     return min({terms, *said}, key=_WEAKEST_FIRST.index)

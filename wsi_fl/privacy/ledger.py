@@ -1,4 +1,4 @@
-"""The ledger of a site, and the only door through which anything leaves it.
+"""The privacy ledger of a site; whatever leaves the site is recorded here first.
 
 A `Release` is what `Comm` accepts, and only `PrivacyLedger.release` makes one, after writing down what it
 costs. Ledgers are append-only JSON lines, one file per site and study; each run composes its own ε, and for a
@@ -37,9 +37,9 @@ class PrivacyLedger:
     """The privacy account of one site in one run.
 
     Args:
-        run: the run's id, which identifies it for ever: a folder may be renamed or deleted, and a name given again.
-        includes: other entries of the same ledger, by what they call their run ("oneshot"), whose cost is part of
-            this run's; they are no rounds of it.
+        run: the run's id, which stays when its folder is renamed, and is never used again.
+        includes: runs in the same ledger, such as "oneshot", whose cost is part of this run's, but whose rounds are
+            not.
         heads: files that remember how far the ledger was, so that an emptied, shortened or older one is noticed.
         named: what every line of training names: "promise", SHA-256 of the site file that the run keeps, and
             "agreement" and "approved", SHA-256 of the plan that the hospital signed, and when; "" for none.
@@ -73,7 +73,7 @@ class PrivacyLedger:
         return self._book.entries
 
     def mechanisms(self, *, lifetime: bool = False) -> list[Mechanism]:
-        """Return what was applied, in this run with what it includes or in all, over the rounds of `rounds_of`."""
+        """Return the mechanisms that were applied, in this run and those it includes, or over the site's lifetime."""
         return applied(self._scope(lifetime))
 
     def rounds(self) -> list[Round]:
@@ -85,7 +85,7 @@ class PrivacyLedger:
         return len(applied(self._own()))
 
     def recorded_plan(self) -> dict[str, Any] | None:
-        """Return the fields of the privacy plan that this run's newest line knows; None before the first."""
+        """Return the fields of the privacy plan that this run recorded last; None before the first round."""
         for entry in reversed(self._own()):
             if entry.mechanism is not None:
                 known = {"delta": entry.delta, "unit": entry.unit}
@@ -93,10 +93,10 @@ class PrivacyLedger:
         return None
 
     def epsilon(self, *, lifetime: bool = False) -> float | None:
-        """Return the ε spent so far at the δ of the terms, or None where it says nothing.
+        """Return the ε spent so far at the δ of the terms, or None where no ε holds.
 
-        It says nothing when something of the training patients left without privacy, nothing is accounted, units
-        differ, ε is above `PROTECTS_UP_TO`, or, over a lifetime, when some noise came from a known seed.
+        None holds when data of training patients left without privacy, nothing is accounted, units differ, ε is above
+        `PROTECTS_UP_TO`, or, over a lifetime, when some noise came from a known seed.
         """
         scope = self._scope(lifetime)
         if units_of(scope) - {self.terms.unit}:
@@ -104,14 +104,14 @@ class PrivacyLedger:
         return epsilon_of(scope, self.terms.delta, seeded=not lifetime)
 
     def guarantee(self, *, lifetime: bool = False) -> Guarantee:
-        """Return what the ε is worth: as much as the weakest of all promises that it adds up."""
+        """Return the guarantee of the ε: the weakest among all rounds that it adds up."""
         scope = self._scope(lifetime)
         if any(e.mechanism or e.bare for e in scope) and self.epsilon(lifetime=lifetime) is None:
             return "none"
         return guarantee_of(scope, self.terms.guarantee)
 
     def released(self) -> list[str]:
-        """Return what this run may let go, as content and digest, oldest first."""
+        """Return what this run has released, each as content and digest, oldest first."""
         return [said for one in self.rounds() for said in one.released]
 
     def last_round(self) -> int:
@@ -119,7 +119,7 @@ class PrivacyLedger:
         return max((one.number for one in self.rounds()), default=0)
 
     def sending(self, round_: int, *leaving: str) -> None:
-        """Note that a round is final: what it made is about to leave, or is kept for good; it is never trained anew.
+        """Note that a round is final: its result is about to leave or is kept, and the round is never trained anew.
 
         Args:
             leaving: SHA-256 of everything that is about to leave, or is kept.
@@ -133,7 +133,7 @@ class PrivacyLedger:
             self._append(self._line(round_) | {"sending": True})
 
     def settle(self, round_: int, kept: str) -> None:
-        """Make sure, as a run goes on, that what it kept of a round is what the ledger knows, and that it is final.
+        """Check, as a run goes on, that what it kept of a round is what the ledger knows; note that the round is final.
 
         Args:
             kept: SHA-256 of it.
@@ -157,7 +157,11 @@ class PrivacyLedger:
         return next((one for one in reversed(self.rounds()) if one.number == number), None)
 
     def _require_newest(self, round_: int, known: str) -> None:
-        """Refuse to let go what is not what the round released last: of two versions one would be charged."""
+        """Refuse bytes that are not those that the round released last: two versions would be charged once.
+
+        Raises:
+            WsiFlError: when they are others.
+        """
         here = self._round(round_)
         if here is None or known not in here.releases.values():
             raise WsiFlError(
@@ -184,7 +188,11 @@ class PrivacyLedger:
         return True
 
     def _check_account(self) -> None:
-        """Refuse to add what does not add up with the account."""
+        """Refuse terms that do not fit the lines that are on the account.
+
+        Raises:
+            WsiFlError: when they do not, or the run began with another site file.
+        """
         binding = self.terms.lifetime and self.terms.max_epsilon is not None
         scope = self._scope(binding)
         self.terms.check_account(self._book.entries, scope, path=self.path, site=self.site)
@@ -196,7 +204,11 @@ class PrivacyLedger:
             )
 
     def _check(self, round_: int, mechanism: Mechanism | None) -> None:
-        """Refuse what crosses the budget."""
+        """Refuse a mechanism that crosses the budget.
+
+        Raises:
+            BudgetSpent: when ε would rise above max_epsilon.
+        """
         if mechanism is None:
             return
         self.terms.check_mechanism(mechanism, self.site)
@@ -279,8 +291,8 @@ class PrivacyLedger:
             round_: its round, or None for the first that is not final.
             vector: float32[d], or uint8[d] of a buffer; copied.
             weight: PushSum weight that travels along.
-            mechanism: what protected it, or None: then the site must allow `content` by name. A mechanism
-                without noise, or with noise that others can compute, protects nothing.
+            mechanism: what protected it. Where it is None, has no noise, or noise that others can compute, the site
+                must allow `content` by name.
 
         Raises:
             WsiFlError: when the content may not leave without differential privacy, or is not finite.

@@ -1,4 +1,4 @@
-"""The file of a ledger: JSON lines, each chained to everything before it, and heads that remember how far it was.
+"""The file of a ledger: JSON lines, each with the hash of all before it, and heads that remember its length.
 
 Every line holds `prev`, the SHA-256 of all bytes before it. So a line that was changed, left out or put in is noticed.
 A file that ends too early, because it was emptied, cut or taken from an older backup, is noticed by its *heads*: small
@@ -109,9 +109,9 @@ class Entry(_Line):
 
     @property
     def bare(self) -> bool:
-        """Return whether something of the training patients may leave by it without differential privacy.
+        """Return whether data of training patients may leave by this entry without differential privacy.
 
-        Counts of test patients (`SCORES`) say of training patients what the releases that were scored say, and no more.
+        Counts of test patients (`SCORES`) tell no more of training patients than the releases that were scored.
         """
         return bool(self.released and self.mechanism is None and self.released.split()[0] != SCORES)
 
@@ -166,14 +166,14 @@ class LedgerFile:
         self._catch_up_with_heads()
 
     def _catch_up_with_heads(self) -> None:
-        """Read on, and refuse unless what every head knows is a beginning of this file.
+        """Read on, and check that what every head knows is a beginning of this file.
 
         Raises:
             WsiFlError: when a head knows another file, or a longer one.
         """
         if gone := [head for head in self._seen if not head.exists()]:
             raise WsiFlError(
-                f"{gone[0]} was taken away; put it back: it keeps copies of the ledger from spending too"
+                f"{gone[0]} is missing; put it back: it prevents copies of the ledger from spending the budget too"
             )
         known = {
             head: _read_head(head) for head in self._heads if head.exists()
@@ -185,17 +185,21 @@ class LedgerFile:
                 raise WsiFlError(
                     f"{self.path}: this is not the ledger that {head} knows, which had {was.lines} lines or more"
                     f"{was.elsewhere(self.path)}; put the newest backup of the ledger back: it is the site's budget, "
-                    "whatever became of its studies"
+                    "even where its studies were deleted"
                 )
 
     def catch_up(self) -> None:
-        """Read what this process and others have written since."""
+        """Read the lines that this process and others have written since.
+
+        Raises:
+            WsiFlError: when a line is damaged, or does not follow the lines before it.
+        """
         for line in self._new_lines():
             number = len(self._digests) + 1
             entry = _parsed(line, f"{self.path}: line {number}")
             if entry.prev != self._so_far.hexdigest():
                 raise WsiFlError(
-                    f"{self.path}: line {number} does not follow the lines before it, which were changed; put the "
+                    f"{self.path}: line {number} does not fit the lines before it, so they were changed; put the "
                     "newest backup of the ledger back: it is the site's budget"
                 )
             self._so_far.update(line + b"\n")
@@ -216,9 +220,10 @@ class LedgerFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let nobody else read what is left of the budget, or spend it, meanwhile; begin by catching up.
+        """Lock the ledger against other jobs, and catch up: nobody else may read or spend the budget meanwhile.
 
-        Copies of a study share no ledger, and yet the head in the user's own folder: so heads are locked and read too.
+        Heads are locked and read too: copies of a study have ledgers of their own, but share a head in the user's
+        folder.
 
         Raises:
             WsiFlError: when a copy of the ledger was written since.
@@ -232,7 +237,10 @@ class LedgerFile:
     def _new_lines(self) -> list[bytes]:
         """Return the whole lines after those that were read.
 
-        No release ever followed a line that a crash cut short.
+        A line that a crash cut short is left out: no release has followed it.
+
+        Raises:
+            WsiFlError: when the file is shorter than what was read of it.
         """
         if not self.path.exists():
             return []
@@ -321,6 +329,6 @@ def _kind_of(vector: Values) -> type[np.uint8] | type[np.float32]:
 
 
 def digest(vector: Values) -> str:
-    """SHA-256 of the bytes that travel."""
+    """Return the SHA-256 of the bytes that travel."""
     kind = "u1" if vector.dtype == np.uint8 else "<f4"
     return hashlib.sha256(np.ascontiguousarray(vector, kind).tobytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Sums that nobody can take apart: masks of pairs of sites cancel when all messages are added up.
+"""Secure sums: pairwise masks hide each site's message and cancel when all messages are added.
 
 Each pair of sites agrees on a secret (X25519), derives a key from it (HKDF with SHA-256) and from the key a stream of
 numbers (ChaCha20). One site of the pair adds the stream modulo 2⁶⁴, the other subtracts it. A message cannot be told
@@ -30,13 +30,13 @@ from wsi_fl.types import UsageError, WsiFlError
 _PURPOSE = b"wsi-fl pairwise mask, version 1"
 _KEY_BYTES = 32
 _PRIME = 2**255 - 19
-"""Of the curve: a public key is a number below it, and only so written it is equal to no other."""
+"""The field's prime: a public key is a number below it; a larger number would be another key written differently."""
 _NONCE = bytes(16)
 """ChaCha20's counter and nonce start at zero, since no key makes two streams."""
 
 
 class KeyPair:
-    """Holds a site's keys for one sum; the private one is gone when it has been used.
+    """Hold a site's keys for one sum; the private key can be used once.
 
     Two messages under one key would show the difference of their values.
 
@@ -86,6 +86,7 @@ def masked(
     Raises:
         WsiFlError: when fewer than two sites take part, a public key is not 32 bytes, occurs twice or is no good key,
             this site's is not in its place, the keys have been used, or values are not of the kind or too large.
+        UsageError: when there is no context.
     """
     _check_publics(publics)
     _check_values(values, len(publics))
@@ -94,11 +95,14 @@ def masked(
     if not context:
         raise UsageError("a masked sum needs a context: run, round and what is summed")
     private = keys.spend()
-    total = values.astype("<u8")  # −1 is 2⁶⁴ − 1
+    # 1. values modulo 2⁶⁴: −1 is 2⁶⁴ − 1
+    total = values.astype("<u8")
     for other in range(len(publics)):
         if other == own:
             continue
+        # 2. the stream that this pair of sites alone can compute
         mask = _stream(_secret(private, publics[other], other), own, other, publics, context, len(values))
+        # 3. added by one site of the pair and subtracted by the other, so that it cancels in the sum
         if own < other:
             total += mask
         else:
@@ -141,7 +145,11 @@ def _stream(
 
 
 def _secret(private: X25519PrivateKey, public: bytes, site: int) -> bytes:
-    """Return what only two sites know; a key of the curve's small subgroup makes it known to all, and is refused."""
+    """Return the secret that two sites share.
+
+    Raises:
+        WsiFlError: when the public key is of the curve's small subgroup: then everybody knows the secret.
+    """
     try:
         return private.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -159,7 +167,7 @@ def _check_publics(publics: Sequence[bytes]) -> None:
             raise WsiFlError(f"the public key of site {site} is not {_KEY_BYTES} bytes")
         if int.from_bytes(public, "little") >= _PRIME:
             raise WsiFlError(
-                f"the public key of site {site} is degenerate: it is another one, written differently"
+                f"the public key of site {site} is degenerate: it is not written in the canonical way"
             )
         if public in seen:
             raise WsiFlError(f"sites {seen[public]} and {site} have the same public key")

@@ -27,7 +27,7 @@ CHUNK = 64
 def summed_by_patient(
     model: nn.Module, x: Tensor, patient: Tensor, loss_of: LossOf, weigh: Weigh, *, chunk: int = CHUNK
 ) -> tuple[Sums, Tensor]:
-    """(Σ_p c_p g_p of each trained parameter, mean loss over all rows).
+    """Return (Σ_p c_p g_p of each trained parameter, mean loss over all rows).
 
     By plain backward passes, one patient after the other: memory holds two gradients and the activations of one chunk.
 

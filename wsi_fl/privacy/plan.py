@@ -1,4 +1,4 @@
-"""The privacy plan of a site: one frozen object from which everything that must agree is made.
+"""The privacy plan of a site: one frozen object that sampling, training, accounting and reports are made from.
 
 The sampler, the trainer, the ledger's entry, the dry run and the report all read the same plan, so they cannot
 disagree. What a round is about to do is compared with its plan before the first step (`require_planned`).
@@ -63,7 +63,9 @@ class PrivacyPlan(Mechanism):
                 f"1/{per_epoch} and a multiple of {per_epoch} steps, not {self.sample_rate:g} and {self.steps}"
             )
         if not (self.sigma >= 0 and isfinite(self.sigma) and self.clip > 0):
-            raise UsageError(f"sigma = {self.sigma:g} and clip = {self.clip:g} make no privacy plan")
+            raise UsageError(
+                f"a privacy plan needs sigma from 0 on and clip above 0, not {self.sigma:g} and {self.clip:g}"
+            )
         if self.unit not in ("row", "patient") or self.mode not in ("strict", "paper"):
             raise UsageError(f"a privacy plan knows no unit {self.unit!r} in mode {self.mode!r}")
         if self.accountant != ACCOUNTANT:
@@ -72,7 +74,7 @@ class PrivacyPlan(Mechanism):
             raise UsageError(f"delta must lie between 0 and 1, not {self.delta:g}")
 
     def refuse_large_delta(self) -> None:
-        """Refuse a δ at which one record of n may be given away whole, as a real hospital must.
+        """Refuse a δ of 1 / n or more, at which a whole record may be given away; a real hospital must.
 
         Raises:
             UsageError: when δ is not below 1 / n.
@@ -130,19 +132,30 @@ class Applies(Protocol):
     """What a trainer under differential privacy is about to apply."""
 
     @property
-    def sigma(self) -> float: ...
+    def sigma(self) -> float:
+        """Return the noise multiplier."""
+        ...
+
     @property
-    def clip(self) -> float: ...
+    def clip(self) -> float:
+        """Return the bound C on a unit's gradient."""
+        ...
+
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """Return the divisor of the noisy sum."""
+        ...
+
     @property
-    def unit(self) -> str: ...
+    def unit(self) -> str:
+        """Return "row" or "patient"."""
+        ...
 
 
 def require_planned(
     plan: PrivacyPlan, trainer: Applies, *, n: int, steps: int, delta: float, mode: Mode
 ) -> None:
-    """Refuse a round that is about to do anything but its plan.
+    """Refuse a round whose training would differ from its plan.
 
     Args:
         plan: what the ledger will be told.

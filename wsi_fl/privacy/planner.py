@@ -39,7 +39,7 @@ def proposals(
     clip: float = 1.0,
     spent: Sequence[Mechanism] = (),
 ) -> list[Proposal]:
-    """Ways to divide an epoch over n rows into 1 to 64 batches that meet the target, fewest steps first.
+    """Return ways to divide an epoch over n rows into 1 to 64 batches that meet the target, fewest steps first.
 
     A step's mean gradient carries noise of standard deviation σC / B per coordinate, and T steps add up to √T times
     as much noise but T times as much gradient.
@@ -65,7 +65,7 @@ def proposals(
         mechanism = Mechanism(sigma, clip, rate, steps)
         found[batch_size] = Proposal(batch_size, mechanism, sqrt(steps) * batch_size / sigma)
     if not found:
-        raise UsageError(f"{epochs:g} epochs are not a single step; ask for more rounds")
+        raise UsageError(f"{epochs:g} epochs make less than one step; ask for more rounds")
     return list(found.values())
 
 
@@ -78,7 +78,7 @@ def planned(
     clip: float = 1.0,
     spent: Sequence[Mechanism] = (),
 ) -> Proposal:
-    """The way with the most steps among those whose signal to noise is nearly the best, with the least σ.
+    """Return, of the proposals with nearly the best signal-to-noise ratio, that with the most steps and the least σ.
 
     Signal to noise alone favours full batches, whose few steps an optimizer cannot use; beyond some number of
     steps noise no longer falls as fast as batches shrink. Arguments and errors are those of `proposals`.

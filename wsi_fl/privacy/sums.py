@@ -27,7 +27,7 @@ from wsi_fl.types import WsiFlError
 
 @dataclass(frozen=True)
 class NoisySums:
-    """How sums are given noise.
+    """The Gaussian mechanism for sums.
 
     Attributes:
         sigma: noise multiplier; the noise's standard deviation is sigma * clip.
@@ -43,14 +43,14 @@ class NoisySums:
 
     @classmethod
     def of(cls, plan: PrivacyPlan) -> NoisySums:
-        """Return how a plan gives noise to sums of all its units."""
+        """Return the mechanism by which a plan adds noise to sums of all its units."""
         return cls(plan.sigma, plan.clip, plan.batch_size, plan.unit)
 
     @torch.no_grad()
     def fill(
         self, head: SharedHead, x: Tensor, y: Tensor, stream: CipherStream, patient: Tensor | None = None
     ) -> None:
-        """Let a head have the sums of these rows, as they are for itself and with noise for others.
+        """Give a head the sums of these rows: exact for its own use, and with noise for others.
 
         Args:
             x, y: all rows of the site, float32[n, d] or bags float32[n, m, d + 1], and their labels int64[n].

@@ -68,7 +68,7 @@ class RunFolder:
             WsiFlError: for a name that is no single folder's.
         """
         if not _NAME.fullmatch(name):
-            raise WsiFlError(f"{name!r} is no name of a run, which is a method and a pipeline")
+            raise WsiFlError(f"{name!r} is no name of a run; write METHOD-PIPELINE, as in proxyfl-phantom")
         path = runs / f"{number:05d}-{name}"
         with alone(runs / ".lock"):
             if next(runs.glob(f"{number:05d}-*"), None) is None:

@@ -32,7 +32,7 @@ from wsi_fl.types import BagTable, GridSpec, PatchTable, WsiFlError
 
 BAG_FORMAT = "wsi-fl bag store"
 UNPLACED = -1
-"""In the place of both coordinates of a patch where nobody knows them."""
+"""Both coordinates of a patch whose place on the slide is unknown."""
 ROW_SUMMED = ("features",)
 """The dataset whose rows have checksums."""
 _TEXTS = ("slide", "patient", "split", "tumor_type")
@@ -89,15 +89,15 @@ class Bag:
 
     @property
     def placed(self) -> bool:
-        """Whether it is known where on the slide the patches lie."""
+        """Return whether the places of the patches on the slide are known."""
         return bool((self.xy_l0 != UNPLACED).any())
 
 
 def bags_of(patches: PatchTable) -> tuple[BagTable, NDArray[np.int64]]:
     """Return (the slides of a table of patches as bags, how many patches each has).
 
-    A slide whose patches are of several classes has the last of them: one with any tumour is a tumour. Where its
-    patches are of several patients, it is nobody's.
+    A slide has the highest class of its patches, so that one with any tumour is a tumour. Where its patches are of
+    several patients, its patient is "".
 
     Args:
         patches: one or more.
@@ -176,7 +176,11 @@ def _root_attrs(meta: BagMeta) -> dict[str, Any]:
 
 
 def _write_patches(file: h5py.File, bags: Iterable[Bag], start: NDArray[np.int64], d: int) -> None:
-    """The columns of the patches, one bag after another; one that some bag lacks is left out."""
+    """Write the columns of the patches, one bag after another; leave out a column that some bag lacks.
+
+    Raises:
+        WsiFlError: when there are too few bags, or one has another shape.
+    """
     n = int(start[-1])
     sums = file.create_dataset(ROWS, (n,), np.uint32)
     written = {
@@ -220,6 +224,7 @@ class BagStore(StoreFile):
 
     @property
     def mend(self) -> str:
+        """Return what to do about damage; a store that was imported needs the same options again."""
         return f"{super().mend}, as before" if self.command == "import" else super().mend
 
     def _load(self, file: h5py.File) -> None:
@@ -259,17 +264,17 @@ class BagStore(StoreFile):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """[s] patches of each slide."""
+        """Return int64[s], the number of patches of each slide."""
         return np.diff(self._start)
 
     @property
     def bag_of_patch(self) -> NDArray[np.int64]:
-        """int64[n], the bag of each patch."""
+        """Return int64[n], the bag of each patch."""
         return np.repeat(np.arange(len(self)), self.sizes)
 
     @cached_property
     def patches(self) -> PatchTable:
-        """The columns of all n patches; they take their slide's label, patient and split where they have no own."""
+        """Return the columns of all n patches; where patches have no own label, patient or split, their slide's."""
         file, bag = self._file, self.bag_of_patch
         own = (
             {"label": file["patch_label"][:], "tumor_fraction": file["tumor_fraction"][:]}
@@ -295,7 +300,11 @@ class BagStore(StoreFile):
         return Bag(self.read(np.arange(rows.start, rows.stop)), self._file["xy_l0"][rows], *columns)
 
     def read(self, rows: NDArray[np.int64]) -> Features:
-        """Return float32[b, d] of these patches, in the order asked for; WsiFlError names the first that is damaged."""
+        """Return float32[b, d] of these patches, in the order asked for.
+
+        Raises:
+            WsiFlError: naming the first patch that is damaged.
+        """
         try:
             return self._read(rows)
         except DAMAGE as error:

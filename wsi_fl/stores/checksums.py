@@ -1,4 +1,4 @@
-"""What a store's file remembers of its own bytes: CRC-32 tells damage, and no forgery. See FORMAT.md."""
+"""Checksums inside a store's file: CRC-32 detects damage, but no forgery. See FORMAT.md."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
 
 
 def check_rows(sums: Sums, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
-    """Compare values that were read with what is remembered of them.
+    """Compare values that were read with their checksums.
 
     Args:
         sums: of all rows.
@@ -90,7 +90,8 @@ def sums_of(node: Any, n: int) -> Sums:
     """Return the checksums of a file's n rows.
 
     Raises:
-        KeyError, ValueError: when they were lost or cut.
+        KeyError: when they were lost.
+        ValueError: when they were cut.
     """
     values = node[ROWS][:]
     if values.shape != (n,):
@@ -99,7 +100,7 @@ def sums_of(node: Any, n: int) -> Sums:
 
 
 def shard_sum(shard: Any) -> int:
-    """Return the checksum of the checksums of a shard's patches, which tells its pixels; 0 where it holds none."""
+    """Return the checksum of the checksums of a shard's patches, which identifies its pixels; 0 where it holds none."""
     return crc_of(shard[ROWS][:]) if ROWS in shard else 0
 
 
@@ -112,7 +113,8 @@ def check_seal(node: Any, rows: Collection[str] = ()) -> None:
     """Compare a file with what `seal` remembered.
 
     Raises:
-        KeyError, ValueError: when that was lost, or differs.
+        KeyError: when that was lost.
+        ValueError: when it differs.
     """
     if int(node.attrs[HEAD]) != _head(node, rows):
         raise ValueError(f"columns or attributes: {CHANGED}")

@@ -48,7 +48,7 @@ class _Head:
 
 
 def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
-    """Writes `patches.h5`, the rows of all shards in the order given; holds those of one shard at a time.
+    """Write `patches.h5`, the rows of all shards in the order given; hold those of one shard at a time.
 
     Shards lie below the folder of `path`.
 
@@ -80,10 +80,10 @@ def link_shards(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts:
 
 
 def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None:
-    """Return the patches of a `patches.h5` that is whole and was written of these shards, in this order; else None.
+    """Return how many patches a `patches.h5` has, where it is whole and links these shards in this order; else None.
 
-    Each shard must be whole itself. It is taken for the one that was linked where it is no younger than the file, and
-    its patches have the checksums of then.
+    A shard counts as the one that was linked where it is not newer than the file and its patches have the checksums
+    that were linked.
     """
     try:
         with opened(path) as file:
@@ -106,7 +106,7 @@ def linked(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> Counts | None
 
 
 def write_table(file: h5py.File, table: PatchTable) -> None:
-    """The columns of a table that is at hand."""
+    """Write the columns of a table."""
     for name in _NUMBERS:
         file[name] = getattr(table, name)
     for name in _TEXTS:
@@ -114,7 +114,7 @@ def write_table(file: h5py.File, table: PatchTable) -> None:
 
 
 def table_bytes(table: PatchTable) -> int:
-    """Room for a table's columns and the links to its slides."""
+    """Return the bytes that a table's columns and the links to its slides need."""
     text: int = sum(getattr(table, name).dtype.itemsize for name in _TEXTS)
     return len(table) * (text + ROW_BYTES) + len(np.unique(table.slide)) * SLIDE_BYTES
 
@@ -131,7 +131,7 @@ def _head(path: Path, spec: GridSpec) -> _Head:
 
 
 def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> tuple[str, int]:
-    """One shard's rows; returns its slide, and what tells its pixels."""
+    """Copy one shard's rows; return its slide, and the checksum that identifies its pixels."""
     with _opened(shard) as source:
         check_seal(source, PIXELS)
         columns = {name: source[name][:] for name in _NUMBERS}
@@ -146,7 +146,11 @@ def _copy_columns(file: h5py.File, rows: slice, shard: Path, counts: Counts) -> 
 
 @contextmanager
 def _opened(shard: Path) -> Iterator[h5py.File]:
-    """A shard, whose damage is told in one line."""
+    """Open a shard.
+
+    Raises:
+        WsiFlError: when it is damaged.
+    """
     try:
         with opened(shard) as file:
             yield file

@@ -1,4 +1,4 @@
-"""What stands for the pixels of a shard's patches: the pixels, JPEG streams, or the slide itself; and reading each."""
+"""Read a shard's patches from what it holds: pixels, JPEG streams, or only a reference to the slide."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SlideSource:
 
 
 class SlideUnreadable(WsiFlError):
-    """The slide that a shard without pixels stands for is missing, another one, or damaged."""
+    """The slide that a shard without pixels refers to is missing, another one, or damaged."""
 
 
 ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint8]]
@@ -43,7 +43,7 @@ ReadSlide = Callable[[SlideSource, NDArray[np.int64], GridSpec], NDArray[np.uint
 
 
 def quality_of(content: str) -> int | None:
-    """The quality of `jpeg:Q`, None for `raw`, `native` and `none`.
+    """Return the quality of `jpeg:Q`, or None for `raw`, `native` and `none`.
 
     Raises:
         UsageError: when it is none of these.
@@ -77,10 +77,12 @@ class Rows(Protocol):
     threaded: bool
 
     @property
-    def sums(self) -> Sums | None: ...
+    def sums(self) -> Sums | None:
+        """Return the checksums of the patches."""
+        ...
 
     def read(self, rows: NDArray[np.int64], out: NDArray[np.uint8], at: NDArray[np.int64]) -> None:
-        """Puts the patches `rows` of the shard at the positions `at` of `out`; any thread may call it.
+        """Put the patches `rows` of the shard at the positions `at` of `out`; any thread may call it.
 
         Raises:
             ValueError, WsiFlError, RuntimeError, OSError: when one is damaged.
@@ -95,7 +97,7 @@ class Rows(Protocol):
 def rows_of(
     shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: Sums | None = None
 ) -> Rows:
-    """How this shard's patches are read.
+    """Return the reader of a shard's patches.
 
     Args:
         sums: its checksums, where it was open before.
@@ -115,7 +117,7 @@ def rows_of(
 
 
 def source_of(shard: h5py.Group) -> SlideSource:
-    """The slide of a shard without pixels, from its attributes."""
+    """Return the slide of a shard without pixels, from its attributes."""
     attrs = shard.attrs
     override = float(attrs["mpp_override"])
     return SlideSource(
@@ -168,7 +170,7 @@ class _StreamRows:
         self._stream(row)
 
     def _stream(self, row: int) -> bytes:
-        """Past HDF5 where the bytes lie in one piece: many threads may read at once."""
+        """Return one JPEG stream; where the bytes are contiguous, without HDF5, so that threads read in parallel."""
         first, last = int(self._start[row]), int(self._start[row + 1])
         if self._offset is None:
             stream = bytes(self._data[first:last])
@@ -192,7 +194,7 @@ class _SlideRows:
         if self._read_slide is None:
             raise SlideUnreadable(
                 f"the store holds no pixels of slide {self._source.slide} (store.pixels = none), "
-                "and nobody here reads slides"
+                "and slides cannot be read here"
             )
         out[at] = self._read_slide(self._source, self._xy_l0[rows], self._spec)
 
@@ -201,5 +203,5 @@ class _SlideRows:
 
 
 def shard_bytes(shard: Any) -> int:
-    """Bytes of all datasets of a shard."""
+    """Return the bytes of all datasets of a shard."""
     return sum(int(node.size) * int(node.dtype.itemsize) for node in shard.values())

@@ -25,7 +25,7 @@ SHARD_FORMAT = "wsi-fl patch shard"
 
 
 VERSION = 1
-"""Of all formats here: a file of another one is refused."""
+"""The version of all formats here; a file of another version is refused."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class StoreMeta:
 
 
 def spec_attrs(spec: GridSpec) -> dict[str, Any]:
+    """Return a grid as HDF5 attributes."""
     return {"size_px": spec.size_px, "mpp": spec.mpp, "stride_px": spec.stride_px}
 
 
 def write_root(file: h5py.File, meta: StoreMeta) -> None:
-    """The root attributes of `patches.h5`."""
+    """Write the root attributes of `patches.h5`."""
     file.attrs.update(
         spec_attrs(meta.spec)
         | {
@@ -61,20 +62,20 @@ def write_root(file: h5py.File, meta: StoreMeta) -> None:
 
 
 def origin_attrs(meta: StoreMeta) -> dict[str, Any]:
-    """The optional root attributes that say where patches come from."""
+    """Return the optional root attributes that say where patches come from."""
     synthetic = {} if meta.generator is None else {"synthetic": True, "generator": meta.generator}
     return synthetic | ({} if meta.min_tissue is None else {"min_tissue": meta.min_tissue})
 
 
 def encoded_text(texts: Iterable[str]) -> NDArray[Any]:
-    """As fixed-length UTF-8."""
+    """Return texts as fixed-length UTF-8."""
     encoded = [str(text).encode() for text in texts]
     width = max((len(text) for text in encoded), default=0) or 1
     return np.array(encoded, h5py.string_dtype("utf-8", width))
 
 
 def read_spec(attrs: Any) -> GridSpec:
-    """Return the grid that attributes say, as `spec_attrs` wrote them."""
+    """Return the grid that `spec_attrs` wrote."""
     return GridSpec(int(attrs["size_px"]), float(attrs["mpp"]), int(attrs["stride_px"]))
 
 
@@ -99,6 +100,11 @@ def marked_columns(what: Literal["unread", "aside"], marked: Marked) -> dict[str
 
 
 def check_format(node: Any, expected: str, path: Path) -> None:
+    """Refuse a file of another format or version.
+
+    Raises:
+        WsiFlError: when it is one.
+    """
     found, version = node.attrs.get("format"), node.attrs.get("version")
     if found != expected:
         raise WsiFlError(f"{path}: not a {expected} (format {found!r})")
@@ -126,6 +132,7 @@ def json_attribute(attrs: Any, name: str, kind: type[T]) -> T:
 
 
 def read_meta(file: h5py.File) -> StoreMeta:
+    """Return what the root attributes say of a whole store."""
     attrs = file.attrs
     spec = read_spec(attrs)
     generator = str(attrs["generator"]) if "generator" in attrs else None
@@ -136,6 +143,7 @@ def read_meta(file: h5py.File) -> StoreMeta:
 
 
 def read_table(file: h5py.File, n_classes: int) -> PatchTable:
+    """Return the columns of all patches; they are checked by `require_sound`."""
     text = {name: np.asarray(file[name].asstr()[:], dtype=np.str_) for name in ("slide", "patient", "split")}
     table = PatchTable(file["xy_l0"][:], file["label"][:], file["tumor_fraction"][:], **text)
     require_sound(table.label, table.patient, table.split, n_classes)
@@ -143,7 +151,7 @@ def read_table(file: h5py.File, n_classes: int) -> PatchTable:
 
 
 def patients_of(shard: Any, n: int) -> NDArray[np.str_]:
-    """Return the patient of each row of a shard; the column stands for the attribute where there is one."""
+    """Return the patient of each row of a shard, from the column where there is one, else from the attribute."""
     if "patient" in shard:
         return np.asarray(shard["patient"].asstr()[:], np.str_)
     return np.full(n, str(shard.attrs["patient"]))
@@ -155,8 +163,8 @@ def require_sound(
     """Refuse columns, each [n], that no model may be trained on.
 
     Raises:
-        ValueError: for labels that are no column, a split that there is not, a label that is no class, and a patient
-            in two splits.
+        ValueError: when labels are not one column or lie beyond the classes, a split is unknown, or a patient is in two
+            splits.
 
     Example:
         >>> patients, splits = np.array(["p", "q", "p"]), np.array(["train", "train", "test"])
@@ -178,7 +186,7 @@ def require_sound(
 
 
 def too_large(error: MemoryError) -> str:
-    """Return what to say of a file that says it holds more than there is memory for; damage looks like that too."""
+    """Return the message for a file that claims more than fits into memory, which damage may do too."""
     return f"damaged, or it holds more than fits into memory ({first_line(error) or 'out of memory'})"
 
 
@@ -196,7 +204,7 @@ def refuse_too_large(where: object, n_bytes: int) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says of a file, in one line; of a system call without its number and the path."""
+    """Return an error's message in one line; that of a system call without errno and path."""
     if isinstance(error, ArithmeticError | AttributeError | TypeError):
         return "a group, dataset or attribute is not what it should be"
     if isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""A store's file, opened for reading: found, of the right format and version, whole, and closed again."""
+"""Open a store's file for reading, after checks of its format, version and checksums."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StoreFile:
 
     @property
     def site(self) -> str:
-        """The folder of the store, which is called like its site."""
+        """Return the name of the store's folder, which is that of its site."""
         return self.path.absolute().parent.name
 
     @property
@@ -64,7 +64,7 @@ class StoreFile:
         return f"run `wsi-fl {self.command} --site {self.site}` again"
 
     def _load(self, file: h5py.File) -> None:
-        """Reads what is held in memory; whatever is in `DAMAGE` says that the file is damaged."""
+        """Read what is held in memory; an error of `DAMAGE` means that the file is damaged."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -74,4 +74,5 @@ class StoreFile:
         self.close()
 
     def close(self) -> None:
+        """Close the file; nothing can be read afterwards."""
         self._file.close()

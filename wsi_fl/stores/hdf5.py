@@ -1,4 +1,4 @@
-"""The one door to HDF5 files: how they are made, and what is looked at before the library reads them."""
+"""Create HDF5 files, and check them before the library opens them; no other module does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wsi_fl.system.files import ordinary, reserve
 SLIDE_BYTES = 1 << 14
 """Room for a slide's attributes, link and group."""
 _ALIGNED_BYTES = 1 << 14
-"""Whatever takes as much lies where it can be written directly."""
+"""Datasets of this size or more are aligned, so that they can be written directly."""
 _LAYOUT = ("v110", "v110")
 """The first version of HDF5 that keeps a checksum of every header."""
 _HEAP, _HEAP_HEAD, _OBJECT_HEAD = b"GCOL\x01\0\0\0", 16, 16
@@ -44,7 +44,10 @@ def opened(path: Path) -> h5py.File:
 def _check_heaps(data: bytes) -> None:
     """Refuse a global heap whose objects do not follow one another: HDF5 would read it for ever.
 
-    Of a heap, no checksum is kept (HDF5 File Format Specification 3.0, section III.E).
+    HDF5 keeps no checksum of a heap (HDF5 File Format Specification 3.0, section III.E).
+
+    Raises:
+        OSError: when a heap is damaged.
     """
     start = data.find(_HEAP)
     while start >= 0:

@@ -64,7 +64,7 @@ class DataSet:
 
 
 def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
-    """Reads an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder of classes.
+    """Read an npz or HDF5 file (`x`, `y`, or `x_train`, `y_train`, `x_test`, `y_test`) or a folder of classes.
 
     A folder holds one subfolder per class, or `train/` and `test/` with one each; if no picture in it has any colour,
     as radiographs saved as RGB, images are grey. Pixels are uint8, or floats in [0, 1]. With `size_px` images are
@@ -93,7 +93,11 @@ def read_data_set(path: Path, size_px: int | None = None) -> DataSet:
 
 
 def _alike(path: Path, data_set: DataSet) -> DataSet:
-    """The data set, if its training and test images are of one shape."""
+    """Return the data set.
+
+    Raises:
+        UsageError: when its training and test images are of two shapes.
+    """
     shapes = {part.x.shape[1:] for part in (data_set.train, data_set.test) if part is not None}
     if len(shapes) > 1:
         told = " and ".join("×".join(map(str, shape)) for shape in sorted(shapes))
@@ -108,13 +112,13 @@ def _from_npz(path: Path) -> dict[str, Any]:
         refuse_too_large(path, stated)
         if packs_too_much(stated, path.stat().st_size):
             raise UsageError(
-                f"{path}: states {stated} bytes, which so small a file does not hold; it is damaged"
+                f"{path}: claims {stated} bytes, more than a file of its size can hold; it is damaged"
             )
         return {name: file[name] for name in wanted}
 
 
 def _n_bytes(archive: Any, name: str) -> int:
-    """How much memory an array of a zip file says that it needs; 0 for what is none, which numpy refuses."""
+    """Return the bytes that an array of a zip file claims to need; 0 for an entry that numpy will refuse."""
     with archive.open(name if name in archive.namelist() else f"{name}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(
@@ -163,7 +167,11 @@ def _images(path: Path, arrays: Mapping[str, Any], x: str, y: str, size_px: int 
 
 
 def _uint8(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:
-    """[n, h, w], [n, h, w, c] or [n, c, h, w] of bytes or of floats in [0, 1] → uint8[n, h, w, c]."""
+    """Return uint8[n, h, w, c] of bytes or floats in [0, 1], [n, h, w], [n, h, w, c] or [n, c, h, w].
+
+    Raises:
+        UsageError: when they have another shape or type, or there are none.
+    """
     if pixels.ndim == 3:
         pixels = pixels[..., None]
     if pixels.ndim != 4:
@@ -235,7 +243,7 @@ def _classes(root: Path) -> tuple[str, ...]:
 
 
 def _class_folders(root: Path, classes: Iterable[str], mode: str, side: int) -> Images:
-    """Picture by picture: at their own size all of them may be too much for the memory."""
+    """Return all images of a folder, read one by one: at their own size all may not fit into memory."""
     files = [(path, k) for k, name in enumerate(classes) for path in _files(root / name)]
     channels = len(mode)
     refuse_too_large(root, len(files) * side**2 * channels)

@@ -1,4 +1,4 @@
-"""Datasets of HDF5 files from elsewhere: what lies in the file itself, and takes no more memory than the file is worth.
+"""Read datasets of foreign HDF5 files safely: no links to other files, and no decompression bombs.
 
 Links, virtual datasets and external storage can name any other file of the machine; gzip makes 8 GB of 8 MB.
 """
@@ -57,7 +57,7 @@ def is_own(file: h5py.File, name: str) -> bool:
 
 
 def packs_too_much(n_bytes: int, held: int) -> bool:
-    """Tell whether so many bytes in so few on disk are a bomb."""
+    """Return whether so many bytes in so few on disk are a decompression bomb."""
     return n_bytes > max(HARMLESS_BYTES, MOST_PACKED * held)
 
 
@@ -81,7 +81,7 @@ def _bomb(found: h5py.Dataset, file_bytes: int) -> str:
 
 
 def _chunk_bomb(found: h5py.Dataset, packers: list[int], chunk_bytes: int, file_bytes: int) -> str:
-    """Say which chunk holds more than the chunks' shape says: HDF5 unpacks all of it before it looks."""
+    """Say which chunk unpacks to more than the chunks' shape allows, since HDF5 unpacks all of it without a check."""
     large: list[tuple[tuple[int, ...], int]] = []
     growth = max((_GROWTH[one] for one in packers), default=1)
     found.id.chunk_iter(
@@ -96,7 +96,7 @@ def _chunk_bomb(found: h5py.Dataset, packers: list[int], chunk_bytes: int, file_
 
 
 def _unpacks_to_more(packed: bytes, most: int) -> bool:
-    """Unpack a piece at a time; what is no gzip at all is for HDF5 to refuse."""
+    """Return whether gzip data unpack to more bytes, piece by piece; False for what is no gzip, which HDF5 refuses."""
     packer, total, rest = decompressobj(), 0, packed
     try:
         while rest and not packer.eof and total <= most:

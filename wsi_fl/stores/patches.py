@@ -46,7 +46,7 @@ _ROWS_PER_TASK = 4
 
 
 class PatchStore(StoreFile):
-    """A patch store, read-only; linked and packed stores read the same, whatever stands for the pixels.
+    """A patch store, read-only; linked and packed stores read the same, however pixels are stored.
 
     Args:
         read_slide: reads patches from a slide, for stores without pixels (`store.pixels = none`).
@@ -55,7 +55,7 @@ class PatchStore(StoreFile):
         meta: site, classes and grid.
         table: the columns of all n patches.
         slides: slide names in row order.
-        shard_sums: slide → what tells the pixels of its shard; 0 where that holds none.
+        shard_sums: slide → the checksum that identifies its shard's pixels; 0 where that holds none.
     """
 
     format = STORE_FORMAT
@@ -83,6 +83,7 @@ class PatchStore(StoreFile):
         return len(self.table)
 
     def close(self) -> None:
+        """Close the file, its shards and the threads."""
         self.rest()
         super().close()
 
@@ -95,6 +96,7 @@ class PatchStore(StoreFile):
 
     @property
     def mend(self) -> str:
+        """Return what to do about damage: which command makes the store anew."""
         meta = getattr(self, "meta", None)
         if meta is None:  # nothing says what made it
             return (
@@ -125,11 +127,11 @@ class PatchStore(StoreFile):
 
     @cached_property
     def channels(self) -> int:
-        """3 for RGB, 1 for grey; every shard of a store has as many as the first."""
+        """Return 3 for RGB, 1 for grey; every shard of a store has as many as the first."""
         return self._rows_of(self.slides[0]).shape[-1] if self.slides else 3
 
     def shard(self, slide: str) -> Any:
-        """The HDF5 group of one slide; a shard that is missing, damaged or of other patches raises WsiFlError."""
+        """Return the HDF5 group of one slide; WsiFlError where its shard is missing, damaged or of other patches."""
         return self._shard(slide)[0]
 
     def _rows_of(self, slide: str) -> Rows:
@@ -164,14 +166,18 @@ class PatchStore(StoreFile):
         return self._shards[slide]
 
     def _open_shard(self, slide: str) -> h5py.Group:
-        """By the link's own path: HDF5 would go on to look in the current folder, where another site's may lie."""
+        """Open a shard by the link's own path: HDF5 would also look in the current folder, maybe another site's."""
         link = self._file["slides"].get(slide, getlink=True)
         if isinstance(link, h5py.ExternalLink):
             return opened(self.path.parent / link.filename)["/"]
         return self._file["slides"][slide]
 
     def _check_columns(self, slide: str, group: h5py.Group, patches: Rows) -> None:
-        """Refuse a shard of other patches: of a `tile` that was killed, of another slide, or from an old backup."""
+        """Refuse a shard of other patches: of a `tile` that was killed, of another slide, or from an old backup.
+
+        Raises:
+            WsiFlError: when its columns or attributes are not those of the store.
+        """
         table, size = self.table.take(self._rows[slide]), self.meta.spec.size_px
         said = spec_attrs(self.meta.spec) | {"slide": slide}
         same = (
@@ -196,7 +202,7 @@ class PatchStore(StoreFile):
             )
 
     def read(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.
+        """Return pixels uint8[b, size_px, size_px, channels] of the rows, in the order asked for.
 
         JPEG streams are decoded in threads, strictly: damage raises WsiFlError.
         """
@@ -223,7 +229,7 @@ class PatchStore(StoreFile):
         return out
 
     def _by_slide(self, rows: NDArray[np.int64]) -> Iterator[tuple[str, NDArray[np.int64]]]:
-        """(slide, positions in `rows` of its patches) for each slide."""
+        """Yield (slide, positions in `rows` of its patches) for each slide."""
         slides, which = np.unique(self.table.slide[rows], return_inverse=True)
         for k, slide in enumerate(slides):
             yield str(slide), np.flatnonzero(which == k)
@@ -236,7 +242,12 @@ class PatchStore(StoreFile):
         out: NDArray[np.uint8],
         at: NDArray[np.int64],
     ) -> None:
-        """Some rows of one slide, one after the other so that an error can name the row."""
+        """Read some rows of one slide.
+
+        Raises:
+            SlideUnreadable: when the shard holds no pixels and the slide cannot be read.
+            WsiFlError: naming the first patch that is damaged.
+        """
         first = self._rows[slide].start
         try:
             patches.read(rows - first, out, at)
@@ -267,7 +278,7 @@ def damaged_rows(patches: Rows) -> Iterator[int]:
 def _first_damaged(
     patches: Rows, rows: NDArray[np.int64], first: int, out: NDArray[np.uint8], at: NDArray[np.int64]
 ) -> int:
-    """The first of the rows that cannot be read."""
+    """Return the first of the rows that cannot be read."""
     for k, row in enumerate(rows):
         try:
             patches.read(rows[k : k + 1] - first, out, at[k : k + 1])

@@ -67,7 +67,7 @@ _ALL_READ: Unread = MappingProxyType({})
 
 
 def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
-    """SHA-256 over all that decides a shard's content: slide, grid, split, planned positions and labels, storage."""
+    """Return SHA-256 over what decides a shard's content: slide, grid, split, planned positions, labels, storage."""
     said = [1, meta.slide, meta.patient, meta.split, meta.quickhash, meta.source]
     said += [meta.spec.size_px, meta.spec.mpp, meta.spec.stride_px, meta.wanted, meta.aside]
     digest = hashlib.sha256(json.dumps(said).encode())
@@ -79,7 +79,7 @@ def fingerprint(meta: ShardMeta, table: PatchTable) -> str:
 def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
     """Return why the shard of a slide must be written; None where it is whole and as planned.
 
-    All of it is read: nothing else tells damage, and whoever is told to tile again must have it mended.
+    All of it is read, since only that detects damage, and tiling again must repair the damage.
 
     Returns:
         "" where there is no shard.
@@ -95,14 +95,14 @@ def why_stale(path: Path, meta: ShardMeta, table: PatchTable) -> str | None:
             patches = rows_of(file["/"], meta.spec, None)
             whole = patches.n == len(file["label"]) and patches.shape[:2] == (meta.spec.size_px,) * 2
             if not whole or next(damaged_rows(patches), None) is not None:
-                raise ValueError("patches are not as they were written")
+                return "its shard was damaged (patches are not as they were written)"
     except (*DAMAGE, MemoryError, WsiFlError) as error:
         return f"its shard was damaged ({first_line(error)})"
     return None
 
 
 def content_of(path: Path) -> tuple[str, Marked]:
-    """What a shard holds for pixels, and (x, y, reason) of the patches that could not be read, level-0 pixels."""
+    """Return how a shard stores pixels, and (x, y, reason) of the patches that could not be read, in level-0 pixels."""
     with opened(path) as file:
         return str(file.attrs["content"]), read_marked(file, "unread")
 
@@ -116,7 +116,7 @@ def write_shard(
     channels: int = 3,
     unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's patches atomically, as they are.
+    """Write one slide's patches atomically, as they are.
 
     Args:
         table: as planned; it decides the fingerprint.
@@ -156,7 +156,7 @@ def write_shard(
 def _allocated(
     file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
 ) -> list[int]:
-    """A data set with its place on disk: one piece for a row of numbers, a chunk per patch for patches.
+    """Create a dataset with its place on disk: contiguous for one row of numbers, one chunk per patch for patches.
 
     What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
 
@@ -185,7 +185,7 @@ def write_streams(
     *,
     unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
+    """Write one slide's patches atomically as JPEG streams in the table's order: `meta.wanted` says whose.
 
     How many bytes there are is known only at the end, so all of them wait.
     """
@@ -215,7 +215,7 @@ def write_positions(
     *,
     unread: Unread = _ALL_READ,
 ) -> None:
-    """Writes one slide's columns atomically, and where the slide is instead of pixels."""
+    """Write one slide's columns atomically, with a reference to the slide instead of pixels."""
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, 0) as file:
         file.attrs.update(
             {
@@ -232,7 +232,11 @@ def write_positions(
 def _filled(
     path: Path, meta: ShardMeta, planned: PatchTable, unread: Unread, n_bytes: int
 ) -> Iterator[h5py.File]:
-    """A new shard with everything but its pixels."""
+    """Yield a new shard with everything but its pixels.
+
+    Raises:
+        WsiFlError: when no patch is left.
+    """
     left_out = sorted(unread)
     table = planned.take(~np.isin(np.arange(len(planned)), left_out)) if left_out else planned
     if not len(table):
@@ -267,14 +271,14 @@ def _check_count(path: Path, found: int, expected: int) -> None:
 
 
 def write_columns(path: Path, meta: StoreMeta, shards: Sequence[Path]) -> PatchTable:
-    """Writes `patches.h5` as `link_shards` does and returns all its columns."""
+    """Write `patches.h5` as `link_shards` does, and return all its columns."""
     link_shards(path, meta, shards)
     with PatchStore(path) as store:
         return store.table
 
 
 def pack(source: Path, target: Path) -> None:
-    """Copies a linked store into one self-contained file that reads the same."""
+    """Copy a linked store into one self-contained file that reads the same."""
     remove_abandoned(target)
     with PatchStore(source) as store, atomic(target) as temporary:
         room = sum(shard_bytes(store.shard(name)) for name in store.slides)

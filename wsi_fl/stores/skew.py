@@ -15,7 +15,11 @@ Skew = Callable[[NDArray[np.int64], int, int | None, np.random.Generator], list[
 
 
 def parse_skew(text: str) -> Skew:
-    """`iid`, `major:0.8` (a share of one class, the classes going round the sites) or `dirichlet:0.5`."""
+    """Return the skew `iid`, `major:0.8` (a share of one class at each site, by turns) or `dirichlet:0.5`.
+
+    Raises:
+        UsageError: when the text is none of these.
+    """
     name, _, number = text.partition(":")
     try:
         value = float(number) if number else None
@@ -44,7 +48,11 @@ def _iid(
 def _major(
     y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, share: float
 ) -> list[NDArray[np.int64]]:
-    """ProxyFL, section 4.1: a share of each site's images is of one class, the rest at random of all others."""
+    """Give each site a share of one class, the rest at random of all others (ProxyFL, section 4.1).
+
+    Raises:
+        UsageError: when there are too few images.
+    """
     per_site = len(y) // n_sites if per_site is None else per_site
     _enough(per_site, n_sites, len(y))
     classes = np.unique(y)
@@ -75,7 +83,11 @@ def _major(
 def _dirichlet(
     y: NDArray[np.int64], n_sites: int, per_site: int | None, rng: np.random.Generator, alpha: float
 ) -> list[NDArray[np.int64]]:
-    """Each class is divided among the sites in proportions drawn from Dirichlet(α) (Yurochkin et al., 2019)."""
+    """Divide each class among the sites in proportions drawn from Dirichlet(α) (Yurochkin et al., 2019).
+
+    Raises:
+        UsageError: when α is out of range, or a site gets no image.
+    """
     parts: list[list[NDArray[np.int64]]] = [[] for _ in range(n_sites)]
     for c in np.unique(y):
         rows = rng.permutation(np.flatnonzero(y == c))

@@ -127,8 +127,8 @@ class Train(Section):
 class Target(Section):
     """What models of slides learn to answer: a column of a table as classes or as a number, or the time of an event.
 
-    Without it they answer what the stores are labelled with. It is for `train.data = "mosaics"`. The table is the
-    site's own, `clinical` in its site file.
+    Without it they answer what the stores are labelled with. It is for examples that are slides or patients. The table
+    is the site's own, `clinical` in its site file.
     """
 
     column: str | None = None
@@ -176,7 +176,7 @@ class Model(Section):
     proxy: str = "resnet18"
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 
-    directions: int = Field(128, ge=2, le=65_536)
+    directions: Annotated[int, Field(ge=2, le=65_536)] | str = 128
     """Number of random directions that `oneshot` projects features on. Fewer suit few patients: there is less to add
     noise to, and less is left of the features."""
 

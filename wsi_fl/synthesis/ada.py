@@ -90,15 +90,18 @@ def warped(images: Tensor, draws: Draws) -> Tensor:
 
 def _geometry(draws: Draws) -> tuple[Tensor, Tensor]:
     """(float[b, 2, 3] from places in the new image to places in the old, in units of half its size; which change)."""
-    rate = 1 - sqrt(1 - draws.p)  # two rotations, so that either happens with probability p
+    # 1. isotropic scaling, rotation, anisotropic scaling, rotation, translation; either rotation has probability p
+    rate = 1 - sqrt(1 - draws.p)
     scale = draws.sometimes(torch.exp2(draws.normal() * _SCALE_SD), 1)
     before = draws.sometimes((draws.uniform() * 2 - 1) * pi, 0, rate)
     stretch = draws.sometimes(torch.exp2(draws.normal() * _SCALE_SD), 1)
     after = draws.sometimes((draws.uniform() * 2 - 1) * pi, 0, rate)
     move_x, move_y = (draws.sometimes(draws.normal() * 2 * _TRANSLATION, 0) for _ in range(2))
+    # 2. the inverse map, from the new image to the old one
     sizes = torch.diag_embed(torch.stack([1 / (scale * stretch), stretch / scale], dim=1))
     linear = _rotation(-before) @ sizes @ _rotation(-after)
     moved = linear @ torch.stack([move_x, move_y], dim=1)[:, :, None]
+    # 3. images for which nothing was drawn stay as they are
     neutral = (scale == 1) & (before == 0) & (stretch == 1) & (after == 0) & (move_x == 0) & (move_y == 0)
     return torch.cat([linear, -moved], dim=2), ~neutral
 

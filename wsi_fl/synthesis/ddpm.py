@@ -167,15 +167,19 @@ def step(state: DdpmState, images: Tensor, labels: Tensor) -> float:
         labels: int64[n].
     """
     shape, terms, random, device = state.shape, state.terms, state.random, state.device
+    # 1. x from the data, t uniform over the chain, ε ~ N(0, I)
     rows = state.rows(len(images), terms.batch_size)
     x = to_images(images[rows])
     t = torch.randint(shape.chain, (terms.batch_size,), generator=random, device=device)
     noise = torch.randn(x.shape, generator=random, device=device)
+    # 2. classifier-free guidance: some images are shown without their class
     unnamed = torch.rand(terms.batch_size, generator=random, device=device) < terms.class_dropout
     classes = labels[rows].masked_fill(unnamed, shape.null)
+    # 3. predict ε from x_t = √ᾱ_t x + √(1 − ᾱ_t) ε (Ho et al., eq. 14)
     with half_precision(device):
         said = state.denoiser(state.noising.add_noise(x, noise, t), t, classes).sample
     loss = (said.float() - noise).square().mean()
+    # 4. a step with clipped gradients, then the moving average
     state.optimizer.zero_grad(set_to_none=True)
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(state.denoiser.parameters(), _CLIP_NORM)

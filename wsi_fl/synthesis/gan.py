@@ -147,11 +147,14 @@ def step(state: GanState, images: Tensor, labels: Tensor, keepaway: Keepaway | N
     regularise_d = state.iteration % terms.r1_every == 0
     rows = state.rows(len(images), terms.batch_size)
     real, classes = to_images(images[rows]), labels[rows]
+    # 1. discriminator: logistic loss, and R1 every few steps
     discriminator, r1 = _train_discriminator(state, real, classes, regularise_d)
+    # 2. generator: non-saturating loss and the privacy loss; the path-length penalty every few steps
     generator, privacy = _train_generator(state, real, labels, keepaway)
     path = None
     if terms.path_weight > 0 and state.iteration % terms.path_every == 0:
         path = _shorten_paths(state, labels)
+    # 3. moving average of the generator, and the augmentation's probability
     state.iteration += 1
     move_average(state.average, state.generator, ema_decay(state.images_seen, terms))
     if state.iteration % _ADA_EVERY == 0:
@@ -254,9 +257,11 @@ def path_penalty(
     images: Tensor, styles: Tensor, mean: float, generator: torch.Generator
 ) -> tuple[Tensor, float]:
     """Return ((|Jᵀy| − a)², a) with y noise of the images' size and a the moving mean of |Jᵀy| (StyleGAN2, eq. 4)."""
+    # 1. Jᵀy is the gradient of ⟨g(w), y⟩ with respect to w, with y ~ N(0, I) scaled by the number of pixels
     pixels = images.shape[2] * images.shape[3]
     y = torch.randn(images.shape, generator=generator, device=images.device) / sqrt(pixels)
     (gradient,) = torch.autograd.grad((images * y).sum(), styles, create_graph=True)
+    # 2. its length over all styles, and the moving mean a
     lengths = gradient.square().sum(dim=2).mean(dim=1).sqrt()
     moved = mean + _PATH_DECAY * (float(lengths.detach().mean()) - mean)
     return (lengths - moved).square().mean(), moved

@@ -161,6 +161,6 @@ def _mosaic(store: BagStore, bag: int, slide: Slide) -> Layer:
     """The patches of a bag; those of imported features may lie nobody knows where."""
     found = store.bag(bag)
     if not found.placed:
-        raise WsiFlError(f"{store.path.name}: nobody knows where the patches of these features lie")
+        raise WsiFlError(f"{store.path.name}: the places of these features' patches are unknown")
     side_l0 = size_in_l0(store.meta.spec, slide.mpp)
     return patches(found.xy_l0, side_l0, np.zeros(len(found.xy_l0), np.int64), ["mosaic"])

@@ -61,7 +61,7 @@ class Share:
         try:
             self.do(_require_root)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"{self.address}: no address of a folder: {one_line(error)}") from None
+            raise UsageError(f"{self.address}: not the address of a folder: {one_line(error)}") from None
         except FileNotFoundError:
             raise UsageError(
                 f"{self.address}: no such folder; mount the share, or correct the address"

@@ -145,7 +145,7 @@ def sign(study: Study, looked: Looked, identity: Identity) -> Path:
     """
     check_key(looked.plan, identity.certificate, looked.site)
     if identity.name != looked.site:
-        raise UsageError(f"this kit is of {identity.name}, and the plan was looked at for {looked.site}")
+        raise UsageError(f"this kit belongs to {identity.name}, but the plan was checked for {looked.site}")
     for site in sites_of(looked.document):
         path = study.root / "sites" / f"{site.name}.toml"
         if not path.exists():
@@ -179,8 +179,8 @@ def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> Non
     if plan.text != text_of(right, document["created"]):
         wrong = [key for key, value in right.items() if plan.document.get(key) != value]
         raise UsageError(
-            f"the plan's words are not those of its settings ({next(iter(wrong), 'it has more than its keys')}); "
-            "it was changed by hand, so ask for a plan as `wsi-fl federation plan` makes it"
+            f"the plan's text does not match its settings ({next(iter(wrong), 'it has more than its keys')}); it was "
+            "changed by hand, so ask for a new plan by `wsi-fl federation plan`"
         )
 
 
@@ -195,7 +195,7 @@ def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None
         if key == "encoder" and str(found).split()[0] == planned_key:
             continue  # without a store a plan knows the name alone
         raise UsageError(
-            f"the plan is for {what} {shown(planned_key)}, and the store of {site} has {shown(found)}; make the "
+            f"the plan is for {what} {shown(planned_key)}, but the store of {site} has {shown(found)}; make the "
             "store as the plan says, or ask for another plan"
         )
 

@@ -307,10 +307,12 @@ def _refuse_nothing_to_share(party: Party) -> None:
     if not party.method.shares:
         others = names_of(lambda row: bool(row.shares))
         raise UsageError(
-            f"{party.name} is no method of hospitals that learn together; a plan is for {others}"
+            f"{party.name} shares nothing between hospitals and needs no plan; plans are for {others}"
         )
     if party.by_files:
-        raise UsageError("with train.releases sites meet by files alone, and no plan is needed; leave it out")
+        raise UsageError(
+            "with train.releases sites exchange files alone and need no plan; leave that key out"
+        )
 
 
 def made_lines(document: dict[str, Any]) -> Lines:

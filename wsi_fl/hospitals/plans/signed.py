@@ -198,7 +198,7 @@ def _check_approval(document: dict[str, Any], plan: Plan, root: str, *, site: st
         holder.check(bytes.fromhex(str(document["signature"])), _signed(document))
     except (KeyError, ValueError, NotTrusted) as error:
         why = str(error) if isinstance(error, NotTrusted) else "it is incomplete"
-        raise UsageError(f"the approval of {site} is no use: {why}") from None
+        raise UsageError(f"the approval of {site} cannot be used: {why}") from None
     check_key(plan, str(document["certificate"]), site)
     if (holder.name, document["site"], document["plan"]) != (site, site, plan.digest):
         raise UsageError(
@@ -255,8 +255,8 @@ def check_key(plan: Plan, certificate: str, site: str) -> None:
     pinned = plan.keys.get(site)
     if pinned is not None and fingerprint(certificate) != pinned:
         raise UsageError(
-            f"the plan is for another key of {site} than the one that speaks for it here; ask {site} for its "
-            "fingerprint by telephone"
+            f"the plan names another key of {site} than its certificate here has; ask {site} for its fingerprint by "
+            "telephone"
         )
 
 

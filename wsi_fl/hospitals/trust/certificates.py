@@ -74,9 +74,9 @@ class Identity:
             private = _private(key)
             holder = verified(certificate, root, now=now)
         except (ValueError, NotTrusted) as error:
-            raise UsageError(f"this kit is no use: {error}") from None
+            raise UsageError(f"this kit cannot be used: {error}") from None
         if _certificate(certificate).public_key() != private.public_key():
-            raise UsageError("this kit is no use: its certificate is of another key than the one in it")
+            raise UsageError("this kit cannot be used: its certificate belongs to another key")
         return Identity(holder.name, private, certificate, root)
 
     def sign(self, data: bytes) -> bytes:
@@ -219,7 +219,7 @@ def approved(
     except ValueError:
         raise UsageError("this is no certificate request") from None
     if not asked.is_signature_valid:
-        raise UsageError("this request was not signed by the key that it is for")
+        raise UsageError("this request was not signed by its own key")
     try:
         key = _usual(asked.public_key(), "this request")
     except NotTrusted as error:

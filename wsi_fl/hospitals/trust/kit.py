@@ -97,7 +97,7 @@ class Kit:
         identity = Identity.load(*texts)
         if identity.name != self.name:
             raise UsageError(
-                f"{self.path}: this kit says {self.name}, and its certificate is that of {identity.name}"
+                f"{self.path}: this kit says {self.name}, but its certificate belongs to {identity.name}"
             )
         return identity
 
@@ -183,8 +183,7 @@ def server_of(kit: Kit) -> tuple[str, int]:
     host, _, port = str(kit.document.get("server", "")).rpartition(":")
     if not host:
         raise UsageError(
-            f"{kit.path}: this federation has no server, but a folder that all reach; each hospital says "
-            "`wsi-fl federation start`"
+            f"{kit.path}: this federation uses a folder and has no server; each hospital runs `wsi-fl federation start`"
         )
     return host, int(port)
 

@@ -57,7 +57,7 @@ def provision(
     """
     if (server is None) == (shared_folder is None):
         raise UsageError(
-            "give either --server HOST:PORT or --folder ADDRESS: by what do hospitals reach each other?"
+            "how do the hospitals reach each other? give either --server HOST:PORT or --folder ADDRESS"
         )
     for name in (federation, *sites):
         _check_name(name)
@@ -130,7 +130,7 @@ def approve_request(file: Path, folder: Path, expected: str | None = None) -> di
         key, root = (root_folder / "root.key").read_text(), (root_folder / "rootCA.pem").read_text()
     except OSError:
         raise UsageError(
-            f"{folder}: root/ of a federation is not here; give --kit the folder that `provision` made"
+            f"{folder}: no federation's root/ is in it; give --kit the folder that `provision` made"
         ) from None
     federation = dict(read_json(root_folder / "federation.json"))
     issued = root_folder / "issued.jsonl"
@@ -257,7 +257,7 @@ def _refuse_of_another(file: Path, kit: Path, name: str, key: str, certificate: 
         raise UsageError(f"{file} does not fit {kit}, which was left as it is: {error}") from None
     if found != name:
         raise UsageError(
-            f"{file} says {name}, and its certificate is that of {found}; {kit} was left as it is"
+            f"{file} says {name}, but its certificate belongs to {found}; {kit} was left as it is"
         )
 
 
@@ -268,7 +268,7 @@ def _refuse_taken(issued: Sequence[dict[str, Any]], name: str, role: Role, found
         raise UsageError(f"{name!r} cannot be the name of a {role} in a federation")
     if any(line["name"] == name and line["fingerprint"] != found for line in issued):
         raise UsageError(
-            f"{name} has a certificate for another key already; to let a new key speak for it, take its line out of "
+            f"{name} has a certificate for another key already; to give it a new key, delete its line from "
             "root/issued.jsonl"
         )
 

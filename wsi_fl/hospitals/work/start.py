@@ -41,11 +41,9 @@ def start(kit: Kit, study: Study | None, *, told: Callable[[str], None]) -> None
     """
     need_flare()
     if kit.role == "coordinator":
-        raise UsageError(
-            f"{kit.path} is the coordinator's kit, which starts nothing; use submit, status and abort"
-        )
+        raise UsageError(f"{kit.path}: a coordinator has nothing to start; use submit, status and abort")
     if (study is None) != (kit.role == "server"):
-        raise UsageError("a hospital's kit needs --study DIR, and a server's none")
+        raise UsageError("a hospital's kit needs --study DIR; a server's kit takes no --study")
     kit.identity()
     with kit.alone():
         _run(kit, study, told)

@@ -174,8 +174,8 @@ def _refuse_once_more(study: Study, plan: Plan, site: str) -> None:
     for run in runs_of_plan(study, plan.digest):
         if run.approved == approved and run.site(site).checkpoints():
             raise UsageError(
-                f"site {site} approved plan {plan.digest[:8]} for one run, which is {run.name}; go on with it by "
-                f"`federation submit --resume last`, or let {site} approve the plan again, which costs its ε on top"
+                f"site {site} approved plan {plan.digest[:8]} for one run, and has it: {run.name}; go on with it by "
+                f"`federation submit --resume last`, or let {site} approve the plan again, which spends its ε once more"
             )
 
 
@@ -218,7 +218,7 @@ def _agreed(study: Study, identity: Identity, asked: str | None) -> Plan:
     agreed, site = approved_plan(study, identity), identity.name
     if asked is not None and asked != agreed.digest:
         raise UsageError(
-            f"site {site} signed plan {agreed.digest[:8]}, and this job is plan {asked[:8]}; nothing was begun"
+            f"site {site} signed plan {agreed.digest[:8]}, but this job is plan {asked[:8]}; nothing was begun"
         )
     own = next(one for one in agreed.document["sites"] if one["name"] == site)
     check_promises(own, study.site(site))

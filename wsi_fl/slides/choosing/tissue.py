@@ -168,10 +168,12 @@ def _absorbed(
     thumbnail: NDArray[np.uint8], um_per_px: float, params: TissueParams
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     """Return the optical density above that of the glass, and what is black or vivid ink."""
+    # 1. smooth, and exclude black padding and vivid ink
     sigma_px = _sigma(um_per_px, params)
     seen = colours(thumbnail, sigma_px)
     ink = ink_beside_any_stain(thumbnail, seen, um_per_px)
     excluded = _excluded(is_black(seen) | ink, sigma_px, um_per_px, params)
+    # 2. optical density −log10(I / I_glass), the mean of three channels (Beer–Lambert)
     density = np.zeros(seen.high.shape, np.float32)
     for plane in (seen.red, seen.green, seen.blue):
         bright = plane[~excluded]
@@ -254,8 +256,8 @@ def _found(
     if not mask.any():
         top = float(values[~excluded].max(initial=0))
         raise NoTissueError(
-            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink, the rest reaches {of} {top:.3f} "
-            f"with the threshold at {threshold:.3f}, in no spot that is large enough"
+            f"no tissue found: {excluded.mean():.0%} of the thumbnail is black or ink; the rest reaches {of} {top:.3f} "
+            f"at a threshold of {threshold:.3f}, and no spot above it is large enough"
         )
     return mask
 

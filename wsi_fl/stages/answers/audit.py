@@ -143,7 +143,7 @@ def _audit_site(party: Party, index: int, *, merged: bool, level: float) -> dict
     account = read_json(folder.path / "ledger.json")
     if pipeline.audit.canaries and folder.kept("canaries") is None:
         raise WsiFlError(
-            f"{folder.path}/canaries.json is missing: nobody else knows what was planted; restore it"
+            f"{folder.path}/canaries.json is missing, the only record of what was planted; restore it"
         )
     planted = agreed_canaries(folder, pipeline, data)
     rows = []

@@ -247,7 +247,7 @@ def _whole(party: Party, name: str, classes: tuple[str, ...]) -> Examples:
         raise UsageError(f"evaluate.external: site {name} took part in the run")
     if not site.allows("patches"):
         raise UsageError(
-            f'sites/{name}.toml: evaluate.external reads its patches; allow = ["patches"] lets it'
+            f'sites/{name}.toml: evaluate.external reads its patches; add allow = ["patches"] if it may'
         )
     data = party.data(name)
     if (theirs := data.classes) != classes:

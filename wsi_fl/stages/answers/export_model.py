@@ -45,7 +45,7 @@ def export_model(
         WsiFlError: when the run has not finished.
     """
     if form not in FORMATS:
-        raise UsageError(f"--format {form!r}: of a model use {' or '.join(FORMATS)}")
+        raise UsageError(f"--format {form!r}: for a model use {' or '.join(FORMATS)}")
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     run.finished()

@@ -115,12 +115,12 @@ def require_allowed(leaving: Leaving, *, private: bool) -> None:
     if leaving.called == "private":
         if not private:
             raise UsageError(
-                "--model private: it may have memorised patients and was to stay at home; add --private if it may leave"
+                "--model private: it may have memorised patients and is meant to stay; add --private if it may leave"
             )
         if not site.allows("private_model"):
             raise UsageError(
-                f"sites/{site.name}.toml: a real hospital's private model leaves only where the file allows that when "
-                'the run begins; add allow = ["private_model"] and train a new run'
+                f"sites/{site.name}.toml: a real hospital's private model may leave only if this file allowed it when "
+                'the run began; add allow = ["private_model"] and train a new run'
             )
         return
     shut = [one.name for one in leaving.party.sites if not one.allows("model")]

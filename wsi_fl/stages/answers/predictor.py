@@ -215,7 +215,7 @@ class Predictor:
         if not np.isfinite(seen.said).all():
             raise WsiFlError(f"{slide}: the model gives no numbers; it did not train well")
         if (base := seen.base) is None:
-            raise WsiFlError(f"{slide}: nobody knows where its patches lie, or its file is not here")
+            raise WsiFlError(f"{slide}: the places of its patches are unknown, or its file is not here")
         boxes = patch_boxes(seen.xy_l0, self.meta.spec, base.mpp, base.size_l0)
         return Heat(boxes, self.meta.classes, seen.said)
 
@@ -307,8 +307,8 @@ def _mosaics(study: Study, run: RunFolder, site: str, meta: BagMeta) -> BagStore
     store = open_bags(study, site, "mosaics")
     if store.meta.encoder != meta.encoder:
         raise UsageError(
-            f"site {site}: its mosaics are of {store.meta.encoder} by now, {run.name} learned from {meta.encoder}; run "
-            "`wsi-fl mosaic` with that encoder, or train a new run"
+            f"site {site}: its mosaics are of {store.meta.encoder} now, but {run.name} learned from {meta.encoder}; "
+            "run `wsi-fl mosaic` with that encoder, or train a new run"
         )
     return store
 

@@ -110,8 +110,8 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     noted = run.site(site).kept("choice")
     if noted is None or noted["by"] != STACK:
         raise UsageError(
-            f"{run.name}: trained without predict.with = 'stack', so it was not found out how to mix the models; "
-            "train with it, or ask for private, proxy or mean"
+            f"{run.name}: trained without predict.with = 'stack', so it has no weights for mixing the models; train "
+            "with it, or ask for private, proxy or mean"
         )
     return str(noted["with"])
 
@@ -159,7 +159,7 @@ def _model(
         model.load_state_dict(run.site(site.name).load_model(role))
     except RuntimeError:
         raise WsiFlError(
-            f"{run.name}: the {role} model of {site.name} is no {name} for {shape} and {len(classes)} classes; "
+            f"{run.name}: the {role} model of {site.name} does not fit {name} for {shape} and {len(classes)} classes; "
             f"was private_model in sites/{site.name}.toml changed since the run?"
         ) from None
     return model

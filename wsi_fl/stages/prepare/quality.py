@@ -55,7 +55,7 @@ def segmenter_of(study: Study, pipeline: Pipeline) -> Segmenter | None:
     segmenter = load_segmenter(study.resolve(named))
     if not set(segmenter.classes) & set(pipeline.tile.qc):
         raise UsageError(
-            f"tile.segmenter = {named!r} tells {', '.join(segmenter.classes)}, and nothing of tile.qc = "
+            f"tile.segmenter = {named!r} finds {', '.join(segmenter.classes)}, but none of tile.qc = "
             f"{', '.join(pipeline.tile.qc)}"
         )
     return segmenter

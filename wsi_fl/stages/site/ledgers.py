@@ -142,8 +142,8 @@ def open_ledger(
     if not site.real:
         if beside_store.exists():
             raise WsiFlError(
-                f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} is of the ledger of a "
-                "real hospital; say real = true, or simulate under another name"
+                f"sites/{site.name}.toml says real = false, but {study.relative(beside_store)} belongs to a real "
+                "hospital's ledger; say real = true, or simulate under another name"
             )
         return account()
     rounds = _rounds_here(study, site.name)  # before the ledger, as is the next line: they may grow
@@ -190,7 +190,7 @@ def head_of_user(site: str) -> Path:
     if not writable:
         raise UsageError(
             f"the budget of real site {site} is remembered in ~/.local/state, which cannot be written; set "
-            "XDG_STATE_HOME to a folder of yours that can"
+            "XDG_STATE_HOME to a writable folder of yours"
         )
     return state / f"{site}.head.json"
 
@@ -228,6 +228,6 @@ def check_own(ledger: PrivacyLedger, run: str, known: str, label: str) -> Round:
             return round_
     # a real hospital's account has refused before, whatever is asked
     raise WsiFlError(
-        f"{label}: its numbers are not in {ledger.path.parent.name}/{ledger.path.name}, or others have taken their "
-        "place there; restore both from the same backup, or measure anew with --again, which costs as much as a release"
+        f"{label}: {ledger.path.parent.name}/{ledger.path.name} does not know its numbers, or knows newer ones; "
+        "restore both from the same backup, or measure anew with --again, which costs as much as a release"
     )

@@ -1,8 +1,7 @@
-"""The sums that sites have released once, `releases/<site>.safetensors`, and what a site keeps of its own at home."""
+"""The letters that sites have released once, `releases/<site>.safetensors`: sums of features by class, with noise."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from wsi_fl.models.directions import Directions
 from wsi_fl.privacy.ledger_file import Guarantee, digest
 from wsi_fl.stages.site.data import Data
 from wsi_fl.study.folder import Study
@@ -32,7 +32,7 @@ class Facts(BaseModel):
         encoder, n_features: of the features.
         classes: of the labels.
         asks: what `[target]` asked, in full; empty for what stores are labelled with.
-        directions, projection: how many directions features are projected to, and the SHA-256 of the projection.
+        directions, projection: along how many directions features are summed, and the SHA-256 of these.
         unit, n: what ε protects, and how many of them there are.
         sigma: noise multiplier; 0 without privacy.
         epsilon: of everything that the site has released like this, with `delta` and what it is worth.
@@ -65,12 +65,10 @@ class Sums:
 
     Attributes:
         vector: float32[k + 1], what left: see `SharedHead.sums`.
-        exact: float64[k], the same without noise, which the site alone may know; None elsewhere.
     """
 
     facts: Facts
     vector: NDArray[np.float32]
-    exact: NDArray[np.float64] | None = None
 
     @property
     def digest(self) -> str:
@@ -79,14 +77,10 @@ class Sums:
 
 
 def write_sums(path: Path, sums: Sums) -> None:
-    """Write a released file or, with the exact sums, what the site keeps at home."""
+    """Write a released file."""
     import torch
 
-    tensors, document = {"sums": torch.from_numpy(sums.vector)}, sums.facts.model_dump()
-    if sums.exact is not None:
-        tensors["exact"] = torch.from_numpy(sums.exact)
-        document["exact"] = _digest_of_exact(sums.exact)
-    save_tensors(path, tensors, document)
+    save_tensors(path, {"sums": torch.from_numpy(sums.vector)}, sums.facts.model_dump())
 
 
 def read_sums(path: Path, label: str) -> Sums:
@@ -101,8 +95,7 @@ def read_sums(path: Path, label: str) -> Sums:
     try:
         facts = Facts.model_validate(document)
         vector = tensors["sums"].numpy()
-        exact = tensors["exact"].numpy() if "exact" in tensors else None
-        size = n_sums(len(facts.classes), facts.n_features, facts.directions)
+        size = n_sums(len(facts.classes), facts.directions)
         whole = (
             vector.dtype == np.float32
             and vector.shape == (size,)
@@ -110,21 +103,14 @@ def read_sums(path: Path, label: str) -> Sums:
             and bool(np.isfinite(vector).all())
             and vector[-1] == np.float32(facts.sigma**2)
         )
-        if exact is not None:
-            whole &= exact.dtype == np.float64 and exact.shape == (size - 1,)
-            whole &= _digest_of_exact(exact) == document.get("exact")
     except (ValidationError, KeyError, TypeError, OverflowError):
         whole = False
     if not whole:
         raise WsiFlError(
-            f"{label}: not the sums that a site released, or edited since; copy the file from its site again, or put "
-            "its backup back"
+            f"{label}: not sums that a site released, or edited since; copy the file from its site again, or put its "
+            "backup back"
         )
-    return Sums(facts, vector, exact)
-
-
-def _digest_of_exact(exact: NDArray[np.float64]) -> str:
-    return hashlib.sha256(np.ascontiguousarray(exact, "<f8").tobytes()).hexdigest()
+    return Sums(facts, vector)
 
 
 def releases_of(study: Study, pipeline: Pipeline) -> dict[str, Sums]:
@@ -156,10 +142,8 @@ def missing_release(study: Study, site: str) -> str:
 
 def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
     """Return what the header of a file must say that a pipeline can use beside a site's own store."""
-    from wsi_fl.models.shared_head import projection_of
-
     assert isinstance(data.shape, Bags | Vectors)
-    projection = projection_of(data.shape.n_features, pipeline.model.directions)
+    directions = directions_of(data)
     return {
         "data": pipeline.train.data,
         "example": pipeline.example,
@@ -167,10 +151,47 @@ def wanted_of(data: Data, pipeline: Pipeline) -> dict[str, Any]:
         "n_features": data.shape.n_features,
         "classes": list(data.classes),
         "asks": pipeline.target.model_dump_json(exclude_defaults=True) if pipeline.target.asked else "",
-        "directions": projection.shape[1],
-        "projection": digest(projection.numpy()),
+        "directions": directions.n,
+        "projection": directions.digest,
         "unit": pipeline.privacy.unit,
     }
+
+
+def directions_of(data: Data) -> Directions:
+    """Return the directions along which a site's features are summed: those of public tissue, or random ones.
+
+    Raises:
+        WsiFlError: when the file of directions is missing or damaged.
+        UsageError: when its directions are of another encoder than the site's features.
+    """
+    from wsi_fl.models.directions import random_directions  # and with it PyTorch
+
+    assert isinstance(data.shape, Bags | Vectors)
+    wanted, encoder = data.pipeline.model.directions, data.inputs()["encoder"]
+    if isinstance(wanted, int):
+        return random_directions(data.shape.n_features, wanted)
+    directions = open_directions(data.study, wanted)
+    assert directions.origin is not None
+    if directions.origin.encoder != encoder:
+        raise UsageError(
+            f"model.directions = {wanted!r}: directions of {directions.origin.encoder}, but the features of site "
+            f"{data.site} are of {encoder}; make directions with that encoder (wsi-fl directions)"
+        )
+    return directions
+
+
+def open_directions(study: Study, path: str) -> Directions:
+    """Return the public directions of a file, by its path in the study.
+
+    Raises:
+        WsiFlError: when it is missing or damaged.
+    """
+    from wsi_fl.models.directions import read_directions
+
+    file = study.resolve(path)
+    if not file.exists():
+        raise WsiFlError(f"model.directions = {path!r}: no such file; make it with `wsi-fl directions`, or copy it here")
+    return read_directions(file, study.relative(file))
 
 
 def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
@@ -183,8 +204,8 @@ def refuse_others(facts: Facts, wanted: Mapping[str, Any], label: str) -> None:
         theirs = getattr(facts, key)
         if theirs != value:
             raise UsageError(
-                f"{label}: sums with {key} = {_short(theirs)}, here it is {_short(value)}; put the settings back, or "
-                f"release others (wsi-fl release --site {facts.site} --again), which costs as much once more"
+                f"{label}: sums with {key} = {_short(theirs)}, but here it is {_short(value)}; put the settings back, "
+                f"or release anew (wsi-fl release --site {facts.site} --again), which spends the same ε again"
             )
 
 

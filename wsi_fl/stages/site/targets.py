@@ -117,7 +117,7 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> A
             known.append((row, value))
     if not known:
         raise UsageError(
-            f"{path}: says of none of the {len(slides)} slides of site {site.name} what [target] asks for"
+            f"{path}: has an answer to [target] for none of the {len(slides)} slides of site {site.name}"
         )
     rows = np.array([row for row, _ in known])
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)

@@ -117,8 +117,8 @@ def _check_left_out(party: Party) -> None:
         return
     if not party.study.site(train.left_out).allows("patches"):
         raise UsageError(
-            f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; "
-            'allow = ["patches"] lets them, or name the sites to leave out that do with train.left_out'
+            f"sites/{train.left_out}.toml: models are tested on all patients of a site that is left out; add "
+            'allow = ["patches"] if they may be, or leave out another site by train.left_out'
         )
     if not party.sites:
         raise UsageError(f"train.left_out = {train.left_out!r} leaves no site to train")
@@ -131,7 +131,7 @@ def _check_releases(party: Party) -> None:
         if not party.releases:
             raise WsiFlError(missing_release(party.study, party.names[0]))
         if not party.here:
-            raise WsiFlError(f"no site of this run has its store here; {party.names[0]} could be the first")
+            raise WsiFlError(f"no site of this run has its store here; {party.names[0]}'s would do")
     if pipeline.train.start == RUN and row.starts:
         role = "proxy" if row.travels == "proxy" else "private"
         linear = party.kind.linear
@@ -146,7 +146,7 @@ def _check_heads(party: Party) -> None:
     """Refuse to train the heads that are made of sums."""
     model = party.pipeline.model
     if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
-        raise UsageError(f"model {SHARED!r} is made by --method {names_of(lambda row: row.once)} alone")
+        raise UsageError(f"model {SHARED!r} needs --method {names_of(lambda row: row.once)}")
 
 
 def _check_shared_noise(party: Party) -> None:
@@ -172,7 +172,7 @@ def _check_stores_stay_apart(party: Party, backend: str) -> None:
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and party.method.learns_from == "everybody":
         raise UsageError(
-            f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; allow = ["patches"] would let them'
+            f'sites/{shut[0]}.toml: {party.name} needs every site\'s patches; add allow = ["patches"] if it may'
         )
     if shut and backend == "local" and len(party.here) > 1:
         raise UsageError(
@@ -186,8 +186,7 @@ def _check_leave(party: Party) -> None:
     if row.without_dp and pipeline.privacy.enabled:
         things = " and ".join(f"{share.what}s" for share in row.without_dp)
         raise UsageError(
-            f"{name} lets {things} leave without differential privacy; say that you know, by --set "
-            "privacy.enabled=false"
+            f"{name} lets {things} leave without differential privacy; confirm that by --set privacy.enabled=false"
         )
     bare = [share for share in row.shares if share.by != FILES and share.is_bare(spends(pipeline))]
     for site in party.sites:

@@ -116,8 +116,8 @@ def require_same(began: Party, signed: Party, agreement: str) -> None:
     """
     if (began.run.agreement, began.name) != (agreement, signed.name) or began.pipeline != signed.pipeline:
         raise UsageError(
-            f"{began.run.name} is a run of another plan than the one that was signed here, or of other settings; "
-            "nothing was begun"
+            f"{began.run.name} belongs to another plan than the one signed here, or has other settings; nothing was "
+            "begun"
         )
 
 
@@ -263,7 +263,7 @@ def _new_run(party: Party, asked: Asked, comm: Comm) -> RunFolder:
             return run
         if run is not None:  # another job was quicker somewhere
             run.discard_if_unstarted()
-    raise WsiFlError("the sites found no number for this run that is free everywhere; start again")
+    raise WsiFlError("no number for this run is free at all sites; start again")
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Exa
     known = pipeline.train.tune and (pipeline.privacy.noisy or party.method.once)
     if pipeline.predict.with_ == "stack" and not known and not len(validation):
         raise UsageError(
-            "predict.with = 'stack' needs rows that no model has learned by heart; set train.tune=true where proxies "
-            "are under privacy, or train.val_fraction=0.15, or tile with a validation split"
+            "predict.with = 'stack' needs rows that no model was trained on; set train.tune=true where proxies are "
+            "under privacy, or train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None

@@ -1,4 +1,4 @@
-"""Features as other tools hold them, in and out: a reader and a writer of each layout, and one table of all."""
+"""Import and export of features in other tools' layouts: one table of readers and writers."""
 
 from __future__ import annotations
 

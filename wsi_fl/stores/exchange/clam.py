@@ -41,7 +41,11 @@ def read_clam(path: Path) -> Foreign:
 
 
 def _read_tensor(path: Path) -> Foreign:
-    """A `.pt` is a pickle: `weights_only` refuses whatever is no tensor before it is made."""
+    """Return the features of a `.pt`: a pickle, of which `weights_only` loads tensors alone and runs no code.
+
+    Raises:
+        WsiFlError: when it is damaged, or holds anything but one tensor of features.
+    """
     import torch
 
     _refuse_packed(ordinary(path))
@@ -51,7 +55,7 @@ def _read_tensor(path: Path) -> Foreign:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise WsiFlError(
-            f"{path.name}: damaged, or a pickle of more than a tensor, which could run code; it is not opened"
+            f"{path.name}: damaged, or it holds more than a tensor; it could run code, so it is not opened"
         ) from None
     except Exception as error:  # torch wraps what it finds in whatever comes first
         raise WsiFlError(f"{path.name}: damaged ({str(error).strip().splitlines()[0][:120]})") from None
@@ -63,7 +67,11 @@ def _read_tensor(path: Path) -> Foreign:
 
 
 def _refuse_packed(path: Path) -> None:
-    """Refuse a zip whose entries are packed: PyTorch packs none, and unpacks whatever it finds."""
+    """Refuse a zip whose entries are compressed: PyTorch writes none, but would unpack one of any size.
+
+    Raises:
+        WsiFlError: when an entry is compressed.
+    """
     if not is_zipfile(path):
         return  # of PyTorch before 1.6
     try:
@@ -73,7 +81,7 @@ def _refuse_packed(path: Path) -> None:
         return  # for PyTorch to say
     if packed:
         raise WsiFlError(
-            f"{path.name}: its tensor is packed, as PyTorch packs none; save it anew by torch.save"
+            f"{path.name}: its tensor is compressed, which PyTorch never does; save it anew by torch.save"
         )
 
 

@@ -1,4 +1,4 @@
-"""Bags of features as other tools write them: what a file says of its patches, read whole or refused in one line."""
+"""Bags of features that other tools wrote: a file is read whole, or refused in one line."""
 
 from __future__ import annotations
 
@@ -83,7 +83,11 @@ class Foreign:
 
 @contextmanager
 def opened(path: Path) -> Iterator[h5py.File]:
-    """Open an HDF5 file of another tool; whatever is wrong with it ends in a WsiFlError of one line."""
+    """Open an HDF5 file of another tool.
+
+    Raises:
+        WsiFlError: in one line, whatever is wrong with it.
+    """
     try:
         with hdf5.opened(path) as file:
             yield file
@@ -134,7 +138,11 @@ def checked_places(values: NDArray[Any], n: int, name: str, *, in_um: bool = Fal
 
 
 def kept_besides(file: h5py.File, n: int) -> dict[str, Any]:
-    """Return groups and weights of n patches, as our own exports hold them."""
+    """Return groups and weights of n patches, as our own exports hold them.
+
+    Raises:
+        WsiFlError: when there is not one of each for every patch.
+    """
     found = {name: own_dataset(file, name)[:] for name in ("cluster", "weight") if is_own(file, name)}
     if any(values.shape != (n,) for values in found.values()):
         raise WsiFlError(f"{Path(file.filename).name}: not one group and weight for every patch")

@@ -67,7 +67,11 @@ def read_stamp(path: Path) -> Foreign:
 
 
 def _tile_um(attrs: Mapping[str, Any], name: str) -> float:
-    """The side of a tile in µm."""
+    """Return the side of a tile in µm.
+
+    Raises:
+        WsiFlError: when the file does not say.
+    """
     newer, older = number_of(attrs, "tile_size_um"), number_of(attrs, "tile_size")
     size = newer or (older if text_of(attrs, "unit") == "um" else None)
     if size is None:

@@ -68,8 +68,8 @@ def sample(
     source = study.site(site)
     if as_site and source.real and not source.allows("generator"):
         raise UsageError(
-            f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; "
-            'allow = ["generator"] there lets it'
+            f"sites/{site}.toml is a real hospital: a site made of its generator would let others use it; add "
+            'allow = ["generator"] there if they may'
         )
     _refuse_taken(study, name)
     real, shape = document["store"], document["settings"]["shape"]
