@@ -20,7 +20,7 @@ from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples, joined, tensor_of
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
-from wsi_fl.models.shared_head import N_DIRECTIONS, SharedHead
+from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.guarantee import Terms
 from wsi_fl.privacy.ledger import PrivacyLedger
@@ -210,7 +210,7 @@ def _head_for(sites: Mapping[str, Examples]) -> MakeModel:
     x = next(iter(sites.values())).read(np.zeros(1, np.int64))
     bags = x.ndim == _DIMENSIONS_OF_BAGS + 1
     d, n_classes = x.shape[-1] - bags, _n_classes(sites)
-    return lambda: SharedHead(n_classes, d, bags=bags, n_directions=min(N_DIRECTIONS, d))
+    return lambda: SharedHead(n_classes, d, bags=bags)
 
 
 def _n_classes(sites: Mapping[str, Examples]) -> int:

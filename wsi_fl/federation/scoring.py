@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from wsi_fl.learning.counts import N_BINS, Counts, count, n_bytes
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
-from wsi_fl.learning.stacking import Stack, fitted_stack, own_alone, shared_alone
+from wsi_fl.learning.stacking import Stack, fitted_stack, own_alone, shared_alone, stack_by_rows
 from wsi_fl.learning.tasks import quality, scored
 from wsi_fl.learning.tuning import balanced_loss
 from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
@@ -96,18 +95,27 @@ def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | Non
     For these rows the private answers come from models that have not seen the patient. A proxy under noise has not
     memorised them, and a head made of sums answers without the site's own.
     """
-    alone = shared_alone(site.n_classes)
-    if site.held_out is not None:
-        rows, own = site.train, site.held_out
-    elif site.validation is not None:
+    head, rows, own = site.learners["proxy"].model, site.train, site.held_out
+    if own is None and site.validation is not None:
         rows, own = site.validation, _predict(site, "private", site.validation, alive)
-    else:
+    if own is not None and len(set(rows.label.tolist())) < 2:
+        return shared_alone(site.n_classes), None, None
+    if isinstance(head, SharedHead) and len(set(site.train.label.tolist())) > 1:
+        said = _predict(site, "private", rows, alive) if own is None else own
+        theirs = _predict(site, "proxy", rows, alive)
+        stack = stack_by_rows(said, theirs, rows.label, _rows_of_a_class(site), head.worth())
+    elif own is None:
         return _unmixed(site, alive), None, None
-    if len(set(rows.label.tolist())) < 2:
-        return alone, None, None
-    theirs = _said_by_shared(site, rows, alive)
-    stack = fitted_stack(own, theirs, rows.label)
-    return stack, rows, stack(own, theirs)
+    else:
+        theirs = _predict(site, "proxy", rows, alive)
+        stack = fitted_stack(own, theirs, rows.label)
+    return (stack, None, None) if own is None else (stack, rows, stack(own, theirs))
+
+
+def _rows_of_a_class(site: Site) -> float:
+    """Return the harmonic mean, over classes, of the number of a site's training rows; 0 where a class lacks."""
+    counts = np.bincount(site.train.label, minlength=site.n_classes)
+    return float(len(counts) / (1 / counts).sum()) if counts.all() else 0.0
 
 
 def _unmixed(site: Site, alive: Callable[[], None]) -> Stack:
@@ -118,19 +126,11 @@ def _unmixed(site: Site, alive: Callable[[], None]) -> Stack:
     """
     own_rows = site.train
     if len(set(own_rows.label.tolist())) > 1:
-        shared = _said_by_shared(site, own_rows, alive)
+        shared = _predict(site, "proxy", own_rows, alive)
         guess = np.full(shared.shape, 1 / site.n_classes)
         if balanced_loss(shared, own_rows.label) >= balanced_loss(guess, own_rows.label):
             return own_alone(site.n_classes)
     return shared_alone(site.n_classes)
-
-
-def _said_by_shared(site: Site, rows: Examples, alive: Callable[[], None]) -> Probabilities:
-    """Return float64[n, classes]: what the shared model says, a head made of sums without the site's own part."""
-    model = site.learners["proxy"].model
-    asked = partial(model, own=False) if isinstance(model, SharedHead) else site.learners["proxy"].logits
-    said = probabilities(_without_gradients(asked), rows, site.device, alive=alive)
-    return undecided_where_broken(said, rows)
 
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
@@ -163,8 +163,7 @@ def as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:
     """
     found = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
     if isinstance(found, SharedHead):
-        found.released.zero_()
-        found.exact.zero_()
+        found.forget()
         if alone:
             found.n_sites.fill_(1)
     parameters = [p for p in found.parameters() if p.requires_grad]

@@ -68,6 +68,50 @@ def own_alone(n_classes: int) -> Stack:
     return Stack(0.0, (1.0, 1.0), 1.0, (0.0,) * n_classes)
 
 
+def stack_by_rows(
+    own: Probabilities, shared: Probabilities, labels: Labels, own_rows: float, shared_rows: float
+) -> Stack:
+    """Return the stack that follows from how many rows both models rest on; nothing is fitted.
+
+    A head along few directions is never worth more than `_ENOUGH` rows of each class to a model that sees all features.
+    The own one has the weight of the squared ratio of both numbers, at least a third, and answers alone where that
+    would be four fifths. Both models' logits are brought to the spread of the own one's.
+
+    Args:
+        own, shared: float64[n, classes], of the same rows.
+        labels: int64[n].
+        own_rows, shared_rows: of each class, that the models have learned from.
+
+    Example:
+        >>> said = np.array([[0.9, 0.1], [0.2, 0.8]])
+        >>> two = np.array([0, 1])
+        >>> stack_by_rows(said, said, two, own_rows=5, shared_rows=30).weight
+        0.6666666666666666
+        >>> stack_by_rows(said, said, two, own_rows=500, shared_rows=900).weight
+        0.0
+    """
+    ratio = own_rows * (1 / max(shared_rows, _LEAST) + 1 / _ENOUGH)
+    part = max(_LEAST_OWN, ratio**2)
+    if part > _ALONE:
+        return own_alone(own.shape[1])
+    spread = tuple(_spread(_logits(said), labels) for said in (own, shared))
+    scales = (spread[0], spread[1])
+    return Stack(1 / (1 + part), scales, scales[0], (0.0,) * own.shape[1])
+
+
+_ENOUGH = 60.0
+_LEAST_OWN, _ALONE = 0.5, 4.0
+"""Part of the own model beside 1 of the shared one: at least, and from where on it answers alone."""
+
+
+def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
+    """Return the standard deviation of logits float64[n, classes] where all classes that occur count alike; 1 for 0."""
+    counts = np.bincount(labels)
+    weights = (1 / counts[labels]) / (counts > 0).sum()
+    centred = logits - weights @ logits
+    return float(np.sqrt((weights @ centred**2).mean())) or 1.0
+
+
 def fitted_stack(own: Probabilities, shared: Probabilities, labels: Labels) -> Stack:
     """Return the stack whose balanced log-loss on these rows is least.
 

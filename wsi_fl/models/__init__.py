@@ -17,11 +17,11 @@ from torch import nn
 
 from wsi_fl.models.cnn import cnn1, cnn2, gn_cnn, gn_cnn_small
 from wsi_fl.models.deepset import deepset, deepset_attention, deepset_max
+from wsi_fl.models.directions import N_RANDOM
 from wsi_fl.models.heads import linear_head, mean_head, mlp_head
 from wsi_fl.models.lenet import lenet5
 from wsi_fl.models.mil import abmil, clam_sb, transmil
 from wsi_fl.models.mlp import mlp
-from wsi_fl.models.directions import N_RANDOM
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.models.vgg import vgg11
 from wsi_fl.types import Bags, Images, Shape, UsageError, Vectors

@@ -93,9 +93,7 @@ def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
     d = min(n, n_features)
     stream = torch.Generator().manual_seed(_SEED)
     drawn = torch.randn(n_features, d, dtype=torch.float64, generator=stream).numpy() / sqrt(d * n_features)
-    return Directions(
-        np.zeros(n_features, np.float32), drawn.astype(np.float32), np.eye(d) * (_WITHIN / d)
-    )
+    return Directions(np.zeros(n_features, np.float32), drawn.astype(np.float32), np.eye(d) * (_WITHIN / d))
 
 
 def public_directions(x: NDArray[np.float32], origin: Origin, n: int = N_PUBLIC) -> Directions:
@@ -117,7 +115,9 @@ def public_directions(x: NDArray[np.float32], origin: Origin, n: int = N_PUBLIC)
     _, lengths, axes = np.linalg.svd(rows - mean, full_matrices=False)
     variance = lengths[:n] ** 2 / len(x)
     if variance[-1] <= variance[0] * 1e-9:
-        raise UsageError(f"public rows vary in fewer than {n} directions; take patches of other slides as well")
+        raise UsageError(
+            f"public rows vary in fewer than {n} directions; take patches of other slides as well"
+        )
     components = axes[:n].T * (variance + _LEAST * variance.mean()) ** -0.25
     length = np.median(np.linalg.norm((rows - mean) @ components, axis=1))
     components = (components / length).astype(np.float32)
@@ -160,13 +160,16 @@ def read_directions(path: Path, label: str) -> Directions:
         whole = (
             mean.shape == (n_features,)
             and covariance.shape == (n, n)
-            and (mean.dtype, components.dtype, covariance.dtype) == (np.float32, np.float32, np.float64)
+            and mean.dtype == components.dtype == np.float32
+            and covariance.dtype == np.float64
             and all(bool(np.isfinite(one).all()) for one in (mean, components, covariance))
         )
     except (ValidationError, KeyError, ValueError):
         whole = False
     if not whole:
-        raise WsiFlError(f"{label}: not a file of directions; make one with `wsi-fl directions`, or copy it again")
+        raise WsiFlError(
+            f"{label}: not a file of directions; make one with `wsi-fl directions`, or copy it again"
+        )
     return Directions(mean, components, covariance, origin)
 
 

@@ -89,6 +89,17 @@ class SharedHead(nn.Module):
         }.items():
             self.register_buffer(name, value)
 
+    @torch.no_grad()
+    def look_along(self, directions: Directions, *, patients: bool = False) -> None:
+        """Sum along other directions, as many as before.
+
+        Args:
+            patients: whether units are patients with many rows each.
+        """
+        for name in ("mean", "components", "covariance"):
+            getattr(self, name).copy_(torch.from_numpy(getattr(directions, name)))
+        self.length.fill_(PATIENT if patients else 1.0)
+
     def embedded(self, x: Tensor) -> Tensor:
         """Return z float64[b, d] of each row, at most 1 long; 0 where it is not finite."""
         return _embedded(self.pooled(x), self.mean, self.components)
@@ -159,7 +170,7 @@ class SharedHead(nn.Module):
         A class's mean over n own rows has the variance v / n in each direction, where v is the mean variance within
         classes; that over N rows of others whose sum has noise of variance s² has v / N + s² / N².
         """
-        n_classes, d = self.shape[0], self.shape[1] - 1
+        d = self.shape[1] - 1
         # 1. The covariance within classes: that of public rows counts as much as d own rows.
         rows = self.own[:, -1]
         n = float((rows - 1).clamp(min=0).sum())

@@ -25,6 +25,7 @@ from wsi_fl.privacy.discrete import (
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.types import WsiFlError
 
+
 @dataclass(frozen=True)
 class NoisySums:
     """The Gaussian mechanism for sums.
@@ -80,7 +81,7 @@ class NoisySums:
         if patient is None:
             raise WsiFlError("sums with patients as units must know whose each row is")
         found = head.packed(z[:0], y[:0])
-        for one in patient.unique():
+        for one in sorted(set(patient.tolist())):
             mine = patient == one
             part = head.packed_means(z[mine], y[mine])
             found += part * float((most * (1 - _ROUND_OFF) / part.norm()).clamp(max=1.0))

@@ -177,8 +177,8 @@ class Model(Section):
     """Architecture of the proxies, which travel. The names are those of `model.private`."""
 
     directions: Annotated[int, Field(ge=2, le=65_536)] | str = 128
-    """Number of random directions that `oneshot` projects features on. Fewer suit few patients: there is less to add
-    noise to, and less is left of the features."""
+    """Directions along which `oneshot` sums features: the file that `wsi-fl directions` made of public tissue, by its
+    path in the study, or a number of random ones, which lose more. All sites need the same ones."""
 
 
 class Topology(Section):

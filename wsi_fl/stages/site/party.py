@@ -13,7 +13,7 @@ from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kinds import Kind, kind_of, open_data
-from wsi_fl.stages.site.sums import RUN, Sums, releases_of
+from wsi_fl.stages.site.sums import RUN, Sums, open_directions, releases_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -35,7 +35,7 @@ def method_for(name: str, pipeline: Pipeline) -> Method:
     return next((one for (key, value), one in row.variants.items() if values[key] == value), row)
 
 
-def _of_one_release(name: str, pipeline: Pipeline) -> Pipeline:
+def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
     """Return the settings of a method that releases once: one round, and heads that are solved and not trained.
 
     Raises:
@@ -48,7 +48,9 @@ def _of_one_release(name: str, pipeline: Pipeline) -> Pipeline:
             "train.data = 'features' (or 'mosaics')"
         )
     once = {"rounds": 1, "epochs_per_round": 1, "eval_every": 1, "tune": True}
-    model = {"private": linear, "proxy": f"{SHARED}:{pipeline.model.directions}"}
+    wanted = pipeline.model.directions
+    n = wanted if isinstance(wanted, int) else open_directions(study, wanted).n
+    model = {"private": linear, "proxy": f"{SHARED}:{n}"}
     answer = "stack" if pipeline.predict.with_ == "auto" else pipeline.predict.with_
     return pipeline.model_copy(
         update={
@@ -85,7 +87,7 @@ class Party:
         folder = run or RunFolder(study.runs / "dry-run")
         sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
         if method_for(method, pipeline).once:
-            pipeline = _of_one_release(method, pipeline)
+            pipeline = _of_one_release(method, study, pipeline)
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
         if pipeline.train.left_out is not None:
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})

@@ -180,6 +180,11 @@ def directions_of(data: Data) -> Directions:
     return directions
 
 
+def of_patients(pipeline: Pipeline) -> bool:
+    """Return whether a letter is of patients with many rows each, whose means are summed."""
+    return pipeline.privacy.unit == "patient" and pipeline.example == "patch"
+
+
 def open_directions(study: Study, path: str) -> Directions:
     """Return the public directions of a file, by its path in the study.
 
@@ -190,7 +195,9 @@ def open_directions(study: Study, path: str) -> Directions:
 
     file = study.resolve(path)
     if not file.exists():
-        raise WsiFlError(f"model.directions = {path!r}: no such file; make it with `wsi-fl directions`, or copy it here")
+        raise WsiFlError(
+            f"model.directions = {path!r}: no such file; make it with `wsi-fl directions`, or copy it here"
+        )
     return read_directions(file, study.relative(file))
 
 

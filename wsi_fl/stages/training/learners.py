@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from wsi_fl.federation.methods import SHARED, MakeLearner
+from wsi_fl.federation.methods import MakeLearner
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import Examples, batches, epoch_rows, subset
 from wsi_fl.learning.local import (
@@ -31,10 +31,10 @@ from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.sums import Sums, read_sums, refuse_others, wanted_of
+from wsi_fl.stages.site.sums import Sums, directions_of, of_patients, refuse_others, wanted_of
 from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
-from wsi_fl.types import Images, WsiFlError
+from wsi_fl.types import Bags, Images, Vectors
 
 _PRIVATE_SEED_STEP = 1000
 """Keeps the private models' initialisation apart from the proxies', which all sites share."""
@@ -45,12 +45,15 @@ def build_model(
 ) -> torch.nn.Module:
     """Return a fresh model: the site's own kind and seed for "private", everybody's for "proxy" or if `common`."""
     private = role == "private" and not common
-    return build(
+    model = build(
         architecture(site, pipeline, role, common=common),
         n_classes=len(data.classes),
         shape=data.shape,
         seed=pipeline.train.seed + (_PRIVATE_SEED_STEP * (index + 1) if private else 0),
     )
+    if isinstance(model, SharedHead):
+        model.look_along(directions_of(data), patients=of_patients(pipeline))
+    return model
 
 
 def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
@@ -212,7 +215,6 @@ def bring_released(party: Party, site: Site) -> None:
 
     Raises:
         UsageError: when a file is of another plan, projection or encoder than the site's own store.
-        WsiFlError: when what the site keeps at home is missing, damaged, or not what it released.
     """
     study, data, name, learners = party.study, party.data(site.name), site.name, site.learners
     wanted = wanted_of(data, party.pipeline)
@@ -221,15 +223,15 @@ def bring_released(party: Party, site: Site) -> None:
     mean, n = _mean(party.releases.values()), len(party.releases)
     if party.by_files:
         learner = learners["proxy"]
-        if name in party.releases:
-            _hold_own(party, name, learner)
+        _hold_own(site, party.releases.get(name))
         learner.load_vector(mean, n_sites=n)
         return
     assert party.method.travels is not None
     learner = learners[party.method.travels]
-    name_of_head = f"{SHARED}:{party.pipeline.model.directions}"
-    head = build(name_of_head, n_classes=len(data.classes), shape=data.shape, seed=0)
-    assert isinstance(head, SharedHead)
+    assert isinstance(data.shape, Bags | Vectors)
+    along = directions_of(data)
+    head = SharedHead(len(data.classes), data.shape.n_features, directions=along)
+    head.look_along(along, patients=of_patients(party.pipeline))
     with torch.no_grad():
         head.sums.copy_(torch.from_numpy(mean))
     head.n_sites.fill_(n)
@@ -242,16 +244,13 @@ def _mean(releases: Iterable[Sums]) -> NDArray[np.float32]:
     return np.asarray(mean, np.float32)
 
 
-def _hold_own(party: Party, name: str, learner: Learner) -> None:
-    """Give a shared head the site's own sums, exact and as they left."""
-    study = party.study
-    home, file = study.release_at_home(name), study.release(name)
-    again = f"run `wsi-fl release --site {name}`, which spends nothing"
-    if not home.exists():
-        raise WsiFlError(f"{study.relative(home)} is missing; {again}")
-    own = read_sums(home, study.relative(home))
-    if own.exact is None or own.facts != party.releases[name].facts:
-        raise WsiFlError(f"{study.relative(file)} is not what {study.relative(home)} holds; {again}")
-    assert isinstance(learner.model, SharedHead)
-    released = torch.from_numpy(own.vector).double()
-    learner.model.hold(torch.from_numpy(own.exact), released[:-1], float(released[-1]))
+def _hold_own(site: Site, own: Sums | None) -> None:
+    """Give a shared head what its site knows of its own rows, and the letter by which the others know them."""
+    head = site.learners["proxy"].model
+    assert isinstance(head, SharedHead)
+    rows = iter([np.arange(len(site.train))])
+    for x, y, *_ in batches(site.train, rows, augment=None, device=site.device) if len(site.train) else ():
+        head.know(head.embedded(x), y)
+    if own is not None:
+        letter = torch.from_numpy(own.vector).double()
+        head.hold(letter[:-1], letter[:-1], float(letter[-1]))

@@ -1,21 +1,19 @@
 """`release`: a site's sums of features, taken, given noise and released once, without any network.
 
-`releases/<site>.safetensors` is what may leave, and people may copy it. The exact sums stay beside the store. The
-order: ledger line, a copy of what was released beside the store, a second line that it may leave, then the file. After
-a crash before the copy nothing has left, and the next release takes the place of the lost one; after it the same
-numbers are written again. So no crash makes a site release two noisy versions. Nor do two studies on one ledger:
-numbers whose place was taken by another study's do not leave.
+`releases/<site>.safetensors` is what may leave, and people may copy it. The order: ledger line, a copy of what was
+released beside the store, a second line that it may leave, then the file. After a crash before the copy nothing has
+left, and the next release takes the place of the lost one; after it the same numbers are written again. So no crash
+makes a site release two noisy versions. Nor do two studies on one ledger: numbers whose place was taken by another
+study's do not leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples, batches
 from wsi_fl.learning.local import DPSettings, Learner, sum_up
@@ -27,7 +25,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.guarantee import rounds_of
 from wsi_fl.privacy.ledger import PrivacyLedger
 from wsi_fl.privacy.ledger_file import Release, digest
-from wsi_fl.privacy.plan import PrivacyPlan, plan_of_round, require_planned
+from wsi_fl.privacy.plan import PrivacyPlan, require_planned
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget, terms_of
 from wsi_fl.stages.site.ledgers import check_own, claimed, open_ledger, units_of
@@ -110,9 +108,8 @@ def _release_of(party: Party, again: bool) -> dict[str, Any]:
             refuse_others(sums.facts, wanted_of(data, party.pipeline), f"site {site.name} has released")
             if not round_.final:
                 ledger.reissue(round_.number, sums.vector, schema="sums")
-        write_sums(file, replace(sums, exact=None))
-        if sums.exact is None:  # lost at home, where they are taken anew at no cost
-            write_sums(home, replace(sums, exact=_exact(party, sums.facts)))
+        write_sums(file, sums)
+        write_sums(home, sums)
     cost = {"epsilon": ledger.epsilon(), "spent": kept is None, "file": study.relative(file)}
     return sums.facts.model_dump() | cost
 
@@ -145,7 +142,7 @@ def _taken(party: Party, ledger: PrivacyLedger) -> tuple[Release, Sums]:
         digest=made.digest,
         **wanted_of(data, party.pipeline),
     )
-    return made, Sums(facts, vector, head.exact[:-1].cpu().numpy())
+    return made, Sums(facts, vector)
 
 
 def _past(ledger: PrivacyLedger) -> list[Mechanism]:
@@ -153,22 +150,6 @@ def _past(ledger: PrivacyLedger) -> list[Mechanism]:
     rounds = rounds_of(ledger.entries)
     mine = (ledger.site, RUN)
     return [one.mechanism for one in rounds if one.mechanism and (one.final or (one.site, one.run) != mine)]
-
-
-def _exact(party: Party, facts: Facts) -> NDArray[np.float64]:
-    """Return the exact sums float64[k] of the site's rows as they are now, under the plan of a release."""
-    train, units = _rows_of(party)
-    plan = plan_of_round(
-        n=units.n,
-        batch_size=units.n,
-        epochs=1,
-        sigma=facts.sigma,
-        clip=party.pipeline.privacy.clip,
-        delta=facts.delta,
-        unit=facts.unit,
-    )
-    exact: NDArray[np.float64] = _summed(party, train, units, plan, facts.delta).exact[:-1].cpu().numpy()
-    return exact
 
 
 def _rows_of(party: Party) -> tuple[Examples, Units]:
