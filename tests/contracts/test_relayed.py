@@ -183,7 +183,7 @@ def test_a_certificate_of_another_federation_never_gets_in(identities):
     strangers = {**identities, "C2": Federation().identity("C2")}
     found = together(strangers, lambda comm: None, timeout_s=1.5)
     assert all(isinstance(one, PeerLate) for one in found.values())
-    assert any("not one of this federation" in str(one) for one in found.values())
+    assert any("does not belong to this federation" in str(one) for one in found.values())
 
 
 @pytest.mark.parametrize(
