@@ -263,7 +263,7 @@ def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monke
     monkeypatch.setattr(certificates, "_EXPONENT", 65537)
     refused(lambda: verified(theirs, federation.root), "of C1", "exponent 3", error=NotTrusted)
     refused(lambda: verified(below, root), "exponent 3", error=NotTrusted)
-    refused(lambda: Identity.load(made[3], theirs, federation.root), "no use", "exponent 3")
+    refused(lambda: Identity.load(made[3], theirs, federation.root), "cannot be used", "exponent 3")
 
 
 def test_another_key_of_a_site_than_the_pinned_one_is_refused(federation, identities):
