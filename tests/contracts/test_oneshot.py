@@ -13,7 +13,7 @@ from scipy.stats import chisquare, kstest
 
 from wsi_fl.federation import shared
 from wsi_fl.federation.comm import LocalComm
-from wsi_fl.models.shared_head import CONSTANT, LONGEST, SharedHead, codes
+from wsi_fl.models.shared_head import PATIENT, SharedHead
 from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.cipher import CipherStream
@@ -73,11 +73,18 @@ def oneshot(study, *overrides, **more):
 
 
 def sums_of(head, x, labels, dp=None, patient=None):
-    z = head.embedded(torch.from_numpy(x))
-    y = torch.from_numpy(labels)
     dp = dp or NoisySums(0.0, 1.0, len(x))
     who = None if patient is None else torch.from_numpy(patient)
-    return dp.clipped(lambda rows: head.packed(z[rows], y[rows]), len(x), who)
+    return dp.clipped(head, head.embedded(torch.from_numpy(x)), torch.from_numpy(labels), who)
+
+
+def holding(x, labels, noise=0.0, **how):
+    """A head whose site has these rows."""
+    head = SharedHead(2, D, **how)
+    head.know(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels))
+    exact = sums_of(head, x, labels)
+    head.hold(exact, exact + noise * torch.randn(len(exact), dtype=torch.float64), noise**2)
+    return head
 
 
 # ---- what one record changes
@@ -100,20 +107,19 @@ def test_a_row_changes_the_sums_by_at_most_one(n_classes):
     assert 0.9 < worst <= 1  # the bound is used, and kept
 
 
-def test_the_parts_for_a_and_b_have_the_sensitivity_that_is_said():
-    head, (x, labels) = SharedHead(2, D), rows_of(50, 0)
+def test_a_letter_is_the_sum_and_number_of_each_classs_rows():
+    head, (x, labels) = SharedHead(2, D), rows_of(50, 0, 0.3)
     z = head.embedded(torch.from_numpy(x))
-    assert float(z.square().sum(1).max()) <= LONGEST
-    assert torch.allclose(z[:, -1], torch.tensor(CONSTANT, dtype=torch.float64))
-    a, b = head.unpacked(head.packed(z[:1], torch.tensor(labels[:1])))
-    torch.testing.assert_close(a, z[:1].mT @ z[:1])
-    torch.testing.assert_close(b, z[:1].mT * (2 * labels[0] - 1.0))
-    assert float(a.norm()) <= LONGEST and float(b.norm()) <= sqrt(LONGEST)
+    assert 0.5 < float(z.norm(dim=1).max()) <= 1
+    sums, counts = head.unpacked(sums_of(head, x, labels))
+    torch.testing.assert_close(sums, torch.stack([z[labels == c].sum(0) for c in (0, 1)]))
+    torch.testing.assert_close(counts, torch.tensor([35.0, 15.0], dtype=torch.float64))
 
 
 def test_a_patient_changes_the_sums_by_at_most_the_bound_however_many_rows_it_has():
     head, (x, labels) = SharedHead(2, D), rows_of(60, 1)
-    x[:40] = x[0]  # forty rows alike
+    head.length.fill_(PATIENT)
+    x[:40] = x[0]  # forty rows alike, of both classes
     patient = np.repeat([0, 1, 2], [40, 15, 5])
     dp = NoisySums(0.0, 1.0, 3, "patient")
     whole = sums_of(head, x, labels, dp, patient)
@@ -169,37 +175,76 @@ def test_what_is_sampled_is_added_by_renyi_and_never_costs_less():
 # ---- what is solved
 
 
-def test_without_noise_it_is_the_ridge_regression_of_all_rows_together():
+def test_without_noise_all_know_the_means_of_all_rows_together():
     (xa, ya), (xb, yb) = rows_of(80, 0, 0.3), rows_of(120, 1, 0.6)
-    apart, pooled = [SharedHead(2, D) for _ in range(2)]
+    heads = [holding(xa, ya), holding(xb, yb)]
+    SharedHead.combine(heads)
     x, y = np.concatenate([xa, xb]), np.concatenate([ya, yb])
-    all_rows, first, second = (
-        sums_of(apart, x, y), sums_of(apart, xa, ya), sums_of(apart, xb, yb),
-    )  # fmt: skip
-    torch.testing.assert_close(first + second, all_rows)
-    pooled.hold(all_rows, all_rows, 0.0)
-    apart.hold(first, first, 0.0)
-    with torch.no_grad():
-        apart.sums.copy_((apart.sums + torch.cat([second, torch.zeros(1)])) / 2)
-        apart.n_sites.fill_(2)
-        said, wanted = (head(torch.from_numpy(x)) for head in (apart, pooled))
-    torch.testing.assert_close(said, wanted, rtol=1e-3, atol=1e-3)
-    assert float(((said[:, 1] > said[:, 0]).numpy() == y).mean()) > 0.9
+    z = heads[0].embedded(torch.from_numpy(x))
+    wanted = torch.stack([z[y == c].mean(0) for c in (0, 1)])
+    for head in heads:
+        means, worth, _ = head.means()
+        torch.testing.assert_close(means, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(worth, torch.from_numpy(np.bincount(y)).double(), rtol=1e-4, atol=1e-3)
+        said = head(torch.from_numpy(x)).argmax(1).numpy()
+        assert (said == y).mean() > 0.9
 
 
-def test_more_classes_have_codes_of_one_length_and_all_are_told_apart():
-    for n in (2, 3, 7):
-        found = codes(n)
-        torch.testing.assert_close(found.norm(dim=1), torch.ones(n, dtype=torch.float64))
-        torch.testing.assert_close(found.sum(0), torch.zeros(n - 1, dtype=torch.float64))
+def test_it_is_discriminant_analysis_with_a_shrunk_covariance():
+    from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+    x, labels = rows_of(400, 0, 0.3)
+    head = holding(x, labels)
+    z = head.embedded(torch.from_numpy(x)).numpy()
+    _, _, within = head.means()
+    d = len(within)
+    shrunk = within.numpy() + 0.5 * np.trace(within.numpy()) / d * np.eye(d)
+    known = LinearDiscriminantAnalysis(solver="lsqr", priors=[0.5, 0.5], covariance_estimator=_Fixed(shrunk))
+    wanted = known.fit(z, labels).decision_function(z)
+    said = head(torch.from_numpy(x))
+    np.testing.assert_allclose((said[:, 1] - said[:, 0]).numpy(), wanted, rtol=1e-3, atol=1e-3)
+
+
+class _Fixed:
+    """A covariance that is known."""
+
+    def __init__(self, covariance_):
+        self.covariance_ = covariance_
+
+    def fit(self, _):
+        return self
+
+
+def test_means_of_others_count_as_far_as_their_noise_lets_them():
+    torch.manual_seed(0)
+    (xa, ya), (xb, yb) = rows_of(60, 0, 0.5), rows_of(600, 1, 0.5)
+    alone = holding(xa, ya)
+    worth = []
+    for noise in (0.0, 1.0, 30.0, 1000.0):
+        heads = [holding(xa, ya), holding(xb, yb, noise)]
+        SharedHead.combine(heads)
+        worth.append(heads[0].worth())
+    assert worth[0] == pytest.approx(330, abs=1) and worth == sorted(worth, reverse=True)
+    assert worth[-1] == pytest.approx(30, abs=1)  # nothing but its own
+    torch.testing.assert_close(heads[0].means()[0], alone.means()[0], atol=0.03, rtol=0.0)
+
+
+def test_rare_classes_count_as_much():
     rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(4), (300, 100, 40, 20))  # rare ones count as much
+    labels = np.repeat(np.arange(4), (300, 100, 40, 20))
     x = (rng.normal(size=(460, D)) + 4 * np.eye(D)[labels]).astype(np.float32)
     head = SharedHead(4, D)
-    exact = sums_of(head, x, labels)
-    head.hold(exact, exact, 0.0)
+    head.know(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels))
     said = head(torch.from_numpy(x)).argmax(1).numpy()
     assert all((said[labels == c] == c).mean() > 0.9 for c in range(4))
+
+
+def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
+    (xa, ya), (xb, yb) = rows_of(80, 0, 0.5), rows_of(80, 1, 0.5)
+    heads = [holding(xa, ya, 0.5), holding(xb, yb, 0.5)]
+    SharedHead.combine(heads)
+    first, second = (head.as_released()(torch.from_numpy(xa)) for head in heads)
+    torch.testing.assert_close(first, second)
 
 
 def test_bags_count_by_their_mean_and_padding_by_nothing():
@@ -247,9 +292,8 @@ def test_without_privacy_the_sums_are_exact(study):
     kept = model(study.root / summary["run"], "S0", "proxy")
     torch.testing.assert_close(kept["released"], kept["exact"], rtol=1e-6, atol=1e-5)
     assert summary["sites"][0]["epsilon"] is None
-    head = SharedHead(2, D)
-    a, _ = head.unpacked(kept["exact"])
-    assert float(a[-1, -1]) / CONSTANT**2 == pytest.approx(60)  # every row, whatever the size of batches
+    _, counts = SharedHead(2, D).unpacked(kept["exact"])
+    assert float(counts.sum()) == pytest.approx(60)  # every row, whatever the size of batches
 
 
 def test_a_killed_run_sends_the_same_sums_once_more(study):

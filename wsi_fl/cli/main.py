@@ -105,7 +105,15 @@ def config(
 
 
 _LONG = {
-    *(demo, prepare.tile, prepare.mosaic, prepare.features, prepare.partition, prepare.pack),
+    *(
+        demo,
+        prepare.tile,
+        prepare.mosaic,
+        prepare.features,
+        prepare.directions,
+        prepare.partition,
+        prepare.pack,
+    ),
     *(training.release, training.train, answers.export, answers.evaluate, answers.predict, answers.compare),
     *(answers.audit, answers.report, prepare.check, prepare.encoders, doctor),
 }
@@ -119,6 +127,7 @@ for command in (
         prepare.tile,
         prepare.mosaic,
         prepare.features,
+        prepare.directions,
         prepare.check,
         prepare.encoders,
     ),

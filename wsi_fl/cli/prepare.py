@@ -112,6 +112,41 @@ def features(
     show(document, as_json, features_lines)
 
 
+def directions(
+    sources: Annotated[
+        list[Path],
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="A slide, a picture or a feature store of public tissue. Repeatable.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("directions.safetensors"),
+    n: Annotated[int, typer.Option("--directions", min=2, max=1024, help="How many.")] = 32,
+    mpp: Annotated[float | None, typer.Option(help="µm per pixel of pictures that do not say.")] = None,
+    pipeline: Pipeline = None,
+    overrides: Set = None,
+    as_json: Json = False,
+) -> None:
+    """Make the directions along which `oneshot` sums features, from tissue that is nobody's secret."""
+    study = find_study()
+    from wsi_fl.stages.prepare.directions import directions, directions_lines
+    from wsi_fl.stages.work.console import Bars
+
+    with Bars("directions") as bars:
+        document = directions(
+            study,
+            sources,
+            out=out,
+            pipeline_name=pipeline,
+            overrides=overrides or [],
+            n=n,
+            mpp=mpp,
+            watcher=bars,
+        )
+    show(document, as_json, directions_lines)
+
+
 def check(
     site: Annotated[str | None, typer.Option(help="The site whose stores to read.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Every site of the pipeline.")] = False,

@@ -1,0 +1,72 @@
+"""Directions of public tissue: what they are, what their file holds, and what is refused."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from conftest import refused
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wsi_fl.models.directions import (
+    Origin,
+    Source,
+    normalised,
+    public_directions,
+    random_directions,
+    read_directions,
+    write_directions,
+)
+from wsi_fl.types import WsiFlError
+
+ORIGIN = Origin(encoder="tiny sha256:0", sources=[Source(name="a.svs", rows=300, sha256="0" * 64)])
+
+
+def rows(n=300, d=20, seed=0):
+    """Features that vary along few directions."""
+    rng = np.random.default_rng(seed)
+    return (rng.normal(size=(n, 4)) @ rng.normal(size=(4, d)) + 0.1 * rng.normal(size=(n, d))).astype(
+        np.float32
+    )
+
+
+def test_they_are_the_principal_components_and_half_of_all_rows_are_at_most_one_long():
+    from sklearn.decomposition import PCA
+
+    x = rows()
+    found = public_directions(x, ORIGIN, 6)
+    known = PCA(6).fit(normalised(x))
+    spans = found.components / np.linalg.norm(found.components, axis=0)
+    np.testing.assert_allclose(np.abs((spans * known.components_.T).sum(0)), 1, atol=1e-3)
+    lengths = np.linalg.norm((normalised(x) - found.mean) @ found.components, axis=1)
+    assert np.median(lengths) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_file_comes_back_and_says_where_it_is_from(tmp_path):
+    found = public_directions(rows(), ORIGIN, 6)
+    write_directions(tmp_path / "d.safetensors", found)
+    again = read_directions(tmp_path / "d.safetensors", "d.safetensors")
+    assert again.digest == found.digest and again.origin == ORIGIN
+    assert public_directions(rows(seed=1), ORIGIN, 6).digest != found.digest
+
+
+@given(st.integers(0, 2000), st.integers(0, 255))
+def test_a_changed_byte_is_noticed(tmp_path_factory, place, byte):
+    path = tmp_path_factory.mktemp("d") / "d.safetensors"
+    found = public_directions(rows(), ORIGIN, 6)
+    write_directions(path, found)
+    whole = bytearray(path.read_bytes())
+    whole[place % len(whole)] = byte
+    path.write_bytes(whole)
+    with contextlib.suppress(WsiFlError):
+        assert read_directions(path, "d").digest == found.digest
+
+
+def test_few_rows_or_one_picture_are_no_public_tissue():
+    refused(lambda: public_directions(rows(10), ORIGIN), "10 public rows", "several slides")
+    refused(lambda: public_directions(np.ones((300, 50), np.float32), ORIGIN), "other slides")
+
+
+def test_random_ones_are_the_same_everywhere():
+    assert random_directions(1280).digest == random_directions(1280).digest
+    assert random_directions(1280, 64).digest != random_directions(1280).digest

@@ -1,0 +1,125 @@
+"""`directions`: along which sites sum their features, from tissue that is nobody's secret; a small file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wsi_fl.models.directions import N_PUBLIC, Origin, Source, public_directions, write_directions
+from wsi_fl.models.encoder import Encoder, encode
+from wsi_fl.slides.choosing.patches import plan_slide
+from wsi_fl.slides.reading.patches import read_patches
+from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.stages.prepare.quality import params_of
+from wsi_fl.stages.prepare.tile import spec_of
+from wsi_fl.stages.site.encoders import encoder_of
+from wsi_fl.stages.work.console import Line, Lines, Silent, Watcher
+from wsi_fl.stores.bags import BagStore
+from wsi_fl.study.folder import Study
+from wsi_fl.study.pipeline import Pipeline
+from wsi_fl.system.files import ordinary
+from wsi_fl.types import SlideRecord, UsageError
+
+MOST = 500
+"""Patches of one source."""
+
+
+def directions(
+    study: Study,
+    sources: Sequence[Path],
+    *,
+    out: Path,
+    pipeline_name: str | None = None,
+    overrides: Sequence[str] = (),
+    n: int = N_PUBLIC,
+    mpp: float | None = None,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """Make public directions; return the `--json` document.
+
+    Args:
+        sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features.
+        out: the file to write.
+        n: number of directions.
+        mpp: µm per pixel of sources that do not say.
+
+    Raises:
+        UsageError: when a source has another encoder, or all have too few patches.
+        WsiFlError: when one cannot be read.
+    """
+    pipeline = study.pipeline(study.pipeline_name(pipeline_name), overrides)
+    encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
+    told = watcher or Silent()
+    rows, known = [], []
+    for path in sources:
+        told.update(path.name, 0, 1)
+        found = (
+            _stored(path, encoder.label)
+            if path.suffix == ".h5"
+            else _seen(path, study, pipeline, encoder, mpp)
+        )
+        with ordinary(path).open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        rows.append(found)
+        known.append(Source(name=path.name, rows=len(found), sha256=digest))
+        told.update(path.name, 1, 1)
+    made = public_directions(np.concatenate(rows), Origin(encoder=encoder.label, sources=known), n)
+    write_directions(out, made)
+    return {
+        "file": study.relative(out.resolve()),
+        "digest": made.digest,
+        "directions": made.n,
+        "encoder": encoder.label,
+        "sources": [one.model_dump() for one in known],
+    }
+
+
+def _stored(path: Path, encoder: str) -> NDArray[np.float32]:
+    """Return features float32[m, d] of some patches of a store, of every slide as many."""
+    with BagStore(path) as store:
+        if store.meta.encoder != encoder:
+            raise UsageError(
+                f"{path}: features of {store.meta.encoder}, but the pipeline names {encoder}; set features.encoder and "
+                "features.weights"
+            )
+        n_slides = len(store.table.slide)
+        each = max(1, MOST // n_slides)
+        bags = (store.bag(k).features for k in range(min(n_slides, MOST)))
+        return np.concatenate([bag[_some(len(bag), each)] for bag in bags])
+
+
+def _seen(
+    path: Path, study: Study, pipeline: Pipeline, encoder: Encoder, mpp: float | None
+) -> NDArray[np.float32]:
+    """Return features float32[m, d] of some patches of a slide or picture."""
+    record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=mpp)
+    reader, spec = pipeline.slides.reader, spec_of(pipeline)
+    vouch_for(path, mpp, reader)
+    plan = plan_slide(record, spec, params_of(study, pipeline), reader=reader)
+    chosen = plan.xy_l0[_some(len(plan.xy_l0), MOST)]
+    read = read_patches(plan.record, chosen, spec, threads=len(os.sched_getaffinity(0)), reader=reader)
+    found: NDArray[np.float32] = encode((pixels for _, pixels in read), encoder)
+    return found
+
+
+def _some(n: int, most: int) -> NDArray[np.int64]:
+    """Return up to so many of n indices, in order, the same every time."""
+    return np.sort(np.random.default_rng(0).permutation(n)[:most])
+
+
+def directions_lines(document: dict[str, Any]) -> Lines:
+    """Yield what the file rests on, and what to do with it."""
+    rows = sum(source["rows"] for source in document["sources"])
+    yield Line(
+        f"  {document['file']}: {document['directions']} directions of {document['encoder']}, from {rows} patches of "
+        f"{len(document['sources'])} sources; SHA-256 {document['digest'][:16]}"
+    )
+    yield Line(
+        f"give the file to all sites; next: wsi-fl train --method oneshot --set model.directions={document['file']}"
+    )
