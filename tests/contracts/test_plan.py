@@ -501,7 +501,7 @@ def test_approvals_of_another_plan_site_or_federation_do_not_count(coordinator, 
     assert found.signed == ("S0",) and "another plan" in found.missing["S1"]
     later = changed(plan, created="later")
     assert "another plan" in approvals(folder, later, root.root).missing["S0"]
-    assert "not one of this federation" in approvals(folder, plan, Root().root).missing["S0"]
+    assert "does not belong to this federation" in approvals(folder, plan, Root().root).missing["S0"]
     for damaged in ("[]", "{}", "no JSON", text.replace('"signature": "', '"signature": "00')):
         path.write_text(damaged)
         assert approvals(folder, plan, root.root).signed == ()

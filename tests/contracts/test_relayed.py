@@ -183,7 +183,7 @@ def test_a_certificate_of_another_federation_never_gets_in(identities):
     strangers = {**identities, "C2": Federation().identity("C2")}
     found = together(strangers, lambda comm: None, timeout_s=1.5)
     assert all(isinstance(one, PeerLate) for one in found.values())
-    assert any("not one of this federation" in str(one) for one in found.values())
+    assert any("does not belong to this federation" in str(one) for one in found.values())
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_key_whose_exponent_was_chosen_is_refused_everywhere(federation, monke
     monkeypatch.setattr(certificates, "_EXPONENT", 65537)
     refused(lambda: verified(theirs, federation.root), "of C1", "exponent 3", error=NotTrusted)
     refused(lambda: verified(below, root), "exponent 3", error=NotTrusted)
-    refused(lambda: Identity.load(made[3], theirs, federation.root), "no use", "exponent 3")
+    refused(lambda: Identity.load(made[3], theirs, federation.root), "cannot be used", "exponent 3")
 
 
 def test_another_key_of_a_site_than_the_pinned_one_is_refused(federation, identities):

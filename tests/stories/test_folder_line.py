@@ -735,7 +735,7 @@ def test_no_new_run_is_charged_beside_one_that_has_rounds_without_saying(first, 
     refused(
         lambda: choose_run({"C1": first, "C2": second}),
         "has not; put its folder back into runs/",
-        "costs its ε on top",
+        "spends its ε once more",
         error=KnownToAll,
     )
 

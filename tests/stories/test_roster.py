@@ -162,7 +162,7 @@ class Liar(LocalComm):
     ("change", "words"),
     [
         (lambda m: replace(m, vector=m.vector * np.float32("nan")), "not finite"),
-        (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* away, usual is"),
+        (lambda m: replace(m, vector=m.vector * np.float32(1e6)), "lies .* from the own model"),
         (lambda m: replace(m, weight=0.0), "its weight is 0"),
         (lambda m: replace(m, weight=1e9), r"its weight is 1e\+09"),
         (lambda m: replace(m, schema="00" * 32), "another architecture"),

@@ -116,7 +116,7 @@ def _too_far(message: Message, own: Vector, heard: Sequence[float]) -> str:
     distance = _distance(_state(message), own)
     usual = median(heard) if len(heard) >= _ENOUGH else float(np.linalg.norm(own))
     if not distance <= _FAR * usual:  # nor where it is NaN, as of 0 / 0
-        return f"it lies {distance:.3g} away, usual is {usual:.3g}"
+        return f"it lies {distance:.3g} from the own model, where {usual:.3g} is usual"
     return ""
 
 

@@ -124,14 +124,14 @@ def unpacked(values: Flat, n_models: int, n_classes: int) -> list[Counts]:
         raise ValueError(f"they have {len(values)} bytes, agreed on {n_bytes(n_models, n_classes)}")
     rows = np.frombuffer(values.tobytes(), _KIND).reshape(n_models, -1)
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) <= _MOST // rows.size:
-        raise ValueError("they hold a number that counts no examples")
+        raise ValueError("they hold a negative or an impossibly large number")
     return [_parsed(row.astype(np.int64), n_classes) for row in rows]
 
 
 def _parsed(row: NDArray[np.int64], n_classes: int) -> Counts:
     table, bins = row[: n_classes**2].reshape(n_classes, n_classes), row[n_classes**2 :].reshape(-1, N_BINS)
     if len(bins) and [int(bins[0].sum()), int(bins[1].sum())] != [int(table[1].sum()), int(table[0].sum())]:
-        raise ValueError("they hold other examples in the bins than in the confusion matrix")
+        raise ValueError("their bins and their confusion matrix count different examples")
     return {
         "n": int(table.sum()),
         "confusion": table.tolist(),

@@ -67,7 +67,7 @@ class PrivacyPlan(Mechanism):
                 f"a privacy plan needs sigma from 0 on and clip above 0, not {self.sigma:g} and {self.clip:g}"
             )
         if self.unit not in ("row", "patient") or self.mode not in ("strict", "paper"):
-            raise UsageError(f"a privacy plan knows no unit {self.unit!r} in mode {self.mode!r}")
+            raise UsageError(f"a privacy plan has no unit {self.unit!r} in mode {self.mode!r}")
         if self.accountant != ACCOUNTANT:
             raise UsageError(f"a privacy plan is priced by {ACCOUNTANT}, not by {self.accountant}")
         if not 0 < self.delta < 1:
@@ -81,7 +81,7 @@ class PrivacyPlan(Mechanism):
         """
         if self.sigma > 0 and self.delta * self.n >= 1:
             raise UsageError(
-                f"delta = {self.delta:g} lets one of {self.n} {self.unit}s be given away whole; "
+                f"delta = {self.delta:g} would allow publishing one of {self.n} {self.unit}s; "
                 f"set delta below {1 / self.n:.2g}"
             )
 

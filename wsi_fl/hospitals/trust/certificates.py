@@ -106,7 +106,7 @@ class Holder:
         try:
             self._key.verify(signature, data, _PADDING, SHA256())
         except InvalidSignature:
-            raise NotTrusted(f"what is said to come from {self.name} was not signed by it") from None
+            raise NotTrusted(f"a message in the name of {self.name} was not signed by it") from None
 
 
 def verified(certificate: str, root: str, *, now: datetime | None = None) -> Holder:
@@ -123,7 +123,7 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
         found, above = _certificate(certificate), _certificate(root)
         found.verify_directly_issued_by(above)
     except (ValueError, TypeError, InvalidSignature):
-        raise NotTrusted("a certificate is not one of this federation") from None
+        raise NotTrusted("a certificate does not belong to this federation") from None
     name, organization = (
         _named(found.subject, NameOID.COMMON_NAME),
         _named(found.subject, NameOID.ORGANIZATION_NAME),
@@ -137,7 +137,7 @@ def verified(certificate: str, root: str, *, now: datetime | None = None) -> Hol
                 "clock, or request a new certificate"
             )
     if _is_authority(found):
-        raise NotTrusted(f"the certificate of {name} may sign others, and speaks for no site")
+        raise NotTrusted(f"the certificate of {name} may sign others, so no site may use it")
     _usual(above.public_key(), "the federation's root")
     key = _usual(found.public_key(), f"the certificate of {name}")
     return Holder(name, organization, found.not_valid_after_utc, key)
@@ -306,7 +306,7 @@ def _usual(key: object, whose: str) -> RSAPublicKey:
         raise NotTrusted(f"{whose} has no RSA key")
     if (exponent := key.public_numbers().e) != _EXPONENT:
         raise NotTrusted(
-            f"{whose} has a key with the exponent {exponent}, and {_EXPONENT} alone is taken; make a key with `wsi-fl "
+            f"{whose} has a key with the exponent {exponent}, but {_EXPONENT} is required; make a key with `wsi-fl "
             "federation request`"
         )
     return key

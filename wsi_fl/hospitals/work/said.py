@@ -86,7 +86,7 @@ def agreed(told: Any, sites: Sequence[str], what: str) -> dict[str, Any]:
     """
     if not isinstance(told, Mapping) or not set(told) <= set(sites):
         raise NotAgreed(
-            "the server handed on what was not agreed on: answers of others than the job's hospitals"
+            "the server handed on what was not agreed on: answers of sites that are not in this job"
         )
     texts = {site: json.dumps(one) for site, one in told.items() if one != {}}
     failures = [site for site in texts if isinstance(told[site], Mapping) and "error" in told[site]]

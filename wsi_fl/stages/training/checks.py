@@ -106,7 +106,7 @@ def _doubtful(party: Party, site: SiteFile, table: Any) -> str:
             f"divides what {n} add up to"
         )
     if (delta := site.delta or privacy.delta) * n >= 1:
-        return f"site {site.name}: δ = {delta:g} is not below 1/{n}: it would let one of its {privacy.unit}s be public"
+        return f"site {site.name}: δ = {delta:g} is not below 1/{n}, so one of its {privacy.unit}s might be published"
     return ""
 
 

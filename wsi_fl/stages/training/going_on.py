@@ -217,7 +217,7 @@ def choose_run(told: Mapping[str, Runs]) -> str:
                 raise KnownToAll(
                     f"{site} has a run of this plan with {run['rounds']} rounds, and {lacking} has not; put its "
                     f"folder back into runs/ of {lacking}, or go on --without {lacking}; to begin a new run, which "
-                    "costs its ε on top, move that folder out of runs/ everywhere"
+                    "spends its ε once more, move that folder out of runs/ everywhere"
                 )
     return ""
 
