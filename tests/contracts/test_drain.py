@@ -77,4 +77,4 @@ def test_a_hospital_that_dies_in_a_sum_is_waited_for_until_others_have_theirs(tm
             assert len(charged) == approvals and max(charged) <= most
             assert group.result(site)["lost"] == []
     log = (late.root / "S2" / "stderr.txt").read_text()
-    assert "site 0: it holds the sum" in log
+    assert "site 0: it has the sum" in log

@@ -482,7 +482,7 @@ def test_who_holds_a_sum_makes_no_other_one(study, monkeypatch):
         patch.setattr(shared, "_open", second)
         oneshot(study, *SHARED)
     assert opened == ["S0", "S1"]
-    refused(lambda: resume(study, "1", backend="local"), "site 0: it holds the sum", "nothing was sent")
+    refused(lambda: resume(study, "1", backend="local"), "site 0: it has the sum", "nothing was sent")
     assert [len(lines_of(study, f"S{k}")) for k in range(3)] == [1, 1, 1]
 
 
