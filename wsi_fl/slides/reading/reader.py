@@ -107,10 +107,11 @@ class Slide:
         """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
 
-    @property
-    def has_one_reader(self) -> bool:
-        """Whether all that is ever read is read by OpenSlide, or by what stands in for it."""
-        return self._native is None
+    def read_no_tiles(self) -> None:
+        """From now on, have all read by OpenSlide, or by what stands in for it."""
+        if self._native is not None:
+            self._native.close()
+            self._native = None
 
     @cached_property
     def mpp(self) -> float:
