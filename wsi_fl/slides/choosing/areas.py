@@ -14,11 +14,12 @@ def area_mean(
     Exact also where squares cut pixels: the integral image is bilinear within a pixel.
 
     Args:
+        image: of at most 4096² pixels.
         corner, side: top-left corners (x, y) [n, 2] and side of the squares, in pixels of the image.
     """
     height, width = image.shape
-    integral = np.zeros((width + 1, height + 1), np.int64)  # by column and row: sums along memory are fast
-    across = np.cumsum(image, axis=1, dtype=np.int64)
+    integral = np.zeros((width + 1, height + 1), np.uint32)  # by column and row: sums along memory are fast
+    across = np.cumsum(image, axis=1, dtype=np.uint32)
     np.cumsum(np.ascontiguousarray(across.T), axis=1, out=integral[1:, 1:])
 
     def below(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:

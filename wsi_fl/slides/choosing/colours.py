@@ -69,7 +69,8 @@ def along_both(smoothed: Callable[[Planes], Planes], planes: Planes) -> Planes:
 
 def optical_density(picture: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the optical density float32[h, w] of a picture uint8[h, w, 3]: the mean of its channels; white has 0."""
-    return np.asarray(-_LOGARITHM[picture].mean(-1), np.float32)
+    red, green, blue = (_LOGARITHM[picture[..., channel]] for channel in range(3))
+    return np.asarray(-(red + green + blue) / 3, np.float32)
 
 
 def is_black(seen: Colours) -> NDArray[np.bool_]:

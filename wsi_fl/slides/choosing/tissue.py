@@ -190,9 +190,11 @@ def ink_beside_any_stain(thumbnail: NDArray[np.uint8], seen: Colours, um_per_px:
     Args:
         seen: the colours of the thumbnail, smoothed.
     """
-    brightness = np.asarray(thumbnail.mean(-1, dtype=np.float32) / 255)
     ink = is_ink(seen)
-    return is_vivid(seen) | (ink & ~_without_smooth(ink, _texture(brightness, um_per_px) > _SMOOTH))
+    if ink.any():
+        brightness = np.asarray(thumbnail.mean(-1, dtype=np.float32) / 255)
+        ink &= ~_without_smooth(ink, _texture(brightness, um_per_px) > _SMOOTH)
+    return is_vivid(seen) | ink
 
 
 def _texture(values: NDArray[np.float32], um_per_px: float) -> NDArray[np.float32]:
