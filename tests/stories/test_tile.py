@@ -11,6 +11,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.prepare.tile_plans import made_of
+from wsi_fl.stages.prepare.tile_shards import check_space
 from wsi_fl.stages.site.data import open_store
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.work.console import render
@@ -385,8 +387,23 @@ def test_where_tiles_are_no_patches_the_shard_is_raw_and_tile_says_so(aligned, t
     assert row["patches"] and {content_of(shard)[0] for shard in shards_of(study)} == {"raw"}
     assert "1 of 1 slides are stored raw" in capsys.readouterr().err
     written = shards_of(study)[0].stat().st_mtime_ns
-    tile(study, site="A", overrides=[*ALIGNED, "store.pixels=native", "tile.mpp=0.75"])
+    tile(study, site="A", overrides=[*ALIGNED, "tile.mpp=0.75"])  # native is the default
     assert shards_of(study)[0].stat().st_mtime_ns == written
+
+
+def test_the_room_for_a_slide_whose_tiles_are_no_patches_is_that_of_raw_pixels(tmp_path):
+    (tmp_path / "slides").mkdir()
+    plans = SimpleNamespace(in_tiles=[True, False].__getitem__)
+    needed = check_space(tmp_path, {0: 40, 1: 60}, plans, GridSpec(256, 0.5, 256), "native")
+    assert needed == pytest.approx(256**2 * 3 * (40 / 4 + 60), rel=0.01)
+
+
+def test_a_plan_knows_whether_patches_are_the_slides_tiles(aligned):
+    with Slide(aligned[0]) as slide:
+        grids = [(256, 0.5, 256), (256, 0.5, 512), (256, 0.5, 128), (128, 0.5, 128), (256, 0.75, 256)]
+        assert [slide.has_tiles_of(GridSpec(*grid)) for grid in grids] == [True, True, False, False, False]
+    with Slide(aligned[0], reader="openslide") as slide:
+        assert not slide.has_tiles_of(GridSpec(256, 0.5, 256))
 
 
 def test_another_storage_tiles_again_and_the_same_does_not(aligned, tmp_path):

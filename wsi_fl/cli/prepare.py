@@ -66,6 +66,9 @@ def tile(
     """Cut a site's slides into labelled patches: its patch store."""
     one_or_all("tile", site, every)
     study = find_study()
+    from wsi_fl.slides.reading.probe import start_ahead
+
+    start_ahead()
     from wsi_fl.stages.prepare.tables import tile_lines
     from wsi_fl.stages.prepare.tile import tile
     from wsi_fl.stages.work.console import Bars

@@ -83,6 +83,8 @@ class SlidePlan:
     """How tissue was told from background."""
     tissue_gain: float = 1.0
     """Area of tissue for each of that by saturation."""
+    in_tiles: bool = True
+    """Whether patches are whole native tiles of the slide, but for those over its edge."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -176,6 +178,7 @@ def plan_slide(
         reason,
         seen.found.method,
         seen.found.gain,
+        seen.in_tiles,
     )
 
 

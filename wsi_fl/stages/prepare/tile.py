@@ -186,9 +186,11 @@ def _write_all(
         most = settings.max_per_slide
         keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=SEED)
         if job.first:
-            patches = sum(int(rows.sum()) for rows in keep)
-            needed = check_space(folder, patches, spec, wanted.content)
-            say(f"  {name}: {patches} patches of {spec.size_px} px, at most {needed / 1e9:.2f} GB")
+            counts = {number: int(rows.sum()) for number, rows in zip(numbers, keep, strict=True)}
+            needed = check_space(folder, counts, plans, spec, wanted.content)
+            say(
+                f"  {name}: {sum(counts.values())} patches of {spec.size_px} px, at most {needed / 1e9:.2f} GB"
+            )
         return list(zip(numbers, keep, strict=True))
 
     n = len(numbers)
