@@ -17,8 +17,7 @@ from conftest import refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.reading import probe, sources
-from wsi_fl.slides.reading.formats import pictures
+from wsi_fl.slides.reading import probe
 from wsi_fl.slides.reading.probe import vouch_for
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
@@ -76,15 +75,6 @@ def test_a_tile_of_2_to_the_40_ends_the_child_alone(tmp_path, fresh, lie):
     vouch_for(lying(tmp_path / "b.tif"))
 
 
-@pytest.mark.parametrize(
-    ("lie", "words"), [("bytes", "more than the file"), ("pixels", f"tiles have {1 << 40} pixels")]
-)
-def test_a_lie_is_told_before_it_is_read(tmp_path, lie, words):
-    path = lying(tmp_path / "a.tif", **LIES[lie])
-    assert words in probe._lie(path, natively=False)
-    assert probe._lie(path, natively=True) == "" == probe._lie(lying(tmp_path / "b.tif"), natively=False)
-
-
 def test_one_child_serves_many_slides_and_each_once(archive, tmp_path, fresh):
     slides = [tmp_path / f"{k}.tif" for k in range(5)]
     for path in slides:
@@ -100,13 +90,6 @@ def test_one_child_serves_many_slides_and_each_once(archive, tmp_path, fresh):
     os.utime(slides[0], (0, 0))  # another file, for all that is known
     vouch_for(slides[0])
     assert fresh._process is not child and len(probe._FINE) == 6
-
-
-def test_what_is_merely_wrong_is_for_the_slide_to_say(tmp_path, fresh):
-    (tmp_path / "a.tif").write_bytes(b"no slide")
-    vouch_for(tmp_path / "a.tif")
-    vouch_for(tmp_path / "missing.tif")
-    assert (fresh._process is not None) and fresh._process.poll() is None
 
 
 def test_a_slide_that_takes_too_long_is_set_aside(archive, fresh, monkeypatch, tmp_path):
@@ -170,19 +153,6 @@ def test_the_child_runs_nothing_of_the_current_folder(archive, tmp_path):
     slide = next(archive.rglob("*.tif"))
     subprocess.run([sys.executable, "-c", code, slide], cwd=tmp_path, check=True)
     assert not (tmp_path / "ran").exists()
-
-
-def test_what_is_read_in_one_way_is_opened_once(tmp_path, monkeypatch):
-    opened = []
-
-    def counted(path, kind):
-        opened.append(path)
-        return of_picture(path, kind)
-
-    of_picture = pictures.of_picture
-    monkeypatch.setattr(sources, "of_picture", counted)
-    Image.new("RGB", (600, 600)).save(tmp_path / "a.png")
-    assert probe._opened(tmp_path / "a.png", 0.5, "auto") == "" and len(opened) == 1
 
 
 def test_the_child_goes_when_its_parent_is_killed(archive):

@@ -117,21 +117,6 @@ def test_sample_is_capped_per_slide_then_balanced(rows, balance, cap, seed):
         assert keep.sum() == min(present, default=0) * len(present)
 
 
-def test_a_label_that_the_cap_drew_away_does_not_empty_the_sample():
-    label = np.array([1] + [0] * 999)
-    for seed in range(5):
-        keep = sampled(label, np.full(1000, "s"), balance=True, max_per_slide=10, seed=seed)
-        assert keep.sum() in (2, 10)
-
-
-def test_balance_draws_evenly_over_the_site():
-    label = np.array([0] * 900 + [1] * 90)
-    slide = np.repeat(["a", "b", "c", "d"], [300, 300, 300, 90])
-    kept = [sampled(label, slide, balance=True, max_per_slide=None, seed=s) for s in range(30)]
-    per_slide = [np.mean([k[slide == name].sum() for k in kept]) for name in "abc"]
-    np.testing.assert_allclose(per_slide, 30, atol=4)
-
-
 class Planned:
     """Slides with the labels of their patches, as `choose` asks for them."""
 

@@ -214,7 +214,7 @@ def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path)
 # a private model that diverges
 
 
-@pytest.mark.parametrize("weight", [np.nan, 1e25])
+@pytest.mark.parametrize("weight", [np.nan, pytest.param(1e25, marks=pytest.mark.slow)])
 def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, monkeypatch, weight):
     """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
 
