@@ -33,6 +33,7 @@ from wsi_fl.stores.shards import (
 from wsi_fl.system import jpeg
 from wsi_fl.types import CLASSES, GridSpec, PatchTable, WsiFlError
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPEC = GridSpec(8, 0.5, 4)
 NAMES = ("plain", "two words", "Gewebe ü 组织", "🔬 slide", "per%cent #1", "dots.in.name")
 
@@ -429,6 +430,37 @@ def test_a_store_without_pixels_reads_through_whoever_reads_slides(tmp_path):
         rows = np.array([2, 0, 3, 2])
         assert store.read(rows)[:, 0, 0, 0].tolist() == (store.table.xy_l0[rows, 0] % 251).tolist()
     assert asked == [(source, SPEC)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_store_of_version_1_opens(tmp_path, packed):
+    """It changes with the version of the format alone."""
+    asked, path = [], FIXTURES / "patches-v1" / "patches.h5"
+    if packed:
+        pack(path, path := tmp_path / "packed.h5")
+
+    def read(source, xy_l0, spec):
+        asked.append(source)
+        return np.full((len(xy_l0), 8, 8, 3), 9, np.uint8)
+
+    with PatchStore(path, read) as store:
+        assert store.slides == ["raw", "native", "lossy", "positions"]
+        assert store.table.xy_l0[:, 0].tolist() == [0, 8, 16, 0, 16, 0, 8, 16, 0, 8, 16]
+        pixels = store.read(np.arange(11))
+        ramp = v1_pixels()
+        np.testing.assert_array_equal(pixels[:3], ramp)
+        assert np.abs(pixels[3:5].astype(int) - ramp[[0, 2]]).max() <= 8
+        assert np.abs(pixels[5:8].astype(int) - ramp).max() <= 8
+        assert (pixels[8:] == 9).all()
+    assert asked == [SlideSource("positions", "slides/positions.svs", "ab12", None, "auto")]
+
+
+def v1_pixels() -> np.ndarray:
+    """Smooth, so that JPEG keeps them."""
+    x = np.arange(8)
+    return np.stack([np.broadcast_to((x * 9 + 40 * k)[None, :, None], (8, 8, 3)) for k in range(3)]).astype(
+        np.uint8
+    )
 
 
 def twins(folder: Path, splits: tuple[str, str] = ("train", "test"), image: bool = False) -> list[Path]:
