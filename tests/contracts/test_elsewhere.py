@@ -210,7 +210,7 @@ def test_a_packed_tensor_is_refused_and_a_plain_one_read(tmp_path):
     ):
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
-    refused(partial(read_clam, tmp_path / "b.pt"), "b.pt", "packed", error=WsiFlError)
+    refused(partial(read_clam, tmp_path / "b.pt"), "b.pt", "compressed", error=WsiFlError)
 
 
 # ---- pipes, sockets and devices --------------------------------------------------------------------------------------
