@@ -10,9 +10,9 @@ from conftest import make_study, refused, write_features
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
-from wsi_fl.learning.metrics import moved_to_half, operating_point
+from wsi_fl.learning.metrics import operating_point, recentred_at_half
 from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
-from wsi_fl.learning.tuning import Way, balanced_loss, fitted_head, held_out_folds, tuned
+from wsi_fl.learning.tuning import HyperParameters, balanced_loss, fitted_head, held_out_folds, tuned
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.learners import class_weights
 from wsi_fl.stages.training.train import train
@@ -148,8 +148,8 @@ def test_other_models_choose_their_settings_one_by_one():
         said[np.arange(len(said)), labels[~seen]] = good
         return said
 
-    best, held_out = tuned(labels, patient, Way(1.0, 0.0, False), trained, folds=5)
-    assert best == Way(0.3, 1e-2, True)
+    best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=5)
+    assert best == HyperParameters(0.3, 1e-2, True)
     assert held_out.shape == (40, 2) and balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
     assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
 
@@ -216,9 +216,9 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_pa
     truth = np.array([0, 0, 0, 1, 1])
     point = operating_point(score, truth)
     assert 0.75 < point < 0.92
-    moved = moved_to_half(score, point)
+    moved = recentred_at_half(score, point)
     assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
-    assert moved_to_half(np.array([point]), point)[0] == 0.5
+    assert recentred_at_half(np.array([point]), point)[0] == 0.5
     assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = operating_point(noisy, truth)

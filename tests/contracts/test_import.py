@@ -12,7 +12,7 @@ import torch
 from conftest import model, refused, same
 
 from wsi_fl.stages.prepare.export import export
-from wsi_fl.stages.prepare.importing import Said, import_features
+from wsi_fl.stages.prepare.importing import ImportFacts, import_features
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
 from wsi_fl.study.folder import Study
@@ -204,11 +204,15 @@ def test_tridents_folder(study, tmp_path, shape):
             split: set(store.table.patient[store.table.split == split]) for split in ("train", "test")
         }
         assert patients["train"] and patients["test"] and not patients["train"] & patients["test"]
-    brought(study, "trident", folder, labels=table, said=Said(mpp=0.46))  # measured, not nominal
+    brought(study, "trident", folder, labels=table, said=ImportFacts(mpp=0.46))  # measured, not nominal
     with store_of(study) as store:
         assert store.meta.spec.mpp == 0.46
         assert np.allclose(store.mpp_l0, 0.23)  # 512 level-0 pixels are the side of a patch of 256
-    for said, word in ((Said(mpp=1.0), "0.5"), (Said(encoder="x"), "uni_v1"), (Said(patch_px=224), "256")):
+    for said, word in (
+        (ImportFacts(mpp=1.0), "0.5"),
+        (ImportFacts(encoder="x"), "uni_v1"),
+        (ImportFacts(patch_px=224), "256"),
+    ):
         refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
 
 
@@ -231,15 +235,15 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     shutil.rmtree(folder)
     old, _ = of_stamp(tmp_path / "stamp", tile_size_um=None, tile_size=256.0, tile_size_px=None)
     refused(lambda: brought(study, "stamp", old, labels=table), "patch size", "--patch-px")
-    brought(study, "stamp", old, labels=table, said=Said(patch_px=224, mpp=256 / 224))
+    brought(study, "stamp", old, labels=table, said=ImportFacts(patch_px=224, mpp=256 / 224))
 
 
 def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     table = labels(tmp_path / "labels.csv")
     refused(lambda: brought(study, "clam", folder, labels=table), "encoder", "--encoder")
-    refused(lambda: brought(study, "clam", folder, labels=table, said=Said("resnet50")), "--patch-px")
-    said = Said("resnet50", 256, 0.5)
+    refused(lambda: brought(study, "clam", folder, labels=table, said=ImportFacts("resnet50")), "--patch-px")
+    said = ImportFacts("resnet50", 256, 0.5)
     row = brought(study, "clam", folder, labels=table, said=said)["sites"][0]
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:
@@ -277,7 +281,7 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     with h5py.File(h5 / "h.h5", "a") as file:
         del file["features"]
     table = labels(tmp_path / "labels.csv", "abcdefghi")
-    document = brought(study, "clam", folder, labels=table, said=Said("resnet50", 256, 0.5))
+    document = brought(study, "clam", folder, labels=table, said=ImportFacts("resnet50", 256, 0.5))
     row = document["sites"][0]
     reasons = {one["slide"]: one["reason"] for one in row["failed"]}
     assert row["bags"] == 1 and row["slides"] == 9 and set(reasons) == set("abcdefgh")

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from wsi_fl.demo import phantom
 from wsi_fl.models.encoder import Encoder
-from wsi_fl.slides.choosing.mosaic import choose
 from wsi_fl.slides.layouts import read_site
+from wsi_fl.slides.patching.mosaic import choose
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from conftest import make_study, write_features
 
-from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.stages.site.account import planned_round
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.checksums import seal
@@ -113,7 +113,7 @@ def test_a_hospitals_batches_are_no_larger_than_it_is_and_its_delta_is_below_one
     [("train.batch_size=1000", "more than its 36 rows"), ("privacy.delta=0.5", "not below 1/36")],
 )
 def test_simulated_sites_are_warned_of_the_same(study, capsys, override, words):
-    with Party.of(study, study.pipeline("small", [override]), "proxyfl") as party:
+    with RunContext.of(study, study.pipeline("small", [override]), "proxyfl") as party:
         check(party, "local")
     said = " ".join(capsys.readouterr().err.split())
     assert said.count(words) == 2 and "site S0" in said

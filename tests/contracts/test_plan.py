@@ -27,7 +27,7 @@ from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.plan import plan_of_round
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.work.console import render
@@ -563,7 +563,7 @@ class TestTakingPart:
         for asked in (str(evil), "../evil", "runs/../../evil", "nothing", ""):
             refused(self.part(signed, identities, resume=asked), "is not in this hospital's runs/")
         weak = study.pipeline("small", ["privacy.sigma=0.1"])
-        party = Party.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
+        party = RunContext.of(study, weak, plan.method, RunFolder(study.runs / "00007-proxyfl-small"))
         party.run.path.mkdir(parents=True)
         describe_run(party, party.run, Asked("small", agreement=plan.digest), "ab" * 16)
         refused(

@@ -13,8 +13,8 @@ import pytest
 import tifffile
 from PIL import Image
 
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
-from wsi_fl.slides.choosing.tissue import NoTissueError
+from wsi_fl.slides.patching.patches import PlanParams, plan_slide
+from wsi_fl.slides.patching.tissue import NoTissueError
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading import patches as reading
 from wsi_fl.slides.reading.patches import read_patches

@@ -15,14 +15,14 @@ from PIL import Image
 
 from wsi_fl.demo import phantom
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.slides.choosing.grid import grid_positions
+from wsi_fl.slides.patching.grid import grid_positions
 from wsi_fl.slides.pictures.geojson import features, write_geojson
 from wsi_fl.slides.pictures.heat import Heat, leading, patch_boxes, score
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_slide import colors_of
 from wsi_fl.stages.answers.predictor import Predictor
-from wsi_fl.stages.answers.trained import Answering
+from wsi_fl.stages.answers.trained import TrainedModels
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.kinds import kind_of
@@ -171,7 +171,7 @@ def known_predictor(study, spec, model=None, input_px=32):
     site = SiteFile(name="C1", layout="camelyon17")
     meta = BagMeta("C1", CLASSES, "", spec, recipe={"min_tissue": 0.2})
     run = RunFolder(study.root / "runs" / "none")
-    models = Answering({"private": model or Purpleness()}, "private", torch.device("cpu"))
+    models = TrainedModels({"private": model or Purpleness()}, "private", torch.device("cpu"))
     return Predictor(study, run, site, Pipeline(), kind_of(Pipeline()), meta, input_px, models)
 
 

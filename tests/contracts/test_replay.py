@@ -21,14 +21,14 @@ from wsi_fl.federation.methods import METHODS
 from wsi_fl.federation.site import reissue_buffer, release_buffer
 from wsi_fl.federation.topology import receivers, senders
 from wsi_fl.learning.examples import Examples, normalised
-from wsi_fl.learning.lessons import Lesson, replayed_rows
+from wsi_fl.learning.lessons import TrainingSet, replayed_rows
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger import PrivacyLedger, Terms
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import open_store, pixels_digest, store_digest
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.training.workshop import build_site, start_models
 from wsi_fl.synthesis.evidence import CRITERIA
@@ -143,7 +143,7 @@ def images(rng, n, size_px=16):
 def test_the_loss_of_a_batch_is_half_of_equation_4():
     rng = np.random.default_rng(0)
     own, buffer = images(rng, 11), images(rng, 5)
-    lesson = Lesson(own, rows_alone(11), buffer)
+    lesson = TrainingSet(own, rows_alone(11), buffer)
     net = build("cnn1", n_classes=2, shape=Images(3, 16), seed=0)
 
     def loss(examples, rows):
@@ -374,7 +374,7 @@ def test_bytes_are_not_taken_for_numbers_nor_scaled(tmp_path):
 @pytest.mark.parametrize("what", ["label", "length", "schema"])
 def test_a_broken_buffer_is_rejected_and_the_receiver_goes_on_without(study, what):
     """One site of a run sends what it should not; the other two get what is right."""
-    party = Party.of(study, study.pipeline("small"), "replay")
+    party = RunContext.of(study, study.pipeline("small"), "replay")
     sites = [build_site(party, k) for k in range(3)]
     for site in sites:
         start_models(party, site)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import REAL, make_study, planned, refused, write_features
 
-from wsi_fl.federation import between
+from wsi_fl.federation import cross_site_evaluation as between
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.learning.counts import (
     N_BINS,
@@ -175,14 +175,14 @@ def test_a_hospital_that_does_not_allow_it_tells_nothing_and_is_told_all(tmp_pat
 
 
 def test_private_models_are_sent_to_nobody(tmp_path, monkeypatch):
-    comms, real = [], between.Scoring.run
+    comms, real = [], between.CrossSiteScoring.run
 
     def listened(scoring):
         scoring.comm.sent = []
         comms.append((scoring.comm, {site.index: site for site in scoring.sites}))
         real(scoring)
 
-    monkeypatch.setattr(between.Scoring, "run", listened)
+    monkeypatch.setattr(between.CrossSiteScoring, "run", listened)
     study = hospitals(tmp_path / "study")
     run(study, "proxyfl")
     ((comm, sites),) = comms
@@ -321,7 +321,7 @@ class PowerCut(BaseException):
 @pytest.mark.parametrize("moment", ["_release", "_pass_counts", "_document"])
 def test_after_a_restart_the_same_counts_leave(tmp_path, monkeypatch, moment):
     study = hospitals(tmp_path / "study")
-    real, calls = getattr(between.Scoring, moment), []
+    real, calls = getattr(between.CrossSiteScoring, moment), []
 
     def cut(*given):
         calls.append(given)
@@ -330,7 +330,7 @@ def test_after_a_restart_the_same_counts_leave(tmp_path, monkeypatch, moment):
         return real(*given)
 
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
-        patch.setattr(between.Scoring, moment, cut)
+        patch.setattr(between.CrossSiteScoring, moment, cut)
         run(study, "proxyfl")
     folder = RunFolder(study.run("1"))
     before = {site: left(study, site) for site in SITES}

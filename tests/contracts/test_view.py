@@ -27,9 +27,9 @@ from PIL import Image
 from wsi_fl.demo import phantom
 from wsi_fl.demo.phantom.tiff import jpeg_tiles, write_levels
 from wsi_fl.learning.tasks import CLASSES
-from wsi_fl.slides.choosing.annotations import read_annotations
+from wsi_fl.slides.patching.annotations import read_annotations
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.bag_answers import Answer
+from wsi_fl.stages.answers.bag_answers import SlidePrediction
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.predict_slide import write_patches
 from wsi_fl.stages.prepare.init import init
@@ -476,7 +476,9 @@ def test_slides_are_ranked_by_what_was_said_of_them(predicted):
 def test_attention_is_a_layer_as_a_share_of_the_highest(archive, tmp_path):
     xy_l0 = np.array([[0, 0], [512, 0], [0, 512]])
     alone = np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
-    answer = Answer(CLASSES, ("luad", "lusc"), np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3]))
+    answer = SlidePrediction(
+        CLASSES, ("luad", "lusc"), np.array([0.3, 0.7]), alone, np.array([0.1, 0.6, 0.3])
+    )
     write_patches(tmp_path / "patches.csv", xy_l0, 512.0, answer.columns)
     said = Prediction(tmp_path, {"site": "C1", "slide": "x", **answer.facts})
     assert (said.words, said.value) == ("lusc 0.70", 0.7)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely import affinity
 
-from wsi_fl.slides.choosing.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
+from wsi_fl.slides.patching.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"

@@ -14,11 +14,11 @@ from conftest import SHARED, refused
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.choosing.areas import area_mean
-from wsi_fl.slides.choosing.masks import read_mask
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
-from wsi_fl.slides.choosing.quality import KINDS, QualityParams, first_reason
-from wsi_fl.slides.choosing.tissue import TissueParams, find_tissue, tissue_fraction
+from wsi_fl.slides.patching.areas import area_mean
+from wsi_fl.slides.patching.masks import read_mask
+from wsi_fl.slides.patching.patches import PlanParams, plan_slide
+from wsi_fl.slides.patching.quality import KINDS, QualityParams, first_reason
+from wsi_fl.slides.patching.tissue import TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
@@ -345,7 +345,7 @@ def test_damage_of_what_was_set_aside_is_noticed_and_mended(hurt):
 
 
 def test_a_slide_of_faults_alone_is_set_aside_with_their_counts(hurt, monkeypatch):
-    monkeypatch.setattr("wsi_fl.slides.choosing.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
+    monkeypatch.setattr("wsi_fl.slides.patching.quality._LEAST_FINE", 1e9)  # all tissue is out of focus
     study, _ = hurt
     overrides = [*SETTINGS, "tile.qc={blur=0}"]
     refused(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.slides.choosing.splits import assign_splits, sample_rows
+from wsi_fl.slides.patching.splits import assign_splits, sample_rows
 from wsi_fl.stages.prepare.tile_plans import choose
 from wsi_fl.types import SlideRecord, UsageError
 

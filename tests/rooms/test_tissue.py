@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from wsi_fl.slides.choosing import regions
-from wsi_fl.slides.choosing.tissue import NoTissueError, tissue_fraction, tissue_mask
+from wsi_fl.slides.patching import regions
+from wsi_fl.slides.patching.tissue import NoTissueError, tissue_fraction, tissue_mask
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 

@@ -29,7 +29,7 @@ from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.work.by_folder import take_part_by_folder
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
@@ -733,7 +733,7 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
     """The other was killed before its folder was made."""
     study = make_study(tmp_path / "study", n_sites=2)
     plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
-    party = Party.of(study, plan.pipeline(), "proxyfl")
+    party = RunContext.of(study, plan.pipeline(), "proxyfl")
 
     def told(identity, *runs):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}

@@ -17,7 +17,7 @@ import tifffile
 from conftest import refused
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.choosing.patches import PlanParams
+from wsi_fl.slides.patching.patches import PlanParams
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare import tile as stage
 from wsi_fl.stages.prepare.init import init
@@ -476,7 +476,7 @@ def test_ranks_of_a_machine_share_its_cores(ranks, share):
 MEMORY = """
 from pathlib import Path
 import numpy as np
-from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.stages.prepare.tile_plans import Plans, choose, plan_each
 from wsi_fl.stores.columns import link_shards
 from wsi_fl.stores.contents import SlideSource

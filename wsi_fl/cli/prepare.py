@@ -172,7 +172,7 @@ def import_features(
 ) -> None:
     """Take features that TRIDENT, CLAM or STAMP computed as a site's feature store."""
     study = find_study()
-    from wsi_fl.stages.prepare.importing import Said, import_features
+    from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.tables import mosaic_lines
     from wsi_fl.stages.work.console import Bars
 
@@ -183,7 +183,7 @@ def import_features(
             form=form,
             source=source,
             labels=labels,
-            said=Said(encoder, patch_px, mpp),
+            said=ImportFacts(encoder, patch_px, mpp),
             pipeline_name=pipeline,
             overrides=overrides or [],
             watcher=bars,

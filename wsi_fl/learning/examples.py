@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.memory import BufferPool
 from wsi_fl.system.ordered import made_ahead
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _DRAWS = 1 << 62
 """How many numbers say what is seen of an example."""
 _AT_ONCE = 1 << 17
 """Values normalised at a time."""
-_MEMORY = Recycled(most=2)
+_MEMORY = BufferPool(most=2)
 """Of batches that are gone."""
 
 

@@ -30,7 +30,7 @@ def free_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class Recycled:
+class BufferPool:
     """Memory that arrays have left.
 
     Args:

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from wsi_fl.slides.choosing.patches import SlidePlan
-from wsi_fl.slides.choosing.quality import said_of
+from wsi_fl.slides.patching.patches import SlidePlan
+from wsi_fl.slides.patching.quality import said_of
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, font, png
 from wsi_fl.types import CLASSES
 

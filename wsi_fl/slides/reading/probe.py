@@ -35,7 +35,7 @@ _READ_PX = 64
 _MOST_TILE_PX = 1 << 28
 
 
-def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
+def check_opens_safely(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
     """Open a slide in the child process, and read a little of each level, unless this process has done so before.
 
     What is merely wrong with a slide is for `Slide` to say.

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.prepare.quality import Quality, quality_of_plan

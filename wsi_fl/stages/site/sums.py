@@ -60,7 +60,7 @@ class Facts(BaseModel):
 
 
 @dataclass(frozen=True, eq=False)
-class Sums:
+class ReleasedSums:
     """Sums as their site released them.
 
     Attributes:
@@ -78,7 +78,7 @@ class Sums:
         return self.facts.digest
 
 
-def write_sums(path: Path, sums: Sums) -> None:
+def write_sums(path: Path, sums: ReleasedSums) -> None:
     """Write a released file or, with the exact sums, what the site keeps at home."""
     import torch
 
@@ -89,7 +89,7 @@ def write_sums(path: Path, sums: Sums) -> None:
     save_tensors(path, tensors, document)
 
 
-def read_sums(path: Path, label: str) -> Sums:
+def read_sums(path: Path, label: str) -> ReleasedSums:
     """Return what `write_sums` wrote.
 
     Raises:
@@ -120,14 +120,14 @@ def read_sums(path: Path, label: str) -> Sums:
             f"{label}: not sums that a site released, or edited since; copy the file from its site again, or put its "
             "backup back"
         )
-    return Sums(facts, vector, exact)
+    return ReleasedSums(facts, vector, exact)
 
 
 def _digest_of_exact(exact: NDArray[np.float64]) -> str:
     return hashlib.sha256(np.ascontiguousarray(exact, "<f8").tobytes()).hexdigest()
 
 
-def releases_of(study: Study, pipeline: Pipeline) -> dict[str, Sums]:
+def releases_of(study: Study, pipeline: Pipeline) -> dict[str, ReleasedSums]:
     """Return the released sums of those sites of a pipeline that have a file here.
 
     Raises:

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
-from wsi_fl.slides.choosing.masks import mask_file, read_mask
-from wsi_fl.slides.choosing.tissue import Found, TissueParams, find_tissue, tissue_fraction
+from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
+from wsi_fl.slides.patching.masks import mask_file, read_mask
+from wsi_fl.slides.patching.tissue import Found, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -21,7 +21,7 @@ _MOST_THUMBNAIL_PX = 2048
 
 
 @dataclass(frozen=True)
-class Look:
+class SlideSurvey:
     """The grid over a slide and the tissue in it.
 
     Attributes:
@@ -49,9 +49,9 @@ class Look:
     tissue: NDArray[np.float32]
 
 
-def look_at(
+def survey(
     record: SlideRecord, spec: GridSpec, tissue: TissueParams, *, patch_px: int, section: str, reader: Reader
-) -> Look:
+) -> SlideSurvey:
     """Look for tissue in a slide's thumbnail; its pixels are not read.
 
     Args:
@@ -82,7 +82,9 @@ def look_at(
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
     shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
-    return Look(mpp, size_l0, quickhash, in_tiles, thumbnail, downsample, found, side_l0, xy_l0, shares)
+    return SlideSurvey(
+        mpp, size_l0, quickhash, in_tiles, thumbnail, downsample, found, side_l0, xy_l0, shares
+    )
 
 
 def _tissue_of(

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.choosing.areas import area_mean
-from wsi_fl.slides.choosing.colours import (
+from wsi_fl.slides.patching.areas import area_mean
+from wsi_fl.slides.patching.colours import (
     TRUNCATE,
     Colours,
     along_both,
@@ -22,7 +22,7 @@ from wsi_fl.slides.choosing.colours import (
     is_vivid,
     optical_density,
 )
-from wsi_fl.slides.choosing.regions import closed, dilated, without_small
+from wsi_fl.slides.patching.regions import closed, dilated, without_small
 from wsi_fl.types import WsiFlError
 
 _MIN_AREA_PX = 4
