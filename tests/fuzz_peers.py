@@ -40,7 +40,7 @@ MODULES = (
     "federation.roster",
     "federation.shared",
     "synthesis.star_exchange",
-    "federation.between",
+    "federation.cross_site_evaluation",
     "federation.scoring",
     "hospitals.trust.letters",
     "hospitals.work.taking_part",
