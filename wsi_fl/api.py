@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Slide": "slides.reading.reader",
     "GridSpec": "types",
-    "tissue_mask": "slides.choosing.tissue",
+    "tissue_mask": "slides.patching.tissue",
     "PatchStore": "stores.patches",
     "BagStore": "stores.bags",
     "Encoder": "models.encoder",

@@ -193,7 +193,7 @@ def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told():
 def test_a_model_without_weight_or_values_is_no_model():
     nothing = Message(1, 0, 1, "aa", np.zeros(4, np.float32), 1e-60)
     assert _problem(nothing, "aa", 4) == ""
-    assert "lies nan away" in _too_far(nothing, np.ones(4, np.float32), ())
+    assert "lies nan from" in _too_far(nothing, np.ones(4, np.float32), ())
 
 
 MEMORY = """
