@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import REAL, make_study, refused, write_features
 
-from wsi_fl.learning.bags import packed
+from wsi_fl.learning.examples import packed
 from wsi_fl.models import build
 from wsi_fl.models.encoder import Encoder
 from wsi_fl.models.exporting import write_onnx, write_torchscript

@@ -202,7 +202,7 @@ def test_more_classes_have_codes_of_one_length_and_all_are_told_apart():
 
 
 def test_bags_count_by_their_mean_and_padding_by_nothing():
-    from wsi_fl.learning.bags import packed
+    from wsi_fl.learning.examples import packed
 
     rng = np.random.default_rng(0)
     bags = [rng.normal(size=(m, D)).astype(np.float32) for m in (3, 7)]

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 
-from wsi_fl.learning.objectives import mutual
 from wsi_fl.learning.survival import kaplan_meier, risk
-from wsi_fl.learning.tasks import Classes, Number, Survival, intervals
+from wsi_fl.learning.tasks import Classes, Number, Survival, intervals, mutual
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict

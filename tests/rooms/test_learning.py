@@ -25,7 +25,7 @@ from wsi_fl.learning.local import (
     probabilities,
     supervised_step,
 )
-from wsi_fl.learning.objectives import kl_divergence, mutual
+from wsi_fl.learning.tasks import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
