@@ -402,7 +402,7 @@ def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path,
     assert document_of(plan)["learns"]["encoder"] == "tiny sha256:0"
     assert look(with_features(hospital(tmp_path / "same", "S0"), 5), plan, "S0").cost
     other = with_features(hospital(tmp_path / "other", "S0"), 6)
-    refused(lambda: look(other, plan, "S0"), "features per patch 5, and the store of S0 has 6")
+    refused(lambda: look(other, plan, "S0"), "features per patch 5, but the store of S0 has 6")
     same, real = hospital(tmp_path / "changed", "S0"), approving.of_store
     with_features(same, 5)
     for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):

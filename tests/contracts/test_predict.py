@@ -349,4 +349,4 @@ def test_bad_input_ends_in_one_line(copied, tmp_path):
     (folder / "C1" / "site.toml").unlink()  # runs of earlier versions have none
     site = study.root / "sites" / "C1.toml"
     site.write_text(site.read_text() + 'private_model = "cnn1"\n')
-    refused(ask(), "is no cnn1", "sites/C1.toml", error=WsiFlError)
+    refused(ask(), "does not fit cnn1", "sites/C1.toml", error=WsiFlError)

@@ -256,8 +256,8 @@ def test_a_lost_file_comes_back_and_so_do_exact_sums(study):
 def test_numbers_that_are_not_on_the_ledger_are_refused(study):
     released(study)
     study.ledger("S0").unlink()
-    refused(lambda: released(study), "not in ledgers/S0.jsonl", error=WsiFlError)
-    refused(lambda: joined(study), "not in ledgers/S0.jsonl", error=WsiFlError)
+    refused(lambda: released(study), "ledgers/S0.jsonl does not know its numbers", error=WsiFlError)
+    refused(lambda: joined(study), "ledgers/S0.jsonl does not know its numbers", error=WsiFlError)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_sums_of_another_plan_projection_or_encoder_are_refused_in_one_line(stud
         ("asks", '{"column":"grade"}'),
     ):
         facts = other.facts.model_copy(update={key: value})
-        stage.write_sums(study.release("S1"), stage.Sums(facts, other.vector))
+        stage.write_sums(study.release("S1"), stage.ReleasedSums(facts, other.vector))
         refused(lambda: joined(study), "releases/S1.safetensors", f"{key} = ", error=UsageError)
     released(study, "S1", "model.directions=12", again=True)
     refused(lambda: joined(study), "releases/S1.safetensors", "directions = 12", error=UsageError)

@@ -323,7 +323,7 @@ def test_a_slide_that_cannot_be_opened_says_so_and_the_others_go_on(tmp_path, ar
 
 def test_a_slide_that_opens_slowly_keeps_nobody_from_the_others(archive, monkeypatch):
     paths, go_on = slides_of(archive, 0)[:3], threading.Event()
-    monkeypatch.setattr(galleries, "vouch_for", lambda path, *_: path == paths[0] and go_on.wait(20))
+    monkeypatch.setattr(galleries, "check_opens_safely", lambda path, *_: path == paths[0] and go_on.wait(20))
     shown = Gallery("three", [Exhibit(path.stem, path) for path in paths])
     with served(shown) as running, ThreadPoolExecutor(2) as pool:
         slow = [pool.submit(asked, running, "slides/0.json") for _ in range(2)]
@@ -438,7 +438,7 @@ def test_outlines_are_those_of_tile(predicted, archive):
 def test_tissue_is_looked_for_only_where_its_reader_was_vouched_for(predicted, monkeypatch):
     asked_for = []
     monkeypatch.setattr(
-        site_layers, "vouch_for", lambda path, mpp, reader: asked_for.append((path.stem, reader))
+        site_layers, "check_opens_safely", lambda path, mpp, reader: asked_for.append((path.stem, reader))
     )
     layers_of(gallery(predicted[0], site="C1"), ILL)
     assert asked_for == [(ILL, "auto")]

@@ -151,8 +151,8 @@ def test_what_needs_too_much_memory_is_set_aside_whoever_reads_it(tmp_path, fres
 
 def test_the_child_runs_nothing_of_the_current_folder(archive, tmp_path):
     (tmp_path / "resource.py").write_text("open('ran', 'w')\n")
-    code = "import sys, os; from pathlib import Path; from wsi_fl.slides.reading.probe import vouch_for\n"
-    code += "sys.path.insert(0, os.getcwd()); vouch_for(Path(sys.argv[1]))"
+    code = "import sys, os; from pathlib import Path; from wsi_fl.slides.reading.probe import check_opens_safely\n"
+    code += "sys.path.insert(0, os.getcwd()); check_opens_safely(Path(sys.argv[1]))"
     slide = next(archive.rglob("*.tif"))
     subprocess.run([sys.executable, "-c", code, slide], cwd=tmp_path, check=True)
     assert not (tmp_path / "ran").exists()
@@ -160,7 +160,7 @@ def test_the_child_runs_nothing_of_the_current_folder(archive, tmp_path):
 
 def test_the_child_goes_when_its_parent_is_killed(archive):
     code = "import sys, time; from pathlib import Path; from wsi_fl.slides.reading import probe\n"
-    code += "probe.vouch_for(Path(sys.argv[1])); print(probe._CHILD._process.pid, flush=True); time.sleep(60)"
+    code += "probe.check_opens_safely(Path(sys.argv[1])); print(probe._CHILD._process.pid, flush=True); time.sleep(60)"
     path = next(archive.rglob("*.tif"))
     parent = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
