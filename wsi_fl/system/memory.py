@@ -47,7 +47,7 @@ class BufferPool:
         Large ones lie at an aligned address, see `bulk`.
 
         Example:
-            >>> memory = Recycled(most=2)
+            >>> memory = BufferPool(most=2)
             >>> first = memory.empty((1000, 1000), np.float32)
             >>> address, part = first.ctypes.data, first[5]
             >>> del first

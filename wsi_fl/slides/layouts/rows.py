@@ -78,7 +78,7 @@ def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
         own: how many of its rows are of the site.
 
     Example:
-        >>> rows = [Row([("site", site)], "") for site in "AAB"]
+        >>> rows = [TableRow([("site", site)], "") for site in "AAB"]
         >>> accounted("slides.csv", rows, 2, "A")
         'slides.csv: 3 rows, 2 of this site, 1 of others (B)'
         >>> accounted("slides.csv", rows[:2], 2, "A")
