@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from wsi_fl.demo import phantom
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
+from wsi_fl.slides.patching.patches import PlanParams, plan_slide
 from wsi_fl.slides.reading.patches import read_patches
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -121,7 +121,7 @@ def damage(path: Path, rng: random.Random) -> None:
 def pixels_of(path: Path) -> dict[tuple[int, int], NDArray[np.uint8]]:
     """Return the patches that `tile` keeps of a slide, by their corner."""
     record = SlideRecord(path, path.stem, "p", "C1", "negative", False)
-    vouch_for(path)
+    check_opens_safely(path)
     plan = plan_slide(record, _SPEC, PlanParams())
     aside: dict[int, str] = {}
     batches = [batch for _, batch in read_patches(record, plan.xy_l0, _SPEC, threads=2, aside=aside)]

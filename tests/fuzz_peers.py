@@ -28,7 +28,7 @@ from wsi_fl.federation.exchange import _problem as problem_of_model
 from wsi_fl.federation.exchange import _too_far as too_far
 from wsi_fl.federation.graph import parse_graph
 from wsi_fl.federation.preflight import Brought, compare
-from wsi_fl.federation.roster import Answer, Standing, first_round, roster_of
+from wsi_fl.federation.roster import RosterEntry, Standing, first_round, roster_of
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.stages.site.account import spent_words
 from wsi_fl.stages.training.checks import check_budgets
@@ -40,7 +40,7 @@ MODULES = (
     "federation.roster",
     "federation.shared",
     "synthesis.star_exchange",
-    "federation.between",
+    "federation.cross_site_evaluation",
     "federation.scoring",
     "hospitals.trust.letters",
     "hospitals.work.taking_part",
@@ -71,7 +71,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "versions": {"torch": "2.6.0"},
         "affordable": 3,
     },
-    "Row": {
+    "SummaryRow": {
         "epsilon": 1.5,
         "sigma": 1.4,
         "batch_size": 8,
@@ -242,7 +242,7 @@ def fuzz_documents(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) 
     """Documents of all kinds; what is said of a row."""
     kind, sample = rng.choice(every)
     told = document(rng, kind, sample)
-    return spent_words(told) if kind.__name__ == "Row" else told
+    return spent_words(told) if kind.__name__ == "SummaryRow" else told
 
 
 def fuzz_preflight(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> object:
@@ -265,7 +265,7 @@ def fuzz_roster(rng: random.Random, every: list[tuple[Any, dict[str, Any]]]) -> 
         {"state": rng.choice(("staying", "leaving", "returning", "away")), "ahead": rng.random() < 0.3}
         for _ in range(N_SITES)
     ]
-    roster = roster_of(range(N_SITES), several(rng, Answer, answers))
+    roster = roster_of(range(N_SITES), several(rng, RosterEntry, answers))
     edges = {"rounds": [[["A", "B"], ["B", "C"]], [["C", "D", 0.5], ["D", "A", 0.5]], [["D", "A"]]]}
     graph = rng.choice(
         [make(rng.randrange(9)) for make in topology.TOPOLOGIES.values()] + [parse_graph(edges, "ABCD")]

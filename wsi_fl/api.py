@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Slide": "slides.reading.reader",
     "GridSpec": "types",
-    "tissue_mask": "slides.choosing.tissue",
+    "tissue_mask": "slides.patching.tissue",
     "PatchStore": "stores.patches",
     "BagStore": "stores.bags",
     "Encoder": "models.encoder",
@@ -81,8 +81,8 @@ def patches(
     Raises:
         WsiFlError: when the slide has no tissue or does not say its µm per pixel; while it is read, when it is damaged.
     """
-    from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
-    from wsi_fl.slides.choosing.tissue import tissue_fraction, tissue_mask
+    from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
+    from wsi_fl.slides.patching.tissue import tissue_fraction, tissue_mask
     from wsi_fl.slides.reading.patches import read_patches
     from wsi_fl.types import SlideRecord
 

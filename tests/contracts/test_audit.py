@@ -36,7 +36,7 @@ from wsi_fl.stages.answers import audit as stage
 from wsi_fl.stages.answers.audit import _attacked, audit, audit_lines
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.kinds import open_data
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.training.workshop import agreed_canaries
 from wsi_fl.stages.work.console import render
@@ -301,7 +301,7 @@ def test_without_noise_the_bound_exceeds_what_the_plan_with_noise_promises(noisy
 def test_the_proxy_that_is_audited_is_the_one_that_left_last(noisy):
     study, summary, _ = noisy
     run = RunFolder(study.root / summary["run"])
-    party = Party.of_run(study, run)
+    party = RunContext.of_run(study, run)
     for index, site in enumerate(party.sites):
         proxy = _attacked(party, index)[1]
         lines = [json.loads(line) for line in study.ledger(site.name).read_text().splitlines()]

@@ -9,33 +9,28 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, interrupted_after, make_study, refused
+from conftest import REAL, refused
 from PIL import Image
-from safetensors.numpy import load_file
 from torch.nn import functional
 
 from wsi_fl.demo import phantom
 from wsi_fl.federation.methods import METHODS
-from wsi_fl.learning.bags import allowed_classes, bag_examples, packed, unlabelled_bags
-from wsi_fl.learning.examples import joined
+from wsi_fl.learning.bags import allowed_classes, bag_examples, unlabelled_bags
+from wsi_fl.learning.examples import joined, packed
 from wsi_fl.learning.local import probabilities
 from wsi_fl.models import BAG_BUILDERS, build
 from wsi_fl.privacy.accounting import Mechanism, epsilon, plan
 from wsi_fl.privacy.dpsgd import check_trainable
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.audit import audit
-from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
-from wsi_fl.stages.training.plan import dry_run, plan_lines
-from wsi_fl.stages.training.series import train_series
-from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work.console import render
+from wsi_fl.stages.training.plan import dry_run
+from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
-from wsi_fl.study.folder import Study, load_pipeline
-from wsi_fl.study.toml import dump_toml
-from wsi_fl.types import Bags, BagTable, GridSpec, Images, UsageError, WsiFlError
+from wsi_fl.study.folder import Study
+from wsi_fl.types import Bags, BagTable, GridSpec, UsageError, WsiFlError
 
 CPU = torch.device("cpu")
 CLASSES = ("LUAD", "LUSC", "GBM", "LGG")
@@ -120,11 +115,6 @@ def run(study, method, *overrides):
     return train(study, method=method, overrides=overrides, backend="local")
 
 
-def flat(study, summary, site, role="private"):
-    tensors = load_file(study.root / summary["run"] / "sites" / site / f"{role}.safetensors")
-    return np.concatenate([value.ravel() for value in tensors.values()])
-
-
 def model_of(name, n_features=D, seed=0):
     return build(name, n_classes=3, shape=Bags(n_features), seed=seed)
 
@@ -188,11 +178,6 @@ def test_attention_sums_to_one_over_the_patches_and_others_have_none():
     torch.testing.assert_close(weights.sum(1), torch.ones(4))
     assert (weights[x[..., -1] == 0] == 0).all() and (weights[x[..., -1] == 1] > 0).all()
     assert model_of("deepset").attention(x) is None
-
-
-def test_models_are_of_images_or_of_bags():
-    refused(lambda: build("resnet18", n_classes=2, shape=Bags(4), seed=0), "does not see bags", "deepset_max")
-    refused(lambda: build("deepset", n_classes=2, shape=Images(3, 16), seed=0), "train.data = 'mosaics'")
 
 
 # differential privacy: one slide is one example
@@ -270,8 +255,8 @@ def test_a_class_that_the_tumour_type_cannot_have_gets_nothing():
 # training
 
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.without_dp])
-def test_every_method_trains_on_slides(bags, method):
+@pytest.mark.parametrize("method", ["joint", "oneshot", "proxyfl"])
+def test_methods_train_on_slides(bags, method):
     summary = run(bags, method)
     n = 3 * 8 if METHODS[method].learns_from == "everybody" else 8
     spent = Mechanism(1.4, 1.0, 1.0, 1) if METHODS[method].once else plan(n, 4, 2, 1.4, 0.7)
@@ -282,42 +267,11 @@ def test_every_method_trains_on_slides(bags, method):
     assert [row["n"] for row in document["sites"]] == [12, 12, 12]
 
 
-@pytest.mark.parametrize("private", [name for name in BAG_BUILDERS if name != "mean_head"])  # no mean tells
+@pytest.mark.parametrize("private", ["deepset_attention", "transmil"])
 def test_what_can_be_learned_is_learned(tmp_path, private):
     study = make_bag_study(tmp_path / "study", n_sites=2)
     summary = run(study, "proxyfl", "train.rounds=15", OPEN, f"model.private={private}")
     assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] > 0.9
-
-
-@pytest.mark.slow
-def test_mpi_ranks_do_what_one_process_does(tmp_path, wsi_fl):
-    study = make_bag_study(tmp_path / "study", n_sites=2)
-    seeded = ["privacy.insecure_seed=3"]
-    joined_run = wsi_fl("train", "--json", "--set", seeded[0], cwd=study.root)
-    assert joined_run.returncode == 0, joined_run.stderr[-2000:]
-    summary, local = json.loads(joined_run.stdout), run(study, "proxyfl", *seeded)
-    for site in study.site_names():
-        np.testing.assert_array_equal(flat(study, summary, site), flat(study, local, site))
-    before = json.loads((study.root / summary["run"] / "sites/S0/store.json").read_text())
-    assert before == json.loads((study.root / local["run"] / "sites/S0/store.json").read_text())
-
-
-def test_a_killed_run_goes_on_to_the_same_models(bags):
-    whole = run(bags, "proxyfl", "privacy.insecure_seed=3")
-    with interrupted_after(5):
-        run(bags, "proxyfl", "privacy.insecure_seed=3")
-    resumed = resume(bags, sorted(p.name for p in bags.runs.glob("0*"))[-1], backend="local")
-    for site in bags.site_names():
-        np.testing.assert_array_equal(flat(bags, whole, site), flat(bags, resumed, site))
-
-
-def test_each_site_may_have_a_private_model_of_its_own_but_no_image_model(bags):
-    file = bags.root / "sites" / "S1.toml"
-    file.write_text(file.read_text() + 'private_model = "deepset_max"\n')
-    summary = run(bags, "proxyfl", "train.rounds=1")
-    assert flat(bags, summary, "S1").size < flat(bags, summary, "S0").size
-    refused(lambda: run(bags, "proxyfl", "model.private=resnet18"), "'resnet18' does not see bags")
-    assert len(list(bags.runs.glob("0*"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,7 +279,6 @@ def test_each_site_may_have_a_private_model_of_its_own_but_no_image_model(bags):
     [
         ({"encoder": "kimianet fff"}, ("S2 brings kimianet fff as the encoder of its features",)),
         ({"d": 9}, ("S2 brings 9 as the number of features per patch, the others 6",)),
-        ({"classes": (*CLASSES[:3], "NEW")}, ("S2 brings", "NEW", "as the classes of its store")),
         ({"classes": (*CLASSES, "MORE")}, ("S2 brings", "MORE", "as the classes of its store")),
     ],
 )
@@ -345,38 +298,6 @@ def test_missing_and_impossible_mosaics_say_what_to_do(bags):
     refused(lambda: run(bags, "regular"), "S1_slide_3 is labelled LGG, which lung", error=WsiFlError)
     shutil.rmtree(bags.mosaic("S1").parent)
     refused(lambda: run(bags, "regular"), "no store of site S1", "wsi-fl mosaic --site S1", error=WsiFlError)
-
-
-def test_a_store_made_anew_is_noticed_by_its_features_alone(bags):
-    made = run(bags, "regular", "train.rounds=1")["run"]
-    write_mosaic(bags, "S1", seed=77)
-    refused(lambda: evaluate(bags, made), "S1: its store was made anew")
-
-
-def test_a_dry_run_counts_slides(bags, capsys):
-    render(plan_lines(dry_run(bags, method="proxyfl")))
-    said = capsys.readouterr().err
-    assert "S0: 8 training slides" in said
-    assert "stores hold patches" not in said
-    dry_run(bags, method="proxyfl", overrides=["mosaic.size_px=128"])
-    assert "this pipeline would cut 128 px" in " ".join(capsys.readouterr().err.split())
-
-
-def test_series_and_comparisons_are_of_slides(bags):
-    train_series(bags, method="fedavg", seeds=2, overrides=[OPEN, "train.rounds=1"], backend="local")
-    document = compare(bags, ["1", "2"])
-    assert document["examples"] == "slides"
-    assert {row["method"] for row in document["rows"]} == {"fedavg", "regular"}
-    page = (bags.root / document["page"]).read_text()
-    assert "methods on the same slides" in page and "patches" not in page
-
-
-def test_tumour_types_may_have_any_name(bags):
-    types = {"lung (NSCLC) α": ["LUAD"], 'a "b"': ["GBM"]}
-    name = run(bags, "regular", "train.rounds=1")["run"]
-    pipeline = load_pipeline(bags.root / name / "config.toml").model_copy(update={"subtypes": types})
-    (bags.root / "pipelines" / "odd.toml").write_text(dump_toml(pipeline))
-    assert bags.pipeline("odd").subtypes == types
 
 
 # evaluation
@@ -453,15 +374,6 @@ def test_real_sites_are_evaluated_at_home_alone(tmp_path):
     assert "their slides" in report(study, name).read_text()
 
 
-def test_the_report_speaks_of_slides(done):
-    study, name, _ = done
-    page = report(study, name).read_text()
-    for words in ("of 12 slides", "Slides by site, split and label", "External", "By tumour type", "brain"):
-        assert words in page, words
-    for words in ("Sample patches", 'id="slides"', "of 12 patches", "data:image"):
-        assert words not in page, words
-
-
 # predict
 
 
@@ -524,13 +436,6 @@ def test_predict_by_name_under_another_tumour_type_and_of_strangers(done, tmp_pa
     shutil.rmtree(copy.root / "stores")
     document = predict(copy, name, site="S1", slides=[pathlib.Path("S1_slide_0")])
     assert "none of that name among S1's mosaics" in document["failed"][0]["reason"]
-
-
-def test_images_know_no_tumour_types(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1)
-    name = run(study, "regular", OPEN, "train.rounds=1")["run"]
-    slide = [tmp_path / "x.tif"]
-    refused(lambda: predict(study, name, site="S0", slides=slide, tumor_type="lung"), "runs on mosaics")
 
 
 def test_patients_are_units_and_canaries_are_bags(bags):

@@ -8,9 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
-from test_report import CHROMIUM, MEASURE, WRAPPER, Document, chromium
+from test_report import Document
 
 from wsi_fl.learning.significance import clustered_interval, holm, paired
 from wsi_fl.report import comparison, worth
-from wsi_fl.report.comparison_figures import Series, charts, palette, png
+from wsi_fl.report.comparison_figures import Series, palette, png
 from wsi_fl.stages.answers import compare_baseline
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
@@ -32,7 +29,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.system.files import write_sealed
 from wsi_fl.types import WsiFlError
 
-QUICK = ["train.rounds=2", "train.lr=0.002", "evaluate.bootstrap=0"]
+QUICK = ["train.rounds=1", "train.lr=0.002", "evaluate.bootstrap=0"]
 probability = st.floats(0, 1)
 
 
@@ -48,21 +45,6 @@ def test_the_paired_test_is_students():
     assert found.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
     assert paired(b, a).difference == pytest.approx(-mean)
     assert paired(b, a).p == pytest.approx(found.p)
-
-
-@pytest.mark.parametrize("shift", [0.0, 0.25, 0.1])
-def test_equal_differences_have_no_p(shift):
-    values = [0.5, 0.625, 0.75]
-    found = paired([v + shift for v in values], values)
-    assert found.difference == pytest.approx(shift)
-    assert (found.n, found.p, found.sd) == (3, None, 0.0)
-
-
-def test_a_single_pair_has_no_p_and_no_pair_is_an_error():
-    assert (paired([0.7], [0.6]).p, paired([0.7], [0.6]).sd) == (None, None)
-    for a, b in (([], []), ([0.5], []), ([0.5], [0.5, 0.6])):
-        with pytest.raises(ValueError, match="make no pairs"):
-            paired(a, b)
 
 
 def test_holm_by_hand():
@@ -146,7 +128,7 @@ def test_rows_hold_privacy_and_communication(series):
     ratio = fedavg["communication"]["busiest_bytes"] / fedavg["communication"]["bytes"]
     assert ratio == pytest.approx(2 / (4 / 3))
     assert alone["communication"]["bytes"] == 0
-    assert proxyfl["seconds_per_round"] == pytest.approx(np.mean([s["seconds"] for s in summaries]) / 2)
+    assert proxyfl["seconds_per_round"] == pytest.approx(np.mean([s["seconds"] for s in summaries]))
 
 
 def test_differences_are_paired_by_seed_and_corrected(series):
@@ -185,7 +167,7 @@ def test_a_missing_baseline_is_trained_like_the_runs_and_found_the_next_time(ser
     assert "seeds 0, 1, 2 was trained for this comparison" in document["notes"][0]
     for path in trained:
         config = (path / "config.toml").read_text()
-        assert "enabled = false" in config and "rounds = 2" in config and "lr = 0.002" in config
+        assert "enabled = false" in config and "rounds = 1" in config and "lr = 0.002" in config
         assert json.loads((path / "manifest.json").read_text())["pipeline"] == "small"
     again = compare(study, ["1-6"])
     assert sorted(study.runs.glob("*-regular-*")) == trained
@@ -270,15 +252,6 @@ def test_the_clustered_interval_is_that_of_drawing_runs_and_patients_anew():
     single = clustered_interval(values, np.arange(40).astype(str), repeats=2000)
     assert single[1] - single[0] < found[1] - found[0], "patients vary together"
     assert clustered_interval(values, np.full(40, "a")) is None
-
-
-def test_the_document_is_strict_json(series):
-    _, document = series
-
-    def constant(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    assert json.loads(json.dumps(document, allow_nan=False), parse_constant=constant) == document
 
 
 def test_where_a_run_has_no_merged_test_set_all_are_measured_on_their_own_part(series, tmp_path):
@@ -435,19 +408,6 @@ def test_unfinished_and_unknown_runs_are_refused(series, tmp_path):
     refused(lambda: compare(study, ["77"]), "no run '77'")
 
 
-def test_a_hospital_that_shows_nobody_its_patches_is_compared_with_itself(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1, site_extra=REAL)
-    name = run(study, "regular")
-    document = compare(study, [name])
-    assert document["on"] == "own"
-    assert [row["label"] for row in document["rows"] if row["label"] == document["baseline"]] == [
-        "Regular without DP"
-    ]
-    assert {row["dp"] for row in document["rows"]} == {True, False}
-    (test,) = [test for test in document["paired"] if test["metric"] == "accuracy"]
-    assert (test["n"], test["unit"], test["p"]) == (1, "site", None)
-
-
 def test_hospitals_that_show_nobody_their_patches_train_the_baseline_in_ranks_of_their_own(
     tmp_path, monkeypatch
 ):
@@ -519,18 +479,6 @@ def test_sentences_say_what_the_numbers_say(difference, p, unit, tone, said):
     assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
-
-
-def test_what_a_hospital_gains_at_home_is_said_too():
-    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
-    tests = [
-        against_alone(ours, 0.05, 0.01),
-        {**against_alone(ours, -0.04, 0.02), "metric": "own_accuracy"},
-    ]
-    text = comparison.findings([ours, alone], tests, alone["label"])[1].text
-    assert text.endswith(
-        "federation pays. On a hospital's own test part: 0.04 below it (p = 0.020 over 3 seeds)."
-    )
 
 
 def test_references_are_never_called_federation():
@@ -634,57 +582,6 @@ def test_many_methods_and_names_do_not_break_the_page():
         colors = {color for _, color in image.convert("RGB").getcolors(2**20)}
     for name in ("ink", "s0", "paper"):
         assert tuple(bytes.fromhex(palette()[name][1:])) in colors
-
-
-def test_charts_leave_out_what_is_unknown():
-    empty = Series("Regular without DP", "", False, True, None, None)
-    assert charts([empty], "Accuracy") == []
-    assert png([empty], "Accuracy")
-    alone = Series("Regular without DP", "", False, True, 0.7, 0.0, {0: [0.7]}, [[(1, 0.7)]], 0.0, 0.0)
-    assert [title for title, _, _ in charts([empty, alone], "Accuracy")] == ["Accuracy", "Accuracy by round"]
-    (_, _, chart), _ = charts([alone], "Accuracy")
-    assert "alone, no DP" in chart.svg and "Regular without DP 0.700" in chart.alt
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_shows_all_of_it_in_legible_letters(tmp_path, width):
-    document, drawn = many()
-    html = comparison.render(document, drawn, created="today", sites=["A", "B"])
-    (tmp_path / "page.html").write_text(html.replace("</body>", MEASURE))
-    (tmp_path / "wrapper.html").write_text(WRAPPER.format(width=width))
-    arguments = ("--virtual-time-budget=5000", "--dump-dom", f"file://{tmp_path}/wrapper.html")
-    dom = chromium(tmp_path / "profile", *arguments)
-    found = re.search(r"<title>measured (\d+) (\d+) ([\d.]+)</title>", dom)
-    assert found, dom[:300]
-    assert int(found[1]) <= width == int(found[2]), "the page scrolls sideways"
-    assert float(found[3]) >= 8
-
-
-def test_the_hub_of_a_star_carries_more_with_every_site_and_nobody_in_the_exponential_graph():
-    script = Path(__file__).parents[2] / "benchmarks" / "communication.py"
-    command = [
-        sys.executable,
-        script,
-        "--parameters",
-        "50",
-        "--sites",
-        "2",
-        "4",
-        "8",
-        "--rounds",
-        "3",
-        "--json",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    rows = {(row["graph"], row["n_sites"]): row for row in json.loads(done.stdout)["rows"]}
-    for n in (2, 4, 8):
-        star, exponential = rows["star", n], rows["exponential", n]
-        assert (star["messages"], star["handled"]) == (2 * (n - 1), 2 * (n - 1))
-        assert (exponential["messages"], exponential["handled"]) == (n, 2)
-        one = exponential["busiest_bytes"]
-        assert 200 < one < 300 and exponential["others_bytes"] == star["others_bytes"] == one
-        assert star["busiest_bytes"] == (n - 1) * one
 
 
 def test_the_command_prints_one_document(series, wsi_fl):

@@ -100,17 +100,6 @@ def test_unknown_names_say_what_there_is(study):
     refused(lambda: study.run("7"), "no run '7'", "none yet")
 
 
-def test_study_without_sites_says_how_to_get_them(study):
-    for path in (study.root / "sites").iterdir():
-        path.unlink()
-    refused(lambda: study.sites(Pipeline()), "sites/ is empty", "wsi-fl init")
-
-
-def test_sites_come_in_the_order_of_the_pipeline(study):
-    assert [s.name for s in study.sites(Pipeline())] == ["C1", "C2"]
-    assert [s.name for s in study.sites(Pipeline(sites=["C2", "C1"]))] == ["C2", "C1"]
-
-
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
@@ -263,11 +252,6 @@ def test_dumped_site_loads_back(slides, labels, epsilon):
     assert SiteFile.model_validate(tomllib.loads(dump_toml(site))) == site
 
 
-def test_files_from_windows_load(study):
-    (study.root / "pipelines" / "p.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nrounds = 4\r\n")
-    assert study.pipeline("p").train.rounds == 4
-
-
 def test_study_is_found_from_a_folder_inside(study, monkeypatch):
     inside = study.root / "runs" / "00001-proxyfl-p" / "sites"
     inside.mkdir(parents=True)
@@ -332,11 +316,6 @@ def test_what_answers_is_a_key_called_with(study, tmp_path, answer):
         "'proxy', 'mean' or 'stack'",
     )
     refused(lambda: study.pipeline("p", ["predict.wiht=mean"]), "did you mean 'with'?")
-
-
-def test_a_list_says_how_it_is_written(study):
-    words = ("target.classes", 'write a list, classes = ["Carcinoma"]')
-    refused(lambda: study.pipeline("p", ["target.classes=Carcinoma"]), *words)
 
 
 def test_what_keys_need_and_exclude_is_there_and_is_told_where_they_are_explained():

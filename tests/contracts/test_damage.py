@@ -23,7 +23,7 @@ from wsi_fl.stages.prepare.tile import tile
 from wsi_fl.stages.site.data import Patches, open_bags, open_store
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
-from wsi_fl.stores.checksums import HEAD, ROWS
+from wsi_fl.stores.checksums import HEAD
 from wsi_fl.study.folder import Study
 from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
@@ -103,16 +103,8 @@ def no_fraction(file):
     del file["tumor_fraction"]
 
 
-def no_sums(file):
-    del file[ROWS]
-
-
 def no_seal(file):
     del file.attrs[HEAD]
-
-
-def other_content(file):
-    file.attrs["content"] = "nonsense"
 
 
 def other_fingerprint(file):
@@ -125,14 +117,15 @@ def zeros(file):
     file[name][: len(file[name]) // 2] = 0
 
 
-HURTS = [other_label, other_corner, no_fraction, no_sums, no_seal, other_content, other_fingerprint, zeros]
-
-
-@pytest.mark.parametrize("content", ["raw", "jpeg:90", "none"])
-@pytest.mark.parametrize("hurt", HURTS)
+@pytest.mark.parametrize(
+    ("content", "hurt"),
+    [
+        *(("raw", hurt) for hurt in (other_label, no_fraction, no_seal, other_fingerprint, zeros)),
+        ("jpeg:90", zeros),
+        ("none", other_corner),
+    ],
+)
 def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hurt, wsi_fl):
-    if content == "none" and hurt in (no_sums, zeros):
-        pytest.skip("such a shard has no pixels")
     study = tiled(content)
     before = files_of(study)
     edit(sorted((study.store("C1").parent / "slides").glob("*.h5"))[0], hurt)
@@ -145,8 +138,7 @@ def test_tile_makes_a_damaged_shard_what_it_was_byte_for_byte(tiled, content, hu
     assert wsi_fl("check", "--site", "C1", cwd=study.root).returncode == 0
 
 
-@pytest.mark.parametrize("content", ["raw", "jpeg:90"])
-@pytest.mark.parametrize("bit", [0x01, 0x80])
+@pytest.mark.parametrize(("content", "bit"), [("raw", 0x01), ("jpeg:90", 0x80)])
 def test_one_bit_of_a_patch_is_found_by_training_and_mended_by_what_it_advises(tiled, content, bit, wsi_fl):
     study = tiled(content)
     before, pixels = files_of(study), read_all(study)
@@ -192,7 +184,7 @@ def test_random_flips_are_never_learned_and_never_laundered(tiled):
     assert refusals > 20
 
 
-@pytest.mark.parametrize("name", ["label", "patient", "split", "xy_l0"])
+@pytest.mark.parametrize("name", ["label", "split"])
 def test_a_column_of_a_store_that_changed_is_refused(tiled, name):
     study = tiled("raw")
     flip(study.store("C1"), place_of(study.store("C1"), name), 0x01)
@@ -315,6 +307,3 @@ def test_a_run_goes_on_with_the_pixels_that_it_began_with_alone(tmp_path):
     remember()
     write_store(study, "S0", seed=1)  # of the same columns
     refused(remember, "site S0: its store was made anew since this run began", "new run")
-
-
-# the command

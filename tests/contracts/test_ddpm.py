@@ -25,21 +25,18 @@ from wsi_fl.synthesis.ddpm import (
     denoiser_from,
     drawn,
     ema_decay,
-    epochs_by_rule,
     predicted_noise,
     scheduler_of,
     schema_of,
     step,
-    steps_by_rule,
     vector_of,
 )
 from wsi_fl.synthesis.stages.ddpm import KIND
 from wsi_fl.synthesis.stages.sample import sample
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.types import WsiFlError
 
 CPU = torch.device("cpu")
 SHAPE = DdpmShape(8, 1, 2, (8, 16), chain=40)
-DDPM = ["synthesis.generator=ddpm"]
 
 
 def pictures(n=24):
@@ -57,10 +54,6 @@ def trained(steps, **terms):
     for _ in range(steps):
         step(state, *pictures())
     return state
-
-
-def all_drawn(denoiser, labels, sampling, seed=0):
-    return torch.cat(list(drawn(denoiser, SHAPE, np.asarray(labels), sampling, seed=seed)))
 
 
 def same(a, b):
@@ -127,8 +120,7 @@ class Oracle(torch.nn.Module):
         return SimpleNamespace(sample=(x - kept.sqrt() * clean) / (1 - kept).sqrt())
 
 
-@pytest.mark.parametrize("chain", [40, 1000])
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm++"])
+@pytest.mark.parametrize(("sampler", "chain"), [("ddpm", 40), ("ddim", 1000), ("dpm++", 1000)])
 def test_every_sampler_finds_the_image_of_the_class(sampler, chain):
     shape = replace(SHAPE, chain=chain)
     how = Sampling(sampler, chain if sampler == "ddpm" else 10, batch_size=3)
@@ -136,53 +128,6 @@ def test_every_sampler_finds_the_image_of_the_class(sampler, chain):
     expected = torch.tensor([64.0, 191.0])[torch.tensor([0, 1, 0, 1, 1])]
     assert torch.allclose(images.float().mean(dim=(1, 2, 3)), expected, atol=3)
     assert images.float().std(dim=(1, 2, 3)).max() < 6
-
-
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm++"])
-def test_no_sampler_believes_in_a_clean_image_beyond_black_and_white(sampler):
-    """Of noise alone an error of a hundredth becomes one of the whole range."""
-    scheduler = scheduler_of(replace(SHAPE, chain=1000), Sampling(sampler, 25))
-    x, said = torch.randn(2, 1, 8, 8), torch.randn(2, 1, 8, 8)
-    t = scheduler.timesteps[0]
-    if sampler == "dpm++":
-        scheduler._init_step_index(t)
-        clean = scheduler.convert_model_output(said, sample=x)
-    else:
-        clean = scheduler.step(said, t, x).pred_original_sample
-    assert clean.abs().max() <= 1
-
-
-@pytest.mark.parametrize("chain", [20, 40, 1000])
-@pytest.mark.parametrize("schedule", ["linear", "squaredcos_cap_v2"])
-def test_every_chain_ends_in_noise(chain, schedule):
-    found = scheduler_of(replace(SHAPE, chain=chain, schedule=schedule), Sampling("ddpm", 1))
-    assert float(found.alphas_cumprod[-1]) < 1e-3
-    assert float(found.alphas_cumprod[0]) > 0.8
-
-
-def test_the_same_seed_draws_the_same_images():
-    denoiser = build_denoiser(SHAPE).eval()
-    how = Sampling("ddpm", 4, batch_size=3)
-    a, b = all_drawn(denoiser, [0, 1] * 4, how), all_drawn(denoiser, [0, 1] * 4, how)
-    assert torch.equal(a, b)
-    assert not torch.equal(a, all_drawn(denoiser, [0, 1] * 4, how, seed=1))
-    assert not torch.equal(a[0], a[2]), "nor is any image of a class the same as another"
-
-
-def test_sampling_tells_how_far_it_is():
-    told = []
-    list(
-        drawn(
-            build_denoiser(SHAPE),
-            SHAPE,
-            np.zeros(5, np.int64),
-            Sampling("ddim", 4, batch_size=3),
-            seed=0,
-            told=told.append,
-        )
-    )
-    assert told == sorted(told)
-    assert told[-1] == 5
 
 
 def test_a_denoiser_travels_as_one_vector():
@@ -193,12 +138,6 @@ def test_a_denoiser_travels_as_one_vector():
     with pytest.raises(ValueError, match="expected"):
         denoiser_from(vector_of(state.average)[:-1], SHAPE)
     assert schema_of(SHAPE) != schema_of(replace(SHAPE, chain=50))
-
-
-def test_more_epochs_for_more_classes_and_for_fewer_images():
-    assert epochs_by_rule(500, 2) > epochs_by_rule(1000, 2)
-    assert epochs_by_rule(1000, 6) > epochs_by_rule(1000, 2)
-    assert steps_by_rule(1000, 2, 16) == epochs_by_rule(1000, 2) * 63
 
 
 # through the commands
@@ -272,8 +211,3 @@ def test_a_killed_training_goes_on_bit_for_bit(study, tmp_path):
     assert all(torch.equal(a[name], b[name]) for name in a)
     lines = [line["iteration"] for line in folder.metrics()]
     assert lines == sorted(set(lines))
-
-
-def test_unknown_generator():
-    with pytest.raises(UsageError, match="gan or ddpm"):
-        sample(Study("."), site="S1", n_per_class=1, generator="vae")

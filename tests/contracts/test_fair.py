@@ -10,15 +10,12 @@ from conftest import make_study, refused, write_features
 from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
-from wsi_fl.learning.metrics import moved_to_half, operating_point
+from wsi_fl.learning.metrics import operating_point, recentred_at_half
 from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
-from wsi_fl.learning.tuning import Way, balanced_loss, fitted_head, held_out_folds, tuned
-from wsi_fl.models import build
-from wsi_fl.runs.run import RunFolder
+from wsi_fl.learning.tuning import HyperParameters, balanced_loss, fitted_head, held_out_folds, tuned
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.learners import class_weights
 from wsi_fl.stages.training.train import train
-from wsi_fl.types import Vectors
 
 ALONE = [*HEADS, "privacy.enabled=false", "train.tune=true", "train.rounds=1"]
 
@@ -70,13 +67,6 @@ def test_the_bias_is_midway_between_classes_of_rows_that_were_held_out():
     assert found.loss == balanced_loss(found.held_out, labels)
 
 
-def test_the_bias_of_a_class_that_was_never_seen_stays_where_it_is():
-    x, labels = rows_of(120, 0, 0.2)
-    found = fitted_head(x, labels * 2, np.full(120, ""), 4)
-    said = (x @ found.weight.T + found.bias).argmax(1)
-    assert set(said.tolist()) == {0, 2} and found.bias[1] == found.bias[3] == -30
-
-
 def test_the_hospital_alone_reaches_what_scikit_learn_reaches(skewed):
     summary = train(skewed, method="regular", overrides=ALONE, backend="local")
     rows = evaluate(skewed, summary["run"])["sites"]
@@ -117,14 +107,6 @@ def test_what_was_held_out_is_not_what_was_learned():
     assert ((x @ found.weight.T + found.bias).argmax(1) == labels).mean() > 0.8
 
 
-def test_one_class_alone_says_itself_and_one_patient_of_a_class_holds_nothing_out():
-    x = np.random.default_rng(0).normal(size=(10, 4))
-    only = fitted_head(x, np.ones(10, int), np.full(10, ""), 3)
-    assert (x @ only.weight.T + only.bias).argmax(1).tolist() == [1] * 10 and only.held_out is None
-    few = fitted_head(x, np.array([0] * 9 + [1]), np.full(10, ""), 2)
-    assert few.held_out is None and np.isfinite(few.weight).all()
-
-
 def test_balance_makes_rare_classes_count_as_much(skewed):
     settings = [*HEADS, "privacy.enabled=false", "train.rounds=20", "train.lr=0.01"]
 
@@ -133,7 +115,7 @@ def test_balance_makes_rare_classes_count_as_much(skewed):
         run = train(skewed, method="regular", overrides=overrides, backend="local")
         return evaluate(skewed, run["run"])["merged"]["macro_accuracy"]["mean"]
 
-    gains = [reached(seed, "true") - reached(seed, "false") for seed in range(3)]
+    gains = [reached(seed, "true") - reached(seed, "false") for seed in range(2)]
     assert min(gains) > 0 and np.mean(gains) > 0.02
     weights = np.array(class_weights(np.repeat([0, 1], [90, 10]), 2))
     np.testing.assert_allclose(weights * [90, 10], [50, 50])
@@ -166,17 +148,10 @@ def test_other_models_choose_their_settings_one_by_one():
         said[np.arange(len(said)), labels[~seen]] = good
         return said
 
-    best, held_out = tuned(labels, patient, Way(1.0, 0.0, False), trained, folds=5)
-    assert best == Way(0.3, 1e-2, True)
+    best, held_out = tuned(labels, patient, HyperParameters(1.0, 0.0, False), trained, folds=5)
+    assert best == HyperParameters(0.3, 1e-2, True)
     assert held_out.shape == (40, 2) and balanced_loss(held_out, labels) == pytest.approx(-np.log(0.9))
     assert len(asked) == len(set(asked)) * 5  # nothing is trained twice
-
-
-def test_heads_of_two_layers_are_tuned_too(skewed):
-    settings = [*ALONE, "model.private=mlp_head", "train.rounds=3"]
-    summary = train(skewed, method="regular", overrides=settings, backend="local")
-    kept = RunFolder(skewed.root / summary["run"]).site("S0").kept("tuned")
-    assert set(kept) == {"by", "lr", "weight_decay", "balance"}
 
 
 # ---- stacks
@@ -221,10 +196,6 @@ def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
     )
 
 
-def test_lone_heads_are_linear_models_of_the_table():
-    assert isinstance(build("linear_head", n_classes=2, shape=Vectors(4), seed=0)[-1], torch.nn.Linear)
-
-
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
     settings = [*HEADS, "train.tune=true", "predict.with=stack", "train.rounds=3", "privacy.target_epsilon=8"]
     summary = train(skewed, method="proxyfl", overrides=settings, backend="local")
@@ -245,9 +216,9 @@ def test_slides_are_called_positive_from_a_score_that_suits_the_sites_own(tmp_pa
     truth = np.array([0, 0, 0, 1, 1])
     point = operating_point(score, truth)
     assert 0.75 < point < 0.92
-    moved = moved_to_half(score, point)
+    moved = recentred_at_half(score, point)
     assert ((moved >= 0.5) == truth).all() and (np.diff(moved) > 0).all()
-    assert moved_to_half(np.array([point]), point)[0] == 0.5
+    assert recentred_at_half(np.array([point]), point)[0] == 0.5
     assert operating_point(score, np.ones(5, int)) is None and operating_point(np.full(5, 0.3), truth) is None
     noisy = np.array([0.2, 0.9, 0.4, 0.6, 0.8])  # nothing parts them; the best there is
     best = operating_point(noisy, truth)

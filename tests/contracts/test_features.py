@@ -13,10 +13,8 @@ from test_mosaic import plain_features
 from torch.nn import functional
 
 from wsi_fl.demo import phantom
-from wsi_fl.federation.methods import METHODS
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
 from wsi_fl.privacy.gradients import ENGINES
-from wsi_fl.stages.answers.audit import audit
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
@@ -116,11 +114,11 @@ def test_per_example_gradients_of_heads_are_those_of_a_loop(name, mode):
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.without_dp])
-def test_every_method_trains_on_features(study, method):
+@pytest.mark.parametrize("method", ["fedavg", "proxyfl"])
+def test_methods_train_on_features(study, method):
     overrides = [*HEADS, "train.val_fraction=0.3"]
     summary = train(study, method=method, overrides=overrides, backend="local")
-    assert [row["rounds"] for row in summary["sites"]] == [1 if METHODS[method].once else 2] * 3
+    assert [row["rounds"] for row in summary["sites"]] == [2] * 3
     found = evaluate(study, summary["run"])
     assert found["examples"] == "patches" and found["merged"]["accuracy"]["mean"] is not None
     assert found["sites"][0]["slides"]["n"] == 3
@@ -184,30 +182,6 @@ def test_slides_behind_any_kind_of_store_are_encoded_and_predicted(pixels, setti
     )
 
 
-def test_settings_left_out_are_those_of_the_mosaic(study):
-    mosaic = ["mosaic.encoder=densenet121", "mosaic.weights=a.safetensors", "mosaic.input_px=224"]
-    same = study.pipeline("small", mosaic).encoding
-    assert (same.encoder, same.weights, same.input_px) == ("densenet121", "a.safetensors", 224)
-    own = study.pipeline("small", [*mosaic, "features.encoder=resnet18"]).encoding
-    assert (own.encoder, own.weights, own.input_px) == ("resnet18", None, None)
-
-
-def test_newer_versions_and_other_files_are_refused(study):
-    import h5py
-
-    path = study.features("S0")
-    with h5py.File(path, "a") as file:
-        file.attrs["version"] = 2
-    with pytest.raises(WsiFlError, match="update wsi-fl"):
-        BagStore(path)
-    path.write_bytes(path.read_bytes()[:500])
-    with pytest.raises(WsiFlError, match="HDF5"):
-        BagStore(path)
-    path.unlink()
-    with pytest.raises(WsiFlError, match="no such store"):
-        BagStore(path)
-
-
 def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(study):
     run = study.root / train(study, method="proxyfl", overrides=HEADS, backend="local")["run"]
     write_store(study, "S1", n_per_slide=14, size_px=32)
@@ -221,14 +195,6 @@ def test_features_of_a_site_that_was_tiled_again_are_refused_by_new_runs_alone(s
     resume(study, run.name, backend="local")
     evaluate(study, run.name)
     assert "the features of S1 are of patches before" in compare(study, [run.name])["notes"][0]
-
-
-def test_canaries_are_vectors(study):
-    overrides = [*HEADS, "audit.canaries=10"]
-    summary = train(study, method="proxyfl", overrides=overrides, backend="local")
-    for row, site in zip(summary["sites"], audit(study, summary["run"])["sites"], strict=True):
-        assert row["n_units"] == row["n_train"] + 10
-        assert all(model["canaries"]["n"] == 10 for model in site["models"])
 
 
 @pytest.mark.parametrize("method", ["proxyfl", "oneshot"])

@@ -1,26 +1,24 @@
 """Cross-validation: every patient tested once, no patient on both sides, all sites kept, or one site left out."""
 
 import json
-import re
 from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import interrupted_after, make_study, refused
+from conftest import make_study, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from test_bags import make_bag_study
 
-from wsi_fl.learning.folds import folds_of, rare_classes
+from wsi_fl.learning.folds import folds_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare import _require_one_store, compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predictions import read_predictions
-from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kinds import open_data
 from wsi_fl.stages.training import series
-from wsi_fl.stages.training.series import resume_series, train_series
+from wsi_fl.stages.training.series import train_series
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline
 from wsi_fl.types import WsiFlError
@@ -110,32 +108,6 @@ def test_folds_that_look_at_others_are_refused_under_noise(study):
     )
 
 
-def test_another_seed_divides_otherwise():
-    patient, label = np.array([f"p{k}" for k in range(40)]), np.zeros(40, np.int64)
-    one, other = (folds_of(patient, label, n_folds=5, seed=seed, stratified=True) for seed in (0, 1))
-    assert (one != other).any()
-
-
-def test_what_cannot_be_divided_is_refused_in_one_line():
-    names, label = np.array(["a", "b", ""]), np.zeros(3, np.int64)
-    refused(lambda: folds_of(names, label, n_folds=2, seed=0, stratified=True), "1 rows have no patient")
-    refused(
-        lambda: folds_of(names[:2], label[:2], n_folds=3, seed=0, stratified=True),
-        "2 patients",
-        "train.folds to 2",
-    )
-
-
-def test_rare_classes_are_told(tmp_path, capsys):
-    assert rare_classes(np.array(["a", "a", "b"]), np.array([0, 1, 0]), n_folds=2) == {0: 1, 1: 1}
-    study = make_bag_study(tmp_path / "study", n_sites=1)
-    train_series(
-        study, method="regular", overrides=["train.folds=4", "train.rounds=1", OPEN], backend="local"
-    )
-    said = " ".join(capsys.readouterr().err.split())
-    assert "site S0: 3 patients of class LUAD for 4 folds, so some folds test none of them here" in said
-
-
 @pytest.mark.parametrize("data", ["patches", "mosaics"])
 def test_a_store_opened_anew_has_the_same_folds_and_its_own_split_is_not_used(tmp_path, study, data):
     if data == "patches":
@@ -170,19 +142,6 @@ def test_every_patient_is_tested_once_at_every_site(done):
         assert all(row["n_train"] == 8 for run in document["runs"] for row in run["sites"])
 
 
-def test_a_fold_can_be_repeated_alone(done, tmp_path):
-    study, document, _ = done
-    again = train(
-        study,
-        method="proxyfl",
-        overrides=["train.folds=3", "train.stratify=true", "train.fold=2", OPEN],
-        backend="local",
-    )["run"]
-    evaluate(study, again)
-    assert asked(study, again) == asked(study, document["runs"][1]["run"])
-    assert config(study, again).train == config(study, document["runs"][1]["run"]).train
-
-
 def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     study, _, compared = done
     row = next(row for row in compared["rows"] if row["method"] == "proxyfl")
@@ -204,14 +163,6 @@ def test_compare_takes_folds_like_seeds_and_tests_by_patient(done):
     assert "sites, seeds and folds" in (study.root / compared["page"]).read_text()
 
 
-def test_the_report_of_a_fold_counts_its_own_parts(done):
-    study, document, _ = done
-    page = report(study, document["runs"][0]["run"]).read_text()
-    data = page.split('<section id="data"')[1].split("</section>")[0]
-    row = re.findall(r"<td[^>]*>([^<]*)</td>", next(line for line in data.splitlines() if ">S0<" in line))
-    assert "8" in row and row[-1] == "4"  # of twelve patients, in training and in this fold's test part
-
-
 def test_runs_that_test_other_patients_are_not_compared(done):
     study, document, _ = done
     other = train(study, method="regular", overrides=[OPEN], backend="local")["run"]
@@ -221,18 +172,6 @@ def test_runs_that_test_other_patients_are_not_compared(done):
         "3 folds",
         "own split",
     )
-
-
-def test_a_killed_series_of_folds_goes_on_where_it_was(study):
-    overrides = ["train.folds=2", "privacy.insecure_seed=3"]
-    with interrupted_after(6):  # in the second run
-        train_series(study, method="proxyfl", seeds=2, overrides=overrides, backend="local")
-    assert len(list(study.runs.glob("0*"))) == 2
-    document = resume_series(study, "1", backend="local")
-    found = [config(study, run["run"]).train for run in document["runs"]]
-    assert [(one.seed, one.fold) for one in found] == [(0, 1), (0, 2), (1, 1), (1, 2)]
-    assert [row["rounds"] for run in document["runs"] for row in run["sites"]] == [2] * 8
-    assert resume_series(study, "3", backend="local") == document
 
 
 def test_each_fold_is_charged_by_itself(study, capsys):
@@ -315,13 +254,6 @@ def test_a_site_left_out_is_scored_alone_beside_other_external_sites(three):
     damaged = {**alone, "left_out": {**alone["left_out"], "store": "another"}}
     runs = [{"run": "runs/1", "external_set": both}, {"run": "runs/2", "external_set": damaged}]
     refused(lambda: _require_one_store(runs), "runs/2", "other slides of S1", error=WsiFlError)
-
-
-def test_a_series_of_sites_left_out_is_completed_from_any_of_its_runs(study):
-    with interrupted_after(3):
-        train_series(study, method="regular", leave_site_out=True, overrides=[OPEN], backend="local")
-    document = resume_series(study, "1", backend="local")
-    assert [[row["site"] for row in run["sites"]] for run in document["runs"]] == [["S1"], ["S0"]]
 
 
 def test_a_site_that_keeps_its_patches_cannot_be_left_out(tmp_path):

@@ -4,7 +4,6 @@ import csv
 import json
 import pickle
 import shutil
-import tracemalloc
 
 import h5py
 import numpy as np
@@ -12,14 +11,12 @@ import pytest
 import torch
 from conftest import model, refused, same
 
-from wsi_fl.stages.answers.export_model import export_model
 from wsi_fl.stages.prepare.export import export
-from wsi_fl.stages.prepare.importing import Said, import_features
+from wsi_fl.stages.prepare.importing import ImportFacts, import_features
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, BagStore, write_bags
-from wsi_fl.stores.exchange import foreign
 from wsi_fl.study.folder import Study
-from wsi_fl.types import BagTable, GridSpec, WsiFlError
+from wsi_fl.types import BagTable, GridSpec
 
 CLASSES = ("KIRC", "KIRP")
 PIPELINE = """
@@ -207,11 +204,15 @@ def test_tridents_folder(study, tmp_path, shape):
             split: set(store.table.patient[store.table.split == split]) for split in ("train", "test")
         }
         assert patients["train"] and patients["test"] and not patients["train"] & patients["test"]
-    brought(study, "trident", folder, labels=table, said=Said(mpp=0.46))  # measured, not nominal
+    brought(study, "trident", folder, labels=table, said=ImportFacts(mpp=0.46))  # measured, not nominal
     with store_of(study) as store:
         assert store.meta.spec.mpp == 0.46
         assert np.allclose(store.mpp_l0, 0.23)  # 512 level-0 pixels are the side of a patch of 256
-    for said, word in ((Said(mpp=1.0), "0.5"), (Said(encoder="x"), "uni_v1"), (Said(patch_px=224), "256")):
+    for said, word in (
+        (ImportFacts(mpp=1.0), "0.5"),
+        (ImportFacts(encoder="x"), "uni_v1"),
+        (ImportFacts(patch_px=224), "256"),
+    ):
         refused(lambda said=said: brought(study, "trident", folder, labels=table, said=said), word, "a.h5")
 
 
@@ -234,15 +235,15 @@ def test_stamps_folder_with_and_without_the_slides_resolution(study, tmp_path):
     shutil.rmtree(folder)
     old, _ = of_stamp(tmp_path / "stamp", tile_size_um=None, tile_size=256.0, tile_size_px=None)
     refused(lambda: brought(study, "stamp", old, labels=table), "patch size", "--patch-px")
-    brought(study, "stamp", old, labels=table, said=Said(patch_px=224, mpp=256 / 224))
+    brought(study, "stamp", old, labels=table, said=ImportFacts(patch_px=224, mpp=256 / 224))
 
 
 def test_clams_folder_needs_what_its_files_do_not_say(study, tmp_path):
     folder, made = of_clam(tmp_path / "clam")
     table = labels(tmp_path / "labels.csv")
     refused(lambda: brought(study, "clam", folder, labels=table), "encoder", "--encoder")
-    refused(lambda: brought(study, "clam", folder, labels=table, said=Said("resnet50")), "--patch-px")
-    said = Said("resnet50", 256, 0.5)
+    refused(lambda: brought(study, "clam", folder, labels=table, said=ImportFacts("resnet50")), "--patch-px")
+    said = ImportFacts("resnet50", 256, 0.5)
     row = brought(study, "clam", folder, labels=table, said=said)["sites"][0]
     assert row["notes"] == [] and row["encoder"] == "resnet50"
     with store_of(study) as store:
@@ -280,7 +281,7 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     with h5py.File(h5 / "h.h5", "a") as file:
         del file["features"]
     table = labels(tmp_path / "labels.csv", "abcdefghi")
-    document = brought(study, "clam", folder, labels=table, said=Said("resnet50", 256, 0.5))
+    document = brought(study, "clam", folder, labels=table, said=ImportFacts("resnet50", 256, 0.5))
     row = document["sites"][0]
     reasons = {one["slide"]: one["reason"] for one in row["failed"]}
     assert row["bags"] == 1 and row["slides"] == 9 and set(reasons) == set("abcdefgh")
@@ -289,22 +290,6 @@ def test_every_broken_file_is_set_aside_in_one_line_that_names_it(study, tmp_pat
     for name, word in words.items():
         assert word in reasons[name] and name in reasons[name] and "\n" not in reasons[name], reasons[name]
     assert not (tmp_path / "harm").exists()
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [(error, "Unspecified error") for error in (OSError, RuntimeError, ValueError)]
-    + [
-        (error, "a group, dataset or attribute is not what it should be")
-        for error in (TypeError, OverflowError)
-    ],
-)
-def test_whatever_h5py_raises_on_damage_is_one_line(tmp_path, error, words):
-    with h5py.File(tmp_path / "a.h5", "w"):
-        pass
-    said = rf"^a\.h5: not a readable HDF5 file \({words}\)$"
-    with pytest.raises(WsiFlError, match=said), foreign.opened(tmp_path / "a.h5"):
-        raise error("Unspecified error")
 
 
 def test_labels_and_files_that_do_not_match_are_counted_and_named(study, tmp_path):
@@ -351,42 +336,6 @@ def test_what_does_not_fit_together_is_refused_by_name(study, tmp_path):
     assert study.mosaic("S0").read_bytes() == before
 
 
-def test_without_subtypes_labels_are_healthy_or_tumour(study, tmp_path):
-    (study.root / "pipelines" / "kidney.toml").write_text(PIPELINE.replace("[subtypes]\nkidney", "# "))
-    folder, _ = of_trident(tmp_path / "job")
-    table = tmp_path / "labels.csv"
-    table.write_text("slide,patient,label,site\na,p1,normal,S0\nb,p2,tumor,S0\nc,p3,1,S0\nd,p4,normal,S1\n")
-    row = brought(study, "trident", folder, labels=table)["sites"][0]
-    assert row["classes"] == {"healthy": 1, "tumor": 2} and [one["slide"] for one in row["failed"]] == ["d"]
-    table.write_text("slide,patient,label\na,p1,KIRC\n")
-    refused(lambda: brought(study, "trident", folder, labels=table), "unknown label 'KIRC'")
-
-
-def test_bags_are_streamed_and_must_be_as_they_were_announced(tmp_path):
-    n, m, d = 40, 1000, 256
-    table = BagTable(np.zeros(n, np.int64), *(np.full(n, name) for name in ("", "x", "p", "train")))
-    meta = BagMeta("S", CLASSES, "e", GridSpec(256, 0.5, 256))
-    bag = Bag(np.ones((m, d), np.float32), np.zeros((m, 2), np.int64))
-
-    def made():
-        for k in range(n):
-            yield Bag(np.full((m, d), k, np.float32), bag.xy_l0)
-
-    tracemalloc.start()
-    write_bags(tmp_path / "x.h5", meta, table, made(), sizes=[m] * n)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 8 * m * d * 4 < n * m * d * 4
-    with BagStore(tmp_path / "x.h5") as store:
-        assert [store.bag(k).features[0, 0] for k in (0, 7, 39)] == [0, 7, 39] and store.bag(
-            0
-        ).cluster is None
-    for bags, sizes in (([bag] * (n - 1), [m] * n), ([bag] * n, [m] * (n - 1) + [m + 1])):
-        with pytest.raises(WsiFlError):
-            write_bags(tmp_path / "y.h5", meta, table, iter(bags), sizes=sizes)
-        assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
-
-
 def test_clams_training_reads_what_is_exported(study, tmp_path):
     """As CLAM's Generic_MIL_Dataset: labels by slide_id, then pt_files/<slide_id>.pt, or h5_files with use_h5."""
     out = tmp_path / "clam"
@@ -400,49 +349,6 @@ def test_clams_training_reads_what_is_exported(study, tmp_path):
                 assert file["coords"].shape == (len(features), 2)
             assert features.dtype == torch.float32 and np.array_equal(features, store.bag(k).features)
             assert row["label"] in CLASSES and row["case_id"] == store.table.patient[k]
-
-
-def test_a_tensor_beside_files_that_say_more_is_of_their_kind(study, tmp_path):
-    out = tmp_path / "clam"
-    export(study, site="S0", form="clam", out=out, tensors=True)
-    (out / "h5_files" / "S0.slide-3.h5").unlink()
-    row = brought(study, "clam", out)["sites"][0]
-    assert row["bags"] == 9 and row["encoder"] == "uni sha256:0123" and len(row["notes"]) == 1
-    export(study, site="S0", form="stamp", out=tmp_path / "stamp")
-    notes = brought(study, "stamp", tmp_path / "stamp")["sites"][0]["notes"]
-    assert [note["slide"] for note in notes] == ["S0.slide-3"] and "−1" in notes[0]["note"]
-
-
-def test_a_model_of_bags_leaves_as_onnx_alone(study):
-    pytest.importorskip("onnxruntime", reason="needs the extra `export`")
-    run = train(study, method="proxyfl", backend="local")["run"]
-    document = export_model(study, run, called="proxy", form="onnx")
-    card = json.loads((study.root / document["out"] / "model_card.json").read_text())
-    assert document["difference"] < 1e-5 and card["inputs"]["encoder"] == "uni sha256:0123"
-    assert card["examples"] == "slides" and "`bags`" in card["model"]["input"] and card["metrics"] is None
-    refused(lambda: export_model(study, run, called="proxy", form="wsinfer"), "use onnx")
-
-
-@pytest.mark.parametrize("how", ["link", "external", "virtual"])
-def test_features_that_lie_in_another_file_are_not_read(study, tmp_path, how):
-    folder, _ = of_trident(tmp_path / "job")
-    secret = tmp_path / "secret.h5"
-    with h5py.File(secret, "w") as file:
-        file["features"] = np.ones((4, 8), np.float32)
-    with h5py.File(folder / "a.h5", "r+") as file:
-        del file["features"]
-        if how == "link":
-            file["features"] = h5py.ExternalLink(secret, "features")
-        elif how == "external":
-            file.create_dataset(
-                "features", (4, 8), np.float32, external=[(str(secret), 0, h5py.h5f.UNLIMITED)]
-            )
-        else:
-            layout = h5py.VirtualLayout((4, 8), np.float32)
-            layout[:] = h5py.VirtualSource(secret, "features", (4, 8))
-            file.create_virtual_dataset("features", layout)
-    row = brought(study, "trident", folder, labels=labels(tmp_path / "labels.csv"))["sites"][0]
-    assert [one["slide"] for one in row["failed"]] == ["a"] and row["bags"] == 3
 
 
 def test_the_command(study, tmp_path, wsi_fl):

@@ -15,8 +15,7 @@ from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.study.folder import Study, shipped
 
 
-@pytest.mark.parametrize("style", ["images", "center", "centre"])
-@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize(("style", "relative"), [("images", False), ("center", True), ("centre", False)])
 def test_study_from_camelyon17_finds_every_slide(tmp_path, style, relative, monkeypatch):
     archive = camelyon17(tmp_path / "the archive [v1]", style)
     monkeypatch.chdir(tmp_path)
@@ -46,15 +45,6 @@ def test_study_from_a_generic_archive(tmp_path):
     assert [r.slide for r in records] == ["b"]
 
 
-def test_layout_can_be_named(tmp_path):
-    archive = camelyon17(tmp_path / "a", "images")
-    touch(archive / "tumor_001.tif")
-    assert init(tmp_path / "s", archive=archive)["layout"] == "camelyon17"
-    assert init(tmp_path / "t", archive=archive, layout="camelyon16")["sites"] == [
-        {"site": "RUMC", "slides": 1}
-    ]
-
-
 def test_real_sites_let_nothing_go_unasked(tmp_path):
     init(tmp_path / "study", archive=camelyon17(tmp_path / "a", "images"), real=True)
     site = Study(tmp_path / "study").site("C1")
@@ -77,22 +67,6 @@ def test_study_is_never_written_over(tmp_path, name):
     touch(mine)
     refused(lambda: init(tmp_path / "study"), str(tmp_path / "study"), f"{name}/ exists")
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [mine]
-
-
-def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path):
-    study = tmp_path / "study"
-    archive = generic(tmp_path / "g", f"{HEADER}\na,p1,Hospital A,tumor\n")
-    touch(tmp_path / "e" / "x.tif")
-    refused(lambda: init(study, archive=archive), "site 'Hospital A' of the archive", "name")
-    refused(
-        lambda: init(study, archive=archive, layout="camelyon18"), "unknown layout", "camelyon17, camelyon16"
-    )
-    refused(lambda: init(study, archive=archive, layout="camelyon17"), "no slide of a camelyon17 archive")
-    refused(lambda: init(study, archive=tmp_path / "none"), "no such folder")
-    refused(lambda: init(study, archive=tmp_path / "e"), "no archive recognised")
-    refused(lambda: init(study, real=True), "--from")
-    refused(lambda: init(study, layout="generic"), "--from")
-    assert not study.exists()
 
 
 def test_command_prints_one_document_and_refuses_the_second_time(tmp_path, wsi_fl):

@@ -48,7 +48,7 @@ def test_every_method_trains_accounts_and_is_evaluated(study, method):
 
 @pytest.mark.parametrize(
     "method",
-    [one if one in {"proxyfl", "cwt"} else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED],
+    [one if one == "cwt" else pytest.param(one, marks=pytest.mark.slow) for one in ACCOUNTED],
 )
 def test_every_method_goes_on_to_the_same_models_after_a_kill(study, method, monkeypatch):
     whole = run(study, method, SEEDED)

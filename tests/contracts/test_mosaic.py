@@ -15,18 +15,17 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import SHARED, refused
+from conftest import refused
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from wsi_fl.demo import phantom
-from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.slides.choosing.mosaic import MosaicParams, candidates, choose, mean_colour, plan_mosaic
+from wsi_fl.models.encoder import Encoder
 from wsi_fl.slides.layouts import read_site
+from wsi_fl.slides.patching.mosaic import choose
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.prepare import sources
-from wsi_fl.stages.prepare.bag_labels import labelled
 from wsi_fl.stages.prepare.export import export
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.mosaic import mosaic
@@ -34,12 +33,7 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bag_shards import read_shard
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.study.folder import Study
-from wsi_fl.system.locks import locked
-from wsi_fl.types import CLASSES, GridSpec, SlideRecord, UsageError, WsiFlError
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-LITE0 = SHARED / "weights" / "tf_efficientnet_lite0.fp16.safetensors"
-SPEC = GridSpec(64, 1.0, 64)
+from wsi_fl.types import CLASSES, UsageError, WsiFlError
 
 
 @pytest.fixture(scope="session")
@@ -77,11 +71,6 @@ def study(archive, tmp_path):
 def settings(weights, **more):
     given = {"size_px": 64, "mpp": 1.0, "min_tissue": 0.5, "encoder": "test_efficientnet", "weights": weights}
     return [f"mosaic.{key}={value}" for key, value in (given | more).items()]
-
-
-def a_slide(archive, number=1):
-    path = sorted(archive.rglob("*.tif"))[number]
-    return SlideRecord(path, path.stem, "p", "C1", "weak", True)
 
 
 def plain_features(name, path, patches):
@@ -140,16 +129,6 @@ def test_a_new_slide_is_predicted_from_a_mosaic_made_on_the_spot(calm, archive, 
     assert "was trained on features of test_efficientnet sha256:" in failed["reason"]
 
 
-@pytest.mark.skipif(not LITE0.exists(), reason="the published weights are not here")
-def test_published_weights_give_timms_features_in_any_division_into_batches():
-    patches = np.random.default_rng(0).integers(0, 256, (7, 96, 96, 3)).astype(np.uint8)
-    encoder = Encoder("tf_efficientnet_lite0", LITE0, batch_size=4)
-    found = encode([patches[:1], patches[1:6], patches[6:]], encoder)
-    expected = plain_features("tf_efficientnet_lite0", LITE0, patches)
-    assert found.shape == (7, 1280) and found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=1e-4)
-
-
 def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
     rng = np.random.default_rng(0)
     centres = np.array([[200, 100, 150], [90, 40, 110], [230, 200, 220]])
@@ -168,44 +147,6 @@ def test_the_mosaic_keeps_of_every_colour_group_its_share_of_places_once():
         np.linalg.norm(xy[found.rows[:, None]] - xy[None], axis=-1)[:, group == k].min(0).max() for k in (0,)
     ]
     assert far[0] < 10_000
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_fewer_patches_than_clusters_are_still_a_mosaic(n):
-    colour = np.random.default_rng(n).uniform(0, 255, (n, 3))
-    found = choose(colour, np.arange(2 * n).reshape(n, 2), clusters=9, fraction=0.05, seed=0)
-    assert found.rows.tolist() == list(range(n))
-    same = choose(np.full((n, 3), 128.0), np.arange(2 * n).reshape(n, 2), clusters=9, fraction=0.05, seed=0)
-    assert len(same.rows) == 1 and same.weight.tolist() == [1.0]
-
-
-def test_a_slide_without_full_patches_gives_its_best_few_and_says_so():
-    rows, note = candidates(np.array([0.1, 0.55, 0, 0.6, 0.2], np.float32), 0.7, 9)
-    assert (
-        rows.tolist() == [1, 3]
-        and note == "no patch holds 70% tissue; the best 2 stand for the slide (55% to 60%)"
-    )
-    assert candidates(np.array([0.9, 0.2], np.float32), 0.7, 9)[0].tolist() == [0]
-    with pytest.raises(WsiFlError, match="no patch"):
-        candidates(np.zeros(3, np.float32), 0.7, 9)
-
-
-def test_the_thumbnails_mean_colours_are_those_at_5x(archive):
-    with Slide(a_slide(archive).path) as slide:
-        thumbnail, downsample = slide.thumbnail(512)
-        xy = np.array([[256, 256], [320, 512], [601, 333]])
-        found = mean_colour(thumbnail, xy, 128 / slide.mpp, downsample)
-        own = [slide.read((int(x), int(y)), 64, 2.0).mean((0, 1)) for x, y in xy]
-    np.testing.assert_allclose(found, own, atol=1.5)
-
-
-def test_mosaics_do_not_depend_on_threads_or_the_run(archive, monkeypatch):
-    first = plan_mosaic(a_slide(archive), SPEC, MosaicParams(min_tissue=0.5))
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    second = plan_mosaic(a_slide(archive), SPEC, MosaicParams(min_tissue=0.5))
-    assert np.array_equal(first.mosaic.rows, second.mosaic.rows)
-    assert np.array_equal(first.mosaic.cluster, second.mosaic.cluster)
-    assert first.kept_l0.shape == (len(first.mosaic.rows), 2)
 
 
 @pytest.mark.slow
@@ -288,11 +229,6 @@ def test_ranks_share_the_slides_and_give_the_same_store(study, calm, weights, as
             assert np.array_equal(one.bag(k).xy_l0, other.bag(k).xy_l0)
 
 
-def test_two_at_a_time_on_one_site_are_refused(study, weights):
-    with locked(study.mosaic("C1").parent, "C1"), pytest.raises(WsiFlError, match="another wsi-fl"):
-        mosaic(study, site="C1", overrides=settings(weights))
-
-
 def test_subtypes_are_classes_and_other_diagnoses_are_set_aside(study, weights, monkeypatch):
     names = {"kidney": ["KIRP", "KIRC"], "lung": ["LUAD"]}
     monkeypatch.setattr(sources, "read_site", lambda *given: (diagnosed(read_site(*given)[0]), []))
@@ -316,52 +252,6 @@ def diagnosed(records):
     ]
 
 
-def test_diagnoses_without_subtypes_are_a_mistake():
-    record = SlideRecord(Path("a.svs"), "a", "p", "T", "weak", True, diagnosis="KIRC", tumor_type="kidney")
-    refused(lambda: labelled([record], {}), "subtypes", "KIRC")
-    assert labelled([record], {"lung": ["LUAD"], "kidney": ["KIRC"]}).label == {"a": 0}
-    assert labelled([record], {"lung": ["LUAD", "KIRC"], "kidney": ["KIRP"]}).aside[0].slide == "a"
-
-
-def rename(weights, change):
-    return {change(key): value.clone() for key, value in load_file(weights).items()}
-
-
-def test_wrong_weights_end_in_one_line(weights, tmp_path):
-    state = load_file(weights)
-    path = tmp_path / "bad.safetensors"
-    name = "test_efficientnet"
-
-    def refusal(state, *words):
-        save_file(state, path)
-        refused(lambda: Encoder(name, path), *words, error=WsiFlError)
-
-    refusal({k: v for k, v in state.items() if k != "conv_stem.weight"}, "'conv_stem.weight' is missing")
-    refusal(state | {"odd.weight": torch.zeros(1)}, "'odd.weight'")
-    refusal(state | {"conv_stem.weight": torch.zeros(1, 3, 3, 3)}, "conv_stem.weight", "shape")
-    refusal(state | {"conv_stem.weight": state["conv_stem.weight"] * np.nan}, "no numbers")
-    path.write_bytes(b"no")
-    refused(lambda: Encoder(name, path), "not a readable safetensors", error=WsiFlError)
-    refused(lambda: Encoder(name, tmp_path / "none.safetensors"), "no such file", error=WsiFlError)
-    pickle = tmp_path / "kimianet.pth"
-    pickle.write_bytes(b"")
-    refused(lambda: Encoder(name, pickle), "pickle", "safetensors.torch.save_file", error=WsiFlError)
-    refused(lambda: Encoder("test_efficientnett", weights), "timm makes no such model")
-
-
-def test_published_weights_that_cannot_be_had_end_in_one_line(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    import socket
-
-    def nowhere(*_):
-        raise OSError("Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", nowhere)
-    monkeypatch.setattr("urllib.request.getproxies", dict)
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: None)
-    refused(lambda: Encoder("test_efficientnet"), "cannot be downloaded", "set weights", error=WsiFlError)
-
-
 def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
     import torchvision
 
@@ -383,23 +273,6 @@ def test_torchvisions_and_kimianets_keys_load_into_timms_densenet(tmp_path):
         with torch.inference_mode():
             maps = model.features(encoder.prepared(torch.from_numpy(patch)))
         np.testing.assert_allclose(encoder(patch), pooled(maps).mean((2, 3)).numpy(), atol=1e-4)
-
-
-def test_one_size_encoders_resize_and_others_take_patches_as_they_are(tmp_path, weights):
-    path = tmp_path / "vit.safetensors"
-    save_file(timm.create_model("test_vit", num_classes=0).state_dict(), path)
-    encoder = Encoder("test_vit", path)
-    assert encoder.input_px == 160 and encoder(np.zeros((2, 200, 200, 3), np.uint8)).shape == (2, 64)
-    refused(lambda: Encoder("test_vit", path, input_px=96), "160 px alone")
-    assert Encoder("test_efficientnet", weights).input_px is None
-    smaller = Encoder("test_efficientnet", weights, input_px=64)
-    flat = np.full((1, 128, 128, 3), 90, np.uint8)
-    np.testing.assert_allclose(smaller(flat), smaller(flat[:, :64, :64]), atol=1e-4)
-    assert (
-        "at 64 px" in smaller.label
-        and smaller.label.split(";")[0][-23:]
-        == Encoder("test_efficientnet", weights).label.split(";")[0][-23:]
-    )
 
 
 def test_export_reads_back_as_clam_and_trident_do(calm):

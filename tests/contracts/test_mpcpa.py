@@ -12,7 +12,6 @@ from safetensors.numpy import load_file
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.prepare.partition import partition
-from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Silent
 from wsi_fl.stores.images import read_data_set
@@ -116,14 +115,6 @@ def test_the_server_has_every_classifier(trained):
         assert set(own["0.bias"]) <= set(held)
 
 
-def test_predictions_are_aggregated_by_every_rule(trained):
-    study, summary = trained
-    document = evaluate(study, summary["run"])
-    rules = document["aggregated"]["rules"]
-    assert rules.keys() == {"mean", "weighted_mean", "absolute", "relative", "weighted"}
-    assert all(0 <= one["accuracy"] <= 1 and one["n"] == 72 for one in rules.values())
-
-
 def test_an_external_set_is_measured_with_every_row_of_it(trained, tmp_path):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
     rng = np.random.default_rng(5)
@@ -152,26 +143,6 @@ def test_a_finished_run_and_a_lost_package_are_resumed(trained, tmp_path):
     assert after[: len(before)] == before and all(line.get("again") for line in after[len(before) :])
     own = [load_file(folder(s, summary) / "sites/S2/private.safetensors") for s in (study, copy)]
     assert all(np.array_equal(own[0][name], own[1][name]) for name in own[0])
-
-
-def test_all_generated_learns_from_no_real_row(trained):
-    study, _ = trained
-    summary = train(study, method="generated", backend="local")
-    assert [row["n_train"] for row in summary["sites"]] == [3 * 2 * 5] * 3
-    assert evaluate(study, summary["run"])["merged"]["accuracy"]["mean"] is not None
-
-
-def test_fewer_generated_images_for_the_curve_are_not_drawn_again(trained):
-    study, _ = trained
-    before = sorted(path.name for path in (study.root / "generated").iterdir())
-    summary = train(study, method="mpcpa", backend="local", overrides=["mpcpa.per_class=2"])
-    assert [row["n_train"] for row in summary["sites"]] == [36 + 2 * 2 * 2] * 3
-    assert sorted(path.name for path in (study.root / "generated").iterdir()) == before
-
-
-def test_a_plan_can_be_tried_dry(trained):
-    plan = dry_run(trained[0], method="mpcpa", backend="local")
-    assert all(row["epsilon"] is None for row in plan["sites"])
 
 
 @pytest.mark.parametrize("missing", ["generator", "model"])
@@ -231,9 +202,9 @@ def test_a_memorising_denoiser_is_caught_and_stays_at_home(trained, tmp_path, mo
     refused(lambda: _ready(study, pipeline, "S1", Silent()), "S1", "is not released", error=WsiFlError)
 
 
-def test_one_command_trains_every_baseline(trained, tmp_path):
+def test_one_command_trains_every_baseline_and_the_curve_joins_own_and_all(trained, tmp_path):
     study = Study(copytree(trained[0].root, tmp_path / "study"))
-    document = baselines(study, backend="local")
+    document = baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
     labels = [row["row"] for row in document["rows"]]
     assert labels == [
         *(f"A{k}" for k in (1, 2, 3)),
@@ -249,19 +220,14 @@ def test_one_command_trains_every_baseline(trained, tmp_path):
     assert all(0 <= row["accuracy"] <= 1 for row in document["rows"])
     assert document["transfers"] == {"mpcpa": 9, "fedavg": 2 * 3 * 2}  # the paper counts as much
     assert [row["site"] for row in document["memorization"]] == ["S1", "S2", "S3"]
-    n_runs = len(list(study.runs.glob("0*")))
-    baselines(study, backend="local")
-    assert len(list(study.runs.glob("0*"))) == n_runs, "runs that are there are not made again"
-
-
-def test_the_curve_over_generated_images_joins_own_and_all(trained, tmp_path):
-    study = Study(copytree(trained[0].root, tmp_path / "study"))
-    document = baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
     rows = {row["row"]: row["accuracy"] for row in document["rows"]}
     assert [point["per_class"] for point in document["curve"]] == [0, 2, 5]
     assert document["curve"][0]["mean"] == rows["mean A"]
     assert document["curve"][-1]["aggregated"] == rows["aggregated B"]
     assert set(document["curve"][1]["sites"]) == {"S1", "S2", "S3"}
+    n_runs = len(list(study.runs.glob("0*")))
+    baselines(study, backend="local", overrides=["mpcpa.curve=[2]"])
+    assert len(list(study.runs.glob("0*"))) == n_runs, "runs that are there are not made again"
     refused(
         lambda: baselines(study, backend="local", overrides=["mpcpa.curve=[6]"]), "6 images", "5 are drawn"
     )

@@ -18,7 +18,6 @@ from wsi_fl.privacy import discrete
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.sums import NoisySums
-from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.plan import dry_run
@@ -248,7 +247,7 @@ def test_what_follows_from_releases_alone_holds_nothing_of_the_site():
 
 
 def test_bags_count_by_their_mean_and_padding_by_nothing():
-    from wsi_fl.learning.bags import packed
+    from wsi_fl.learning.examples import packed
 
     rng = np.random.default_rng(0)
     bags = [rng.normal(size=(m, D)).astype(np.float32) for m in (3, 7)]
@@ -326,14 +325,6 @@ def test_a_real_hospital_is_charged_for_life_and_a_dry_run_for_nothing(study):
     second = oneshot(study, *only)["sites"][0]
     assert first["lifetime_epsilon"] == pytest.approx(1, abs=1e-3)
     assert second["lifetime_epsilon"] == pytest.approx(gaussian_epsilon(sqrt(2) / 3.731, 1e-5), abs=1e-3)
-
-
-def test_pixels_are_refused_and_a_model_of_ones_own_has_no_part(study):
-    refused(lambda: oneshot(study, "train.data=patches"), "wsi-fl features")
-    file = study.root / "sites" / "S1.toml"
-    file.write_text(file.read_text() + 'private_model = "mlp_head"\n')
-    own = oneshot(study)["sites"][1]  # heads are solved: there is nothing that a model of its own could do
-    assert own["site"] == "S1"
 
 
 def test_a_site_that_dwarfs_the_others_is_no_stranger(study):
@@ -449,16 +440,6 @@ def test_who_rests_on_others_says_so_by_name(study):
     )
 
 
-def test_it_is_compared_with_hospitals_alone_at_their_best(study):
-    run = oneshot(study, "privacy.target_epsilon=8")["run"]
-    document = compare(study, [run])  # trains the hospitals alone
-    sites = {row["site"]: row for row in document["worth"]["sites"]}
-    assert sites["S0"]["verdict"] == sites["S1"]["verdict"] == "join"  # they see one class
-    assert sites["S0"]["gain"]["low"] > 0.1 and sites["S0"]["headroom"] is None  # nobody pooled
-    alone = next(row for row in document["rows"] if row["label"] == document["baseline"])
-    assert alone["method"] == "regular" and not alone["dp"]
-
-
 def test_three_void_sums_do_not_end_a_run_and_all_are_charged(study):
     with cut_off():
         oneshot(study, *SHARED)
@@ -504,7 +485,3 @@ def test_a_sum_with_a_spoilt_message_is_void(study, monkeypatch):
 
     monkeypatch.setattr(shared, "masked", spoilt)
     refused(lambda: oneshot(study, *SHARED), "the sum is void", error=WsiFlError)
-
-
-def test_fewer_than_one_colluding_site_is_refused(study):
-    refused(lambda: oneshot(study, *SHARED, "privacy.colluding=0"), "privacy.colluding")

@@ -1,12 +1,10 @@
 """Image data sets divided among simulated sites: reading, dividing, storing, and training on the result."""
 
 import json
-import zipfile
 
 import h5py
 import numpy as np
 import pytest
-from conftest import SHARED
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -77,12 +75,6 @@ def test_test_images_come_with_the_data_where_there_are_any(tmp_path, suffix):
     assert found.classes == ("0", "1", "2", "3")
 
 
-def test_floats_between_0_and_1_are_bytes_over_255(tmp_path):
-    x = pixels(3, channels=0)
-    found = read_data_set(npz(tmp_path, x=(x / 255).astype(np.float32), y=np.arange(3)))
-    assert np.array_equal(found.train.x[..., 0], x)
-
-
 GOOD, LABELS = pixels(3), np.arange(3)
 
 
@@ -91,14 +83,10 @@ GOOD, LABELS = pixels(3), np.arange(3)
     [
         ({"x": GOOD.astype(np.int32), "y": LABELS}, "x is int32; needs uint8"),
         ({"x": GOOD / 100, "y": LABELS}, "between 0 and 1"),
-        ({"x": GOOD * np.nan, "y": LABELS}, "between 0 and 1"),
         ({"x": GOOD[..., :2], "y": LABELS}, "2 channels"),
-        ({"x": GOOD[0, 0], "y": LABELS}, "has shape"),
         ({"x": np.uint8(3), "y": LABELS}, "has shape"),
         ({"x": GOOD[:0], "y": LABELS[:0]}, "no images"),
         ({"x": GOOD, "y": LABELS[:2]}, "each of the 3 images"),
-        ({"x": GOOD, "y": np.eye(3, dtype=int)}, "each of the 3 images"),
-        ({"x": GOOD, "y": np.int64(0)}, "each of the 3 images"),
         ({"x": GOOD, "y": LABELS / 2}, "whole number"),
         ({"x": GOOD, "y": LABELS - 1}, "negative"),
         ({"x": GOOD, "y": LABELS + 10**12}, "number the classes from 0"),
@@ -123,18 +111,6 @@ def test_files_of_another_kind_are_refused_in_one_line(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     refused(tmp_path / name, "not a readable")
     refused(tmp_path / "absent.npz", "no such file")
-
-
-def test_damaged_and_bare_arrays_are_refused_in_one_line(tmp_path):
-    np.save(tmp_path / "bare.npy", GOOD)
-    refused(tmp_path / "bare.npy", "not a readable npz")
-    np.savez_compressed(tmp_path / "data.npz", x=pixels(50), y=np.arange(50))
-    with zipfile.ZipFile(tmp_path / "data.npz") as archive:
-        start = archive.getinfo("x.npy").header_offset
-    content = bytearray((tmp_path / "data.npz").read_bytes())
-    content[start + 60 : start + 2000] = bytes(1940)
-    (tmp_path / "data.npz").write_bytes(content)
-    refused(tmp_path / "data.npz", "not a readable npz")
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -193,14 +169,6 @@ def test_train_and_test_folders_share_classes_channels_and_size(tmp_path):
     assert read_data_set(tmp_path, size_px=4).test.x.shape == (3, 4, 4, 3)
     save(tmp_path / "test/c/0.png", grey[0])
     refused(tmp_path, "test: c is no class of ")
-
-
-def test_folders_without_images_and_images_that_are_no_squares_are_refused(tmp_path):
-    refused(tmp_path, "make one per class")
-    save(tmp_path / "train/a/0.png", GOOD[0, :5])
-    refused(tmp_path, "no squares; .*--size-px")
-    (tmp_path / "test").mkdir()
-    refused(tmp_path, "test: no folder of images", size_px=8)
 
 
 def test_a_broken_image_is_named(tmp_path):
@@ -271,47 +239,16 @@ def test_the_majority_is_of_one_class_exactly_and_the_classes_go_round(n_sites, 
         assert len(part) == per_site
 
 
-def test_the_rest_is_drawn_from_all_other_classes_alike():
-    y = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 6000))
-    for k, part in enumerate(divided("major:0.8", y, 4, 1000)):
-        counts = np.bincount(y[part], minlength=10)
-        assert counts[k] == 800
-        others = np.delete(counts, k)
-        assert ((others - 200 / 9) ** 2 / (200 / 9)).sum() < 30  # χ² with 8 degrees of freedom: p = 0.0002
-
-
-def test_alike_parts_have_alike_classes_and_dirichlet_parts_do_not():
-    y = np.repeat(np.arange(2), 2000)
-
-    def spread(text):
-        return np.std([y[part].mean() for part in divided(text, y, 8, 100 if text == "iid" else None)])
-
-    assert spread("iid") < 0.1
-    assert spread("dirichlet:0.3") > 0.2
-    assert spread("dirichlet:1000") < 0.1
-    a, b = (np.concatenate(divided("iid", y, 2, 100, seed)) for seed in (0, 1))
-    assert not np.array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     "text",
     [
         "even",
-        "iid:",
         "iid:1",
-        "major",
-        "major:",
-        "major:x",
         "major:1.1",
-        "major:-0.1",
         "major:nan",
-        "dirichlet",
         "dirichlet:0",
-        "dirichlet:-1",
         "dirichlet:inf",
-        "dirichlet:nan",
         "",
-        "Iid",
     ],
 )
 def test_unknown_skews_are_refused_in_one_line(text):
@@ -437,11 +374,8 @@ def test_nothing_is_overwritten(tmp_path):
         ({"n_sites": 0}, "--sites"),
         ({"n_sites": 2, "per_site": 0}, "--per-site"),
         ({"n_sites": 2, "seed": -1}, "--seed"),
-        ({"n_sites": 2, "prefix": "a/b"}, "--prefix 'a/b'"),
         ({"n_sites": 2, "prefix": "../S"}, "--prefix"),
-        ({"n_sites": 2, "test_fraction": 0.0}, "--test-fraction 0.0"),
         ({"n_sites": 2, "test_fraction": 1.0}, "--test-fraction 1.0"),
-        ({"n_sites": 2, "test_fraction": 0.001}, "no test or training"),
         ({"n_sites": 2, "test_fraction": 0.999}, "no test or training"),
         ({"n_sites": 30}, "too few"),
         ({"n_sites": 2, "skew": "odd"}, "--skew 'odd'"),
@@ -494,14 +428,3 @@ def test_from_data_set_to_evaluation_on_the_command_line(tmp_path, wsi_fl):
     assert [row["n"] for row in document["sites"]] == [12, 12]
     assert [row["own"]["n"] for row in document["sites"]] == [6, 6]
     assert all(row["slides"] is None and row["own"]["slides"] is None for row in document["sites"])
-
-
-def test_mnist_among_eight_sites(tmp_path):
-    path = SHARED / "data" / "mnist_70k.npz"
-    if not path.exists():
-        pytest.skip("needs the MNIST file beside the checkout")
-    study = empty_study(tmp_path / "study")
-    document = partition(study, path, n_sites=8, per_site=100, skew="major:0.8")
-    assert [row["classes"][str(k)] for k, row in enumerate(document["sites"])] == [80] * 8
-    assert len(document["classes"]) == 10
-    assert sum(row["test"] for row in document["sites"]) == 10_000

@@ -12,7 +12,7 @@ from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site import data
 from wsi_fl.stages.site.kinds import kind_of, open_data
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.ranks import work_as_rank
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.work.console import Silent
@@ -48,7 +48,7 @@ def test_evaluate_opens_each_store_once_and_closes_it(study, stores):
 
 def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stores):
     study = make_study(tmp_path / "study", site_extra="real = true\nmax_epsilon = 9.0\ndelta = 1e-5")
-    party = Party.of(study, study.pipeline("small"), "proxyfl")
+    party = RunContext.of(study, study.pipeline("small"), "proxyfl")
     with party:
         assert not party.may_merge and not stores
         party.data("S2")
@@ -59,7 +59,7 @@ def test_a_process_opens_nobody_elses_store_where_all_keep_theirs(tmp_path, stor
 def test_site_files_are_read_once_and_stay_as_they_were(study, monkeypatch):
     read, site = [], Study.site
     monkeypatch.setattr(Study, "site", lambda self, name: read.append(name) or site(self, name))
-    party = Party.of(study, study.pipeline("small"), "proxyfl")
+    party = RunContext.of(study, study.pipeline("small"), "proxyfl")
     (study.root / "sites" / "S1.toml").write_text("no longer TOML")
     assert party.names == ["S0", "S1", "S2", "S3"] == read
     assert party.site("S1").name == "S1" and party.may_merge
@@ -76,7 +76,7 @@ def test_patches_are_read_after_their_shards_were_closed(study):
 
 
 def test_every_method_and_kind_is_known_by_name(study):
-    refused(lambda: Party.of(study, study.pipeline("small"), "fedsgd").method, "fedsgd", "proxyfl")
+    refused(lambda: RunContext.of(study, study.pipeline("small"), "fedsgd").method, "fedsgd", "proxyfl")
     assert all(method.name and method.does for method in METHODS.values())
     assert [name for name, method in METHODS.items() if not method.shares] == ["regular", "joint"]
     words = {"patches": "patches", "features": "patches", "mosaics": "slides"}

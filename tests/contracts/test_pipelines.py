@@ -14,14 +14,6 @@ from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study, shipped
 from wsi_fl.types import Images
 
-BENCHMARKS = {
-    "mnist": ("lenet5", "mlp", 250, 8, 1000, "major:0.8"),
-    "fashion_mnist": ("lenet5", "mlp", 250, 8, 1000, "major:0.8"),
-    "mnist_heterogeneous": ("mlp", "mlp", 250, 8, 1000, "major:0.8"),
-    "cifar10": ("cnn2", "cnn1", 250, 8, 3000, "major:0.3"),
-    "kvasir": ("vgg11", "vgg11", 128, 8, None, "dirichlet:0.5"),
-}
-
 
 @pytest.fixture
 def study(tmp_path):
@@ -36,35 +28,6 @@ def first_line(name):
     divide, train = (shlex.split(command) for command in line.removeprefix("# ").split("&&"))
     assert (divide[:2], train[:2]) == (["wsi-fl", "partition"], ["wsi-fl", "train"])
     return [dict(zip(words[::2], words[1::2], strict=True)) for words in (divide[3:], train[2:])]
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_a_benchmark_has_every_setting_of_the_paper(study, name):
-    """Sections 4.1 to 4.3."""
-    private, proxy, batch_size, n_sites, per_site, skew = BENCHMARKS[name]
-    pipeline = study.pipeline(name)
-    assert (pipeline.model.private, pipeline.model.proxy) == (private, proxy)
-    train, privacy = pipeline.train, pipeline.privacy
-    assert train.batch_size == batch_size
-    assert (train.lr, train.weight_decay, train.epochs_per_round) == (1e-3, 1e-4, 1)
-    assert (train.alpha, train.beta, train.augment) == (0.5, 0.5, "none")
-    assert (privacy.enabled, privacy.mode, privacy.sigma, privacy.clip) == (True, "paper", 1.0, 1.0)
-    assert privacy.delta <= 1 / (per_site or 750)
-    assert pipeline.topology.self_weight == 0
-    divided, trained = first_line(name)
-    assert int(divided["--sites"]) == n_sites
-    assert divided.get("--per-site") == (str(per_site) if per_site else None)
-    assert divided["--skew"] == skew
-    assert (trained["--method"], trained["--pipeline"]) == ("proxyfl", name)
-
-
-def test_kvasir_holds_2000_of_8000_images_out(study):
-    divided, _ = first_line("kvasir")
-    assert float(divided["--test-fraction"]) * 8000 == 2000
-    pipeline = study.pipeline("kvasir")
-    size_px = int(divided["--size-px"])
-    model = build(pipeline.model.private, n_classes=8, shape=Images(3, size_px), seed=0)
-    assert sum(p.numel() for p in model.parameters()) < 10_000_000
 
 
 def write_images(path, n, side, channels, n_classes):

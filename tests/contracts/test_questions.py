@@ -13,21 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import r2_score
 
-from wsi_fl.learning.objectives import mutual
-from wsi_fl.learning.survival import kaplan_meier, logrank, risk
-from wsi_fl.learning.tasks import CLASSES, Classes, Number, Survival, intervals, quality, scored
-from wsi_fl.stages.answers.audit import audit
+from wsi_fl.learning.survival import kaplan_meier, risk
+from wsi_fl.learning.tasks import Classes, Number, Survival, intervals, mutual
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.site.kinds import open_data
-from wsi_fl.stages.site.targets import outputs_of, task_of
+from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.training.train import train
 from wsi_fl.stores.bags import Bag, BagMeta, write_bags
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Target
-from wsi_fl.types import BagTable, GridSpec, UsageError, WsiFlError
+from wsi_fl.types import BagTable, GridSpec, WsiFlError
 
 sksurv = pytest.importorskip("sksurv.metrics", reason="without the extra `survival`")
 ENDS = (1.0, 2.0, 4.0)
@@ -181,35 +179,6 @@ def test_intervals_of_numbers_are_those_of_the_rows_that_were_drawn():
     assert intervals(said, constant, patient, task, repeats=40)["r2"] is None
 
 
-def test_scores_of_survival_that_cannot_be_computed_are_none():
-    task = Survival(ENDS)
-    said = np.full((3, 3), 0.5)
-    nobody = np.array([[1.0, 0], [2, 0], [3, 0]])
-    assert scored(said, nobody, task) == {"n": 3, "concordance": None, "integrated_brier": None}
-    assert scored(said[:0], nobody[:0], task)["concordance"] is None
-    assert logrank(nobody, np.array([True, False, True])) is None
-    one_alone_at_the_event = np.array([[1.0, 0], [2, 1]])
-    assert logrank(one_alone_at_the_event, np.array([True, False])) is None
-    assert quality(said, nobody, task) is None
-
-
-def test_knowing_the_future_scores_better_than_guessing():
-    rng = np.random.default_rng(0)
-    time = rng.exponential(2.0, 80)
-    truth = np.stack([np.minimum(time, 5), time < 5], 1)
-    known = (time[:, None] > np.array(ENDS)).astype(float) * 0.98 + 0.01
-    task = Survival(ENDS)
-    knows, guesses = scored(known, truth, task), scored(np.full_like(known, 0.5), truth, task)
-    assert knows["concordance"] > 0.85 and guesses["concordance"] == 0.5
-    assert knows["integrated_brier"] < 0.05
-    assert guesses["integrated_brier"] > 0.2
-    low, high = intervals(known, truth, np.arange(80).astype(str), task, repeats=50)["concordance"]
-    assert low <= knows["concordance"] <= high
-    assert (
-        scored(known[:, :1], truth, Survival((0.01,)))["integrated_brier"] is None
-    )  # one end is no integral
-
-
 # what is asked
 
 
@@ -217,24 +186,15 @@ def test_knowing_the_future_scores_better_than_guessing():
     ("target", "said"),
     [
         ({"column": "x"}, "say column with classes"),
-        ({"classes": ["a", "b"]}, "say column with classes"),
-        ({"column": "x", "classes": ["a", "b"], "range": [0.0, 1.0]}, "say column with classes"),
         ({"column": "x", "classes": ["a", "a"]}, "named twice"),
         ({"column": "x", "classes": ["a", "b"], "ignore": ["b"]}, "target.ignore too"),
         ({"column": "x", "range": [1.0, 0.0]}, "the smallest number comes first"),
         ({"time": "t"}, "survival needs time, event and intervals"),
         ({"time": "t", "event": "e", "intervals": [2.0, 1.0]}, "the ends must rise"),
-        ({"time": "t", "event": "e", "intervals": [0.0, 1.0]}, "above 0"),
     ],
 )
 def test_what_is_no_question_is_refused(target, said):
     refused(lambda: task_of(Target(**target)), said)
-
-
-def test_outputs_are_named_after_what_they_say():
-    assert outputs_of(Target(column="x", classes=["a", "b"])) == ("a", "b")
-    assert outputs_of(Target(column="x", range=[0.0, 1.0])) == ("x",)
-    assert outputs_of(Target(time="t", event="e", intervals=[6.0, 12.5])) == ("6", "12.5")
 
 
 # a study whose slides show how much tumour there is, which decides everything else
@@ -382,27 +342,12 @@ def test_a_slide_is_predicted_with_the_chance_of_being_without_the_event(survive
     assert len(patches) == row["patches"] and 0 <= float(patches[0]["without_event_36"]) <= 1
 
 
-def test_an_attack_on_survival_ranks_by_its_own_loss(survived):
-    study, runs = survived
-    found = audit(study, runs["regular"])
-    found = [model["membership"]["own"]["auroc"] for site in found["sites"] for model in site["models"]]
-    assert len(found) == 2 and all(0.3 <= value <= 1 for value in found)
-
-
 def test_a_number_is_learned(study):
     run = train(study, method="proxyfl", overrides=[*NUMBER, OPEN, "train.rounds=12"], backend="local")["run"]
     document = evaluate(study, run)
     assert document["merged"]["r2"]["mean"] > 0.5
     assert document["merged"]["mae"]["mean"] < 0.2
     assert "Each dot is a test" in report(study, run).read_text()
-
-
-def test_classes_of_a_column_are_learned_as_those_of_a_store(study):
-    run = train(study, method="proxyfl", overrides=[*GRADE, OPEN, "train.rounds=12"], backend="local")["run"]
-    document = evaluate(study, run)
-    assert document["task"] == "classes" and document["merged"]["auroc"]["mean"] > 0.9
-    with (study.run(run) / "sites/S0/predictions.csv").open() as file:
-        assert {"p_low", "p_high"} <= set(next(csv.DictReader(file)))
 
 
 def test_survival_is_learned_with_differential_privacy_and_costs_what_classes_cost(study):
@@ -452,12 +397,6 @@ def test_slides_without_an_answer_are_left_out_and_named(study, capsys):
     assert "site S0: 2 of 48 slides have no answer in S0.csv and are left out: S0_0_0, S0_0_1" in said
 
 
-def test_two_slides_of_one_name_are_not_taken_for_one(study):
-    rows = [{"slide": "2019/S0_0_0.svs", "grade": "low"}, {"slide": "2020/S0_0_0.svs", "grade": "high"}]
-    write_table(study.root / "S0.csv", rows)
-    refused(lambda: opened(study, *GRADE), "different answers for slides that are all called S0_0_0")
-
-
 def test_a_real_hospitals_page_shows_no_single_patient(survived):
     study, runs = survived
     evaluate(study, runs["proxyfl"])
@@ -471,33 +410,6 @@ def test_a_real_hospitals_page_shows_no_single_patient(survived):
             assert ("The test patients of S0" in page) is not pictures
     finally:
         file.write_text(before)
-
-
-def test_lines_may_name_slides_by_file_and_sites_share_a_table(study):
-    rows = [
-        {"slide_id": f"slides/S0_{k}_{s}.svs", "site": "S0", "burden": f"{(2 * k + s) / 100}"}
-        for k in range(N)
-        for s in range(2)
-    ]
-    write_table(study.root / "S0.csv", [*rows, {"slide_id": "x.svs", "site": "S1", "burden": "nonsense"}])
-    with opened(study, *NUMBER) as data:
-        assert data.table.label[:4].tolist() == pytest.approx([0, 0.01, 0.02, 0.03])
-    refused(
-        lambda: opened(study, *NUMBER, 'target.per="patient"'),
-        "the slides of patient P0 have different answers",
-    )
-
-
-def test_a_site_without_a_table_or_with_another_ones_is_told(study):
-    file = study.root / "sites" / "S0.toml"
-    file.write_text('name = "S0"\nreal = false\n')
-    refused(lambda: opened(study, *NUMBER), "name it with clinical")
-    file.write_text('name = "S0"\nreal = false\nclinical = "none.csv"\n')
-    refused(lambda: opened(study, *NUMBER), "no such file")
-    write_table(study.root / "none.csv", [{"patient": "Z", "burden": "0.5"}])
-    refused(lambda: opened(study, *NUMBER), "for none of the 48 slides")
-    write_table(study.root / "none.csv", [{"name": "Z", "burden": "0.5"}])
-    refused(lambda: opened(study, *NUMBER), "has no column of slides")
 
 
 @pytest.mark.parametrize(
@@ -516,26 +428,3 @@ def test_what_works_with_classes_alone_is_refused_for_other_questions(study, ove
     if "canaries" in said:
         with_sums = partial(train, study, method="oneshot", overrides=[*NUMBER], backend="local")
         refused(with_sums, "target.range", "excludes a method of sums")
-
-
-def test_a_lone_hospital_tunes_by_the_score_of_the_question(study):
-    run = train(
-        study,
-        method="regular",
-        overrides=[*SURVIVAL, OPEN, "train.tune=true", "train.rounds=4"],
-        backend="local",
-    )["run"]
-    kept = json.loads((study.run(run) / "sites/S0/tuned.json").read_text())
-    assert kept["by"] == "cross-validation" and kept["balance"] is False
-
-
-def test_without_the_extra_one_line_says_how_to_install_it(monkeypatch):
-    from wsi_fl.learning import survival
-
-    monkeypatch.setattr(survival, "find_spec", lambda name: None)
-    refused(
-        lambda: task_of(Target(time="t", event="e", intervals=[1.0])),
-        "pip install 'wsi-fl[survival]'",
-        error=UsageError,
-    )
-    assert task_of(Target(column="x", classes=["a", "b"])) is CLASSES

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import base64
 import io
 import math
 import os
@@ -17,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import REAL, make_study
-from PIL import Image, ImageDraw
+from PIL import Image
 
-from wsi_fl.report import figures, pictures, words
+from wsi_fl.report import words
 from wsi_fl.report.page import Page
 from wsi_fl.report.run import render
 from wsi_fl.runs.run import RunFolder
@@ -27,7 +26,6 @@ from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.report import report
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
-from wsi_fl.types import WsiFlError
 
 CONFIG = """# wsi-fl train --pipeline camelyon17_small
 [train]
@@ -107,31 +105,15 @@ def history(rng: np.random.Generator, rounds: int, own: float, merged: float) ->
 
 
 def patch(rng: np.random.Generator, tumor: bool, tint: int) -> np.ndarray:
-    """Something pink with nuclei, 96 px."""
-    stains = [(236, 205, 220), (228, 190, 214), (240, 214, 208), (221, 198, 226)]
-    image = Image.new("RGB", (96, 96), stains[tint % 4])
-    draw = ImageDraw.Draw(image)
-    for _ in range(120 if tumor else 60):
-        x, y = rng.integers(0, 96, 2).tolist()
-        r = int(rng.integers(4, 8) if tumor else rng.integers(2, 5))
-        draw.ellipse((x - r, y - r, x + r, y + r - 1), fill=(118 + 12 * (tint % 4), 70, 150))
-    return np.asarray(image)
+    """Something pink, 96 px."""
+    return rng.integers(60, 200, (96, 96, 3), np.uint8) // (1 + tumor) + np.uint8(
+        [40 + 9 * (tint % 4), 0, 30]
+    )
 
 
-def overview(rng: np.random.Generator, side: int = 900) -> bytes:
-    image = Image.new("RGB", (side, side * 3 // 4), (247, 246, 248))
-    draw = ImageDraw.Draw(image)
-    for _ in range(3):
-        x, y = rng.integers(side // 5, side * 3 // 5, 2).tolist()
-        r = int(rng.integers(side // 10, side // 5))
-        draw.ellipse((x - r, y - r, x + r, y + r // 2), fill=(224, 178, 205), outline=(40, 90, 60), width=4)
-        for _ in range(60):
-            px, py = x + int(rng.integers(-r, r)), y + int(rng.integers(-r // 2, r // 2))
-            draw.rectangle(
-                (px, py, px + 9, py + 9), outline=(200, 60, 30) if rng.random() < 0.5 else (0, 114, 178)
-            )
+def overview(rng: np.random.Generator) -> bytes:
     out = io.BytesIO()
-    image.save(out, "PNG")
+    Image.fromarray(rng.integers(0, 256, (45, 60, 3), np.uint8)).resize((900, 675)).save(out, "PNG")
     return out.getvalue()
 
 
@@ -395,22 +377,6 @@ def test_the_page_is_accessible(document: Document) -> None:
     assert n_charts == sum(a.get("role") == "img" for _, a in document.tags) == tags.count("svg") > 10
 
 
-def test_sections_come_in_the_order_of_a_reader(document: Document) -> None:
-    assert [a["id"] for tag, a in document.tags if tag == "section"] == [
-        "result",
-        "comparison",
-        "training",
-        "privacy",
-        "sites",
-        "errors",
-        "transfer",
-        "data",
-        "communication",
-        "slides",
-        "provenance",
-    ]
-
-
 def test_tables_hold_the_numbers_of_the_run(page: Page, document: Document) -> None:
     assert page.evaluation
     merged = document.table("Model of", "Macro-accuracy", "ECE")
@@ -495,13 +461,6 @@ def test_the_comparison_is_with_the_best_run_of_its_kind(small: Page) -> None:
     assert "a site alone without DP 0.75 ± 0.01" in text
 
 
-def test_no_better_than_a_constant_answer_is_said(small: Page) -> None:
-    assert small.evaluation
-    poor = {**small.evaluation, "merged": {m: {"mean": 0.5, "sd": 0.01} for m in MAIN}}
-    assert "No better than a constant answer" in Document(render(replace(small, evaluation=poor))).text
-    assert "No better than a constant answer" not in Document(render(small)).text
-
-
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -564,7 +523,7 @@ def test_numbers_that_could_not_be_computed_are_dashes(nothing: float | None) ->
     assert document.table("Model of", "ECE")["C1"] == ["–"] * 9
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_any_number_may_be_missing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     page = without_confusion(make_page(n_sites=2, rounds=3, n_overviews=0))
@@ -612,54 +571,6 @@ def test_sixty_sites_stay_readable_and_quick() -> None:
     pooled = np.sum([s["confusion"] for s in page.evaluation["sites"]], axis=0)
     shown = document.table("true ↓ predicted →", "tumor")["tumor"][1]
     assert shown.startswith(f"{pooled[1][1]:,} ")
-
-
-def test_other_classes_than_healthy_and_tumor() -> None:
-    digits = tuple(str(d) for d in range(10))
-    document = Document(render(make_page(classes=digits, rounds=3)))
-    assert len(document.table("true ↓ predicted →", *digits)) == 10
-    assert document.table("Site", "Patients", "9", "sum")["C1"][2:13] == ["470"] * 10 + ["4,700"]
-
-
-def test_a_usual_page_takes_under_four_seconds_and_two_runs_agree(page: Page) -> None:
-    start = time.perf_counter()
-    first = render(page)
-    assert time.perf_counter() - start < 4
-    assert render(page) == first
-
-
-def test_forty_large_overviews_stay_under_eight_megabytes() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(noise).save(out, "PNG", compress_level=1)
-    page = make_page(rounds=3, n_overviews=0)
-    many = {f"C{i + 1}": [(f"slide_{k}", out.getvalue()) for k in range(10)] for i in range(4)}
-    html = render(replace(page, overviews=many))
-    assert html.count("Overview of slide") == 40
-    assert len(html.encode()) < 8_000_000
-
-
-def test_pictures_keep_their_look() -> None:
-    pixels = np.full((48, 48, 3), (200, 90, 160), np.uint8)
-    back = np.asarray(Image.open(io.BytesIO(base64.b64decode(pictures.patch_uri(pixels).split(",")[1]))))
-    assert back.shape == pixels.shape
-    assert np.abs(back.astype(int) - pixels).max() <= 4
-    grey = base64.b64decode(pictures.patch_uri(pixels[..., :1]).split(",")[1])
-    assert np.abs(np.asarray(Image.open(io.BytesIO(grey))).astype(int) - 200).max() <= 4
-    out = io.BytesIO()
-    Image.new("RGBA", (300, 200), (0, 0, 0, 0)).save(out, "PNG")
-    ((_, uri),) = pictures.overview_uris({"A": [("s", out.getvalue())]})["A"]
-    seen = Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))
-    assert seen.size == (300, 200) and seen.getpixel((5, 5)) == (255, 255, 255), (
-        "transparent is paper, not black"
-    )
-
-
-def test_a_broken_overview_is_named() -> None:
-    page = make_page(rounds=3, n_overviews=0)
-    with pytest.raises(WsiFlError, match=r"overview of slide s1 of site C2: not a readable picture") as error:
-        render(replace(page, overviews={"C2": [("s1", b"no picture")]}))
-    assert "\n" not in str(error.value)
 
 
 def mixed(study: Study) -> str:
@@ -722,59 +633,7 @@ def test_the_page_of_simulated_sites_shows_their_pictures_without_a_banner(
     assert "left out" not in capsys.readouterr().err
 
 
-def lab(rgb: np.ndarray) -> np.ndarray:
-    """CIELAB of linear sRGB."""
-    xyz = rgb @ np.array([[0.4124, 0.2126, 0.0193], [0.3576, 0.7152, 0.1192], [0.1805, 0.0722, 0.9505]])
-    f = np.cbrt(xyz / (0.9505, 1.0, 1.089))
-    return np.stack(
-        [116 * f[..., 1] - 16, 500 * (f[..., 0] - f[..., 1]), 200 * (f[..., 1] - f[..., 2])], axis=-1
-    )
-
-
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
-DEFICIENCIES = {
-    "none": np.eye(3),
-    "protan": np.array(
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-    ),
-    "deutan": np.array(
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-    ),
-}
-
-
-@pytest.mark.parametrize("sight", DEFICIENCIES)
-@pytest.mark.parametrize("theme", [0, 1])
-def test_colours_of_sites_can_be_told_apart(theme: int, sight: str) -> None:
-    css = (Path(figures.__file__).parent / "style.css").read_text()
-    hexes = [re.findall(rf"--s{i}: #(\w{{6}})", css)[theme] for i in range(figures.N_COLORS)]
-    srgb = np.array([[int(h[i : i + 2], 16) for i in (0, 2, 4)] for h in hexes]) / 255
-    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
-    colors = lab(np.clip(linear @ DEFICIENCIES[sight].T, 0, 1))
-    distance = np.linalg.norm(colors[:, None] - colors[None], axis=-1) + 1e3 * np.eye(len(colors))
-    assert distance[:4, :4].min() > 20
-    assert distance.min() > 9
-
-
-def test_charts_carry_variables_not_colours() -> None:
-    colors = {"A": figures.site_color(0, 2), "B": figures.site_color(1, 2)}
-    chart = figures.curves({"A": [(1, 0.5), (2, 0.6)], "B": [(1, 0.4), (2, 0.7)]}, colors, "Accuracy")
-    assert {"var(--s0)", "var(--s1)", "var(--ink)"} <= set(re.findall(r"var\(--\w+\)", chart.svg))
-    assert not re.findall(r"(?:stroke|fill): #\w+", chart.svg)
-    assert (
-        chart.alt
-        == "Accuracy by round. A from 0.500 to 0.600; B from 0.400 to 0.700; mean from 0.450 to 0.650."
-    )
-
-
-def test_a_distant_budget_does_not_flatten_the_curve() -> None:
-    points = {"A": [(1, 0.5), (2, 1.0)]}
-    near = figures.budget_curves(points, {"A": figures.INK}, {"A": 3.0}, "ε spent")
-    far = figures.budget_curves(points, {"A": figures.INK}, {"A": 300.0}, "ε spent")
-    assert "budget 3<" in near.svg and "budget 300" not in far.svg
-    assert "budget of A 300" in far.alt
-
-
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium")
 MEASURE = """<script>addEventListener('load', () => {
   const sizes = [...document.querySelectorAll('svg')].flatMap(s => [...s.querySelectorAll('text')].map(t =>
@@ -797,8 +656,7 @@ def chromium(profile: Path, *arguments: str) -> str:
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("n_sites", [4, 60])
+@pytest.mark.parametrize(("width", "n_sites"), [(390, 4), (1280, 60)])
 def test_nothing_overflows_and_chart_text_is_legible(tmp_path: Path, width: int, n_sites: int) -> None:
     html = render(make_page(n_sites=n_sites, rounds=4, n_overviews=0))
     (tmp_path / "page.html").write_text(html.replace("</body>", MEASURE))
@@ -811,23 +669,6 @@ def test_nothing_overflows_and_chart_text_is_legible(tmp_path: Path, width: int,
     assert int(found[2]) == width
     assert int(found[1]) <= width, "the page scrolls sideways"
     assert float(found[3]) >= 8
-
-
-@pytest.mark.skipif(not CHROMIUM, reason="no chromium on PATH nor in CHROMIUM: the page is not looked at")
-def test_a_browser_paints_the_page(tmp_path: Path, page: Page) -> None:
-    (tmp_path / "page.html").write_text(render(page))
-    shot = tmp_path / "shot.png"
-    chromium(
-        tmp_path / "profile",
-        "--window-size=1280,1600",
-        f"--screenshot={shot}",
-        f"file://{tmp_path}/page.html",
-    )
-    pixels = np.asarray(Image.open(shot).convert("RGB")).astype(int)
-    assert pixels.shape == (1600, 1280, 3)
-    ink = np.abs(pixels - pixels[2, 2]).max(axis=-1) > 60
-    assert 0.01 < ink.mean() < 0.5
-    assert all(band.any() for band in np.array_split(ink[:1200], 6)), "part of the page is empty"
 
 
 def test_hospitals_that_keep_their_patches_to_themselves_get_a_page_without_merged_numbers(

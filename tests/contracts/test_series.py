@@ -4,12 +4,11 @@ import json
 import re
 
 import pytest
-from conftest import make_study, refused
+from conftest import make_study
 
 from wsi_fl.federation import loop
 from wsi_fl.stages.training import series
 from wsi_fl.stages.training.series import resume_series, train_series
-from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import load_pipeline
 
 
@@ -66,11 +65,6 @@ def test_ctrl_c_between_two_runs_of_a_series_names_the_way_on(study, monkeypatch
     assert seeds_of(study) == [0, 1]
 
 
-def test_a_run_alone_is_no_series(study):
-    train(study, method="regular", backend="local")
-    assert resume_series(study, "1") is None
-
-
 def test_the_command_line(study, wsi_fl):
     done = wsi_fl(
         "train", "--method", "regular", "--seeds", 2, "--backend", "local", "--json", cwd=study.root
@@ -85,8 +79,3 @@ def test_the_command_line(study, wsi_fl):
     ):
         done = wsi_fl("train", *arguments, cwd=study.root)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
-
-
-def test_a_series_starts_its_own_ranks(study, monkeypatch):
-    monkeypatch.setattr(series, "launched_ranks", lambda: 2)
-    refused(lambda: train_series(study, seeds=2, method="regular"), "leave out mpiexec or srun")

@@ -102,7 +102,8 @@ def table():
 
 
 def test_the_page_on_privacy_has_the_table_of_shares():
-    assert "\n".join(table()) in (PACKAGE.parent / "docs" / "PRIVACY.md").read_text(encoding="utf-8")
+    page = (PACKAGE.parent / "docs" / "PRIVACY.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in table() if line not in page] == []
 
 
 @pytest.mark.parametrize("name", ["fedavg", "avgpush", "cwt", "fml", "proxyfl"])

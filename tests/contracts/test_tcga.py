@@ -15,15 +15,12 @@ from test_layouts import generic
 from wsi_fl.demo.phantom import write_pyramid
 from wsi_fl.slides.layouts import Sources, describe, detect, list_site, read_site
 from wsi_fl.slides.layouts.tcga import parse_barcode
-from wsi_fl.slides.layouts.tcga_codes import institutions, site_of
+from wsi_fl.slides.layouts.tcga_codes import site_of
 from wsi_fl.stages.prepare.init import Tables, init
 from wsi_fl.stages.prepare.sources import sources_of
 from wsi_fl.stages.prepare.tile import tile
-from wsi_fl.study.folder import Study, load_pipeline, shipped
-from wsi_fl.study.pipeline import Pipeline, pipeline_model
-from wsi_fl.study.site import SiteFile
-from wsi_fl.study.toml import dump_toml, validated
-from wsi_fl.types import UsageError, WsiFlError
+from wsi_fl.study.folder import Study, shipped
+from wsi_fl.types import WsiFlError
 
 refused = partial(conftest.refused, error=WsiFlError)
 
@@ -113,49 +110,11 @@ def test_barcodes_are_read_as_strings(name, fields):
 
 
 @pytest.mark.parametrize(
-    "name", ["TCGA-BH-A0B3.svs", "TCGA-BH-A0B3-01A-11R-A056-07.svs", "tcga-bh-a0b3-01z-00-dx1.svs", "x.svs"]
-)
-def test_what_is_no_slide_has_no_barcode(name):
-    assert parse_barcode(name) is None
-
-
-def test_the_four_institutions_have_all_their_codes():
-    known = institutions()
-    spellings: dict[str, set[str]] = {}
-    for code, institution in known.items():
-        spellings.setdefault(institution, set()).add(code)
-    assert {name: len(codes) for name, codes in spellings.items() if "Kettering" not in name} == {
-        "University of Pittsburgh": 23,
-        "Indivumed": 8,
-        "Asterand": 20,
-        "MSKCC": 13,
-    }
-    assert sum(len(codes) for name, codes in spellings.items() if "Kettering" in name) == 10
-    codes = {
-        site: {c for c, name in known.items() if site_of(name) == site}
-        for site in set(map(site_of, known.values()))
-    }
-    assert {site: len(found) for site, found in codes.items()} == {
-        "tcga-pittsburgh": 23,
-        "tcga-indivumed": 8,
-        "tcga-asterand": 20,
-        "tcga-mskcc": 23,
-    }
-    for site, code in (("pittsburgh", "BH"), ("indivumed", "A8"), ("asterand", "E9"), ("mskcc", "AO")):
-        assert code in codes[f"tcga-{site}"]
-
-
-@pytest.mark.parametrize(
     ("names", "site"),
     [
         (("MSKCC", " Memorial  Sloan Kettering", "Memorial Sloan-Kettering Cancer Center"), "tcga-mskcc"),
-        (("MD Anderson", "University of Texas MD Anderson Cancer Center"), "tcga-md-anderson"),
-        (("Duke", "Duke University"), "tcga-duke"),
         (("St. Joseph's Hospital (AZ)", "St. Joseph's Hospital Arizona"), "tcga-st-josephs-arizona"),
         (("St Joseph's Medical Center (MD)", "St. Joseph's Medical Center-(MD)"), "tcga-st-josephs-maryland"),
-        (("International Genomics Conosrtium",), "tcga-international-genomics-consortium"),
-        (("Mayo Clinic - Rochester", "Mayo"), "tcga-mayo"),
-        (("Mayo Clinic Arizona",), "tcga-mayo-clinic-arizona"),
         (("University of São Paulo",), "tcga-university-of-sao-paulo"),
     ],
 )
@@ -377,13 +336,6 @@ def test_options_of_an_archive_and_their_mistakes(tmp_path):
         "diagnose",
         "'patient', 'diagnosis', 'tumor_type' or 'project'",
     )
-    refused(lambda: init(tmp_path / "other", tables=Tables("tss")), "--from")
-    refused(lambda: init(tmp_path / "other", archive=archive, pipeline="x.toml"), "unknown pipeline 'x.toml'")
-    refused(
-        lambda: init(tmp_path / "other", archive=archive, pipeline="camelyon71"),
-        "unknown pipeline",
-        "tcga_subtypes",
-    )
     plain = generic(tmp_path / "g", "slide,patient,site,label\na,p1,north,tumor\n")
     refused(
         lambda: init(tmp_path / "other", archive=plain, tables=Tables("tss")),
@@ -416,32 +368,6 @@ def test_generic_archives_may_have_diagnoses(tmp_path):
         lambda: init(tmp_path / "bare", archive=bare, pipeline="tcga_subtypes"),
         "none of its slides has a diagnosis",
     )
-
-
-def test_keys_of_a_table_are_quoted_where_they_must_be(tmp_path):
-    pipeline = validated(
-        pipeline_model(), {"subtypes": {'Head & "Neck"': ["a \\ b"], "": ["c"], "Lung": ["d"]}}, "p"
-    )
-    (tmp_path / "config.toml").write_text(dump_toml(pipeline))
-    assert load_pipeline(tmp_path / "config.toml") == pipeline
-    site = validated(SiteFile, {"name": "a", "columns": {"patient": "the patient"}}, "a")
-    assert '\n[columns]\npatient = "the patient"\n' in dump_toml(site)
-
-
-@pytest.mark.parametrize("name", ["pittsburgh", "indivumed", "asterand", "mskcc"])
-def test_shipped_site_has_the_codes_of_its_institution(name):
-    site = Study(shipped("sites").parent).site(f"tcga-{name}")
-    codes = [Path(pattern).name[5:7] for pattern in site.slides or []]
-    assert codes == sorted(c for c, one in institutions().items() if site_of(one) == site.name)
-
-
-def test_the_shipped_study_is_the_patents():
-    pipeline = load_pipeline(shipped("pipelines") / "tcga_subtypes.toml")
-    train, privacy = pipeline.train, pipeline.privacy
-    assert (train.data, train.rounds, train.batch_size, train.lr) == ("mosaics", 50, 16, 1e-3)
-    assert (privacy.sigma, privacy.clip, privacy.enabled) == (1.4, 0.7, True)
-    assert (pipeline.model.private, pipeline.model.proxy) == ("deepset", "deepset")
-    assert pipeline.mosaic == Pipeline().mosaic
 
 
 def paint(path: Path, seed: int) -> None:
@@ -497,16 +423,3 @@ def test_command_makes_a_study_whose_slides_can_be_read(tmp_path, wsi_fl):
     )
     assert wrong.returncode == 2 and "'no' is missing" in wrong.stderr
     assert len(wrong.stderr.strip().split("\n")) == 1 and not (tmp_path / "wrong").exists()
-
-
-def test_mistake_in_a_site_file_of_tcga_is_one_line(tmp_path):
-    for values, words in (
-        ({"slide_types": ["DZ"]}, ("slide_types.0", "'DX', 'TS', 'BS' or 'MS'")),
-        ({"slide_types": []}, ("slide_types", "at least 1")),
-        ({"columns": {"diagnose": "x"}}, ("columns.diagnose", "'diagnosis'")),
-        ({"manifest": 5}, ("manifest = 5", "string")),
-    ):
-        with pytest.raises(UsageError) as caught:
-            validated(SiteFile, {"name": "a", **values}, "sites/a.toml")
-        for word in words:
-            assert word in str(caught.value) and "\n" not in str(caught.value), str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shapely import affinity
 
-from wsi_fl.slides.choosing.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
+from wsi_fl.slides.patching.annotations import Annotations, read_annotations, tumor_fraction, unsure_fraction
 from wsi_fl.types import WsiFlError
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data" / "annotations"
@@ -68,11 +67,6 @@ def test_points_are_taken_in_their_order(tmp_path):
     text = path.read_text().replace('Order="1"', 'Order="x"').replace('Order="2"', 'Order="1"')
     path.write_text(text.replace('Order="x"', 'Order="2"'))
     assert read_annotations(path).tumor.area == 5_000  # now a bow tie
-
-
-def test_overlapping_outlines_count_once(tmp_path):
-    moved = [(x + 50, y) for x, y in SQUARE]
-    assert read_annotations(asap(tmp_path / "a.xml", ("_0", SQUARE), ("_1", moved))).tumor.area == 15_000
 
 
 def test_an_outline_without_a_group_is_unsure_beside_named_ones_and_tumour_alone(tmp_path):
@@ -167,40 +161,6 @@ def test_odd_rings_are_repaired_or_dropped(tmp_path, ring, area):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.xml", "<ASAP_Annotations><Annotations>"),
-        ("a.xml", "<Annotations><Annotation><Regions /></Annotation></Annotations>"),
-        ("a.xml", '<ASAP_Annotations><Annotation PartOfGroup="Tumor"><Coordinates><Coordinate Order="0" X="1,5" Y="2"/>'
-                  "</Coordinates></Annotation></ASAP_Annotations>"),
-        ("a.xml", '<ASAP_Annotations><Annotation PartOfGroup="Tumor"><Coordinates><Coordinate Order="0" Y="2"/>'
-                  "</Coordinates></Annotation></ASAP_Annotations>"),
-        ("a.json", '{"type": "FeatureCollection", "features": [{'),
-        ("a.json", ""),
-        ("a.json", "3"),
-        ("a.json", '{"type": "FeatureCollection", "features": 4}'),
-        ("a.json", '{"type": "Polygon"}'),
-        ("a.json", '{"type": "Polygon", "coordinates": [[[1, "two"], [3, 4], [5, 6]]]}'),
-        ("a.json", '{"type": "Polygon", "coordinates": [[[1, NaN], [3, 4], [5, 6]]]}'),
-        ("a.json", '{"type": "Circle", "coordinates": [1, 2]}'),
-        ("a.json", "\udcff\udcfe"),
-    ],
-)  # fmt: skip
-def test_malformed_files_fail_in_one_line_with_the_path(tmp_path, name, text):
-    path = tmp_path / name
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(WsiFlError) as failure:
-        read_annotations(path)
-    assert str(failure.value).startswith(f"{path}: ")
-    assert "\n" not in str(failure.value)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(WsiFlError, match=r"gone\.xml: cannot read"):
-        read_annotations(tmp_path / "gone.xml")
-
-
 def star(n, seed=0, radius=20_000.0, centre=30_000.0):
     """A ragged outline of n vertices."""
     angle = np.linspace(0, 2 * np.pi, n, endpoint=False)
@@ -232,24 +192,6 @@ def test_patches_that_only_touch_an_outline_share_no_area_with_it():
     assert inside.tolist() == [1]
 
 
-def test_no_outline_means_no_share():
-    assert tumor_fraction(Annotations(NOTHING, NOTHING), np.zeros((3, 2), np.int64), 10.0).tolist() == [
-        0,
-        0,
-        0,
-    ]
-    assert tumor_fraction(Annotations(star(50), NOTHING), np.zeros((0, 2), np.int64), 10.0).shape == (0,)
-
-
-def test_ten_thousand_vertices_and_patches_are_a_matter_of_a_second():
-    tumor = star(10_000)
-    xy = np.stack(np.meshgrid(np.arange(100) * 600, np.arange(100) * 600), -1).reshape(-1, 2)
-    start = time.perf_counter()
-    share = tumor_fraction(Annotations(tumor, NOTHING), xy, 600.0)
-    assert time.perf_counter() - start < 5
-    assert (share.astype(float) * 600**2).sum() == pytest.approx(tumor.area, rel=1e-6)
-
-
 @needs_shared
 @pytest.mark.parametrize("name", ["asap_example.xml", "asap_example.geojson", "dlup_qupath05.geojson"])
 def test_files_of_other_tools_read_once_their_groups_are_named(name):
@@ -271,10 +213,3 @@ def test_asap_and_geojson_of_the_same_region_agree():
         )
     ]
     assert areas[0] == pytest.approx(areas[1])
-
-
-@needs_shared
-def test_a_bare_geometry_is_tumour():
-    annotations = read_annotations(SHARED / "qupath_polygon.geojson")
-    assert annotations.tumor.geom_type == "MultiPolygon"
-    assert annotations.tumor.is_valid

@@ -1,6 +1,5 @@
 """Encoders are kept fed: what is read meanwhile, in which order, how much of it, and what devices bring."""
 
-import threading
 import time
 
 import numpy as np
@@ -104,21 +103,6 @@ def test_no_more_than_a_few_batches_are_read_ahead():
     assert 2 <= max(most) <= 5
 
 
-def test_closing_early_stops_the_reading():
-    drawn = []
-
-    def slides():
-        for k in range(1000):
-            drawn.append(k)
-            yield k, [np.zeros((4, 8, 8, 3), np.uint8)]
-
-    before = threading.active_count()
-    stream = encode_each(slides(), Slow(0))
-    next(stream)
-    stream.close()
-    assert len(drawn) < 20 and threading.active_count() == before
-
-
 def out_of_memory_above(encoder, most):
     """The encoder runs out of memory for more patches than that."""
     whole, tried = encoder.network.forward, []
@@ -164,7 +148,7 @@ def moved(network):
     return network
 
 
-@pytest.mark.parametrize("name", ["lunit-vits16", "h0-mini", "gigapath", "timm"])
+@pytest.mark.parametrize("name", ["h0-mini", "timm"])
 def test_all_that_a_network_needs_moves_to_the_gpu(name):
     preset = PRESETS.get(name)
     transform = preset.transform if preset else Transform((0.5,) * 3, (0.5,) * 3, 64, "bicubic")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import signal
@@ -121,12 +120,6 @@ def test_full_disk_is_one_line_that_names_the_file(tmp_path, code):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_failures_are_not_called_a_full_disk(tmp_path):
-    with pytest.raises(PermissionError), atomic(tmp_path / "a") as temporary:
-        temporary.write_text("half")
-        raise PermissionError(errno.EACCES, "no")
-
-
 def test_append_to_a_full_disk_is_one_line(tmp_path, monkeypatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -168,11 +161,6 @@ def test_damaged_json_is_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_json_is_one_line(tmp_path):
-    with pytest.raises(WsiFlError, match=r"a\.json: no such file"):
-        read_json(tmp_path / "a.json")
-
-
 @given(documents=st.lists(DOCUMENTS, max_size=4), last=DOCUMENTS, after=DOCUMENTS, data=st.data())
 def test_lines_survive_a_crash_at_any_byte(tmp_path_factory, documents, last, after, data):
     """All finished lines come back, whatever of the last one is lost, and the next line starts afresh."""
@@ -197,14 +185,6 @@ def test_damage_before_the_last_line_is_an_error(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(WsiFlError, match=r"ledger\.jsonl: line 2 is damaged"):
             read_lines(path)
-
-
-def test_lines_are_one_document_each_and_readable(tmp_path):
-    append_line(tmp_path / "a" / "b.jsonl", {"site": "Universität", "note": "two\nlines"})
-    text = (tmp_path / "a" / "b.jsonl").read_text(encoding="utf-8")
-    assert text.count("\n") == 1 and "Universität" in text
-    assert json.loads(text)["note"] == "two\nlines"
-    assert read_lines(tmp_path / "absent.jsonl") == []
 
 
 def test_a_lock_is_waited_for_as_long_as_it_was_said(tmp_path):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsi_fl.slides.choosing.grid import grid_positions
-from wsi_fl.slides.choosing.labels import HEALTHY, TUMOR, label_patches
+from wsi_fl.slides.patching.grid import grid_positions
+from wsi_fl.slides.patching.labels import HEALTHY, TUMOR, label_patches
 from wsi_fl.types import GridSpec
 
 sizes = st.integers(1, 3000)
@@ -50,18 +48,6 @@ def test_the_last_row_and_column_are_not_lost_and_no_patch_is_wholly_outside(wid
         assert xy[:, axis].max() + size >= extent - 0.5 - 1e-6
         if spec.stride_px <= spec.size_px:
             assert xy[:, axis].max() < extent + 0.5  # rounding may put the last one on the edge
-
-
-def test_rounding_does_not_accumulate():
-    spec = GridSpec(size_px=100, mpp=0.5, stride_px=100)
-    xy = grid_positions((1_000_000, 50), spec, 0.2274)
-    step = 100 * 0.5 / 0.2274
-    assert np.abs(xy[:, 0] - np.arange(len(xy)) * step).max() <= 0.5
-
-
-@pytest.mark.parametrize(("extent", "n"), [(99, 1), (100, 1), (101, 2), (200, 2), (201, 3)])
-def test_a_patch_more_only_for_what_is_left(extent, n):
-    assert len(grid_positions((extent, 10), GridSpec(100, 0.5, 100), 0.5)) == n
 
 
 fractions = st.lists(st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)), max_size=30)
@@ -106,12 +92,3 @@ def test_the_least_overlap_makes_a_patch_neither_healthy_nor_tumour(supervision)
     )
     assert keep.tolist() == [supervision == "annotated", False, False, True, True]
     assert label[keep].tolist() == ([0, 1, 1] if supervision == "annotated" else [1, 1])
-
-
-def test_weak_labels_need_no_outlines():
-    nan = np.full(2, np.nan, np.float32)
-    for positive, min_tissue in itertools.product((True, False), (0.1, 0.9)):
-        tissue = np.array([0.5, 1], np.float32)
-        keep, label = label_patches(tissue, nan, "weak", positive, min_tissue=min_tissue, min_tumor=0.5)
-        assert keep.tolist() == [min_tissue == 0.1, True]
-        assert (label == (TUMOR if positive else HEALTHY)).all()

@@ -67,13 +67,6 @@ def test_a_stream_overwritten_with_garbage_raises(read, seed):
         read(bytes(stream))
 
 
-def test_what_is_no_jpeg_has_no_size():
-    with pytest.raises(WsiFlError):
-        jpeg.size(b"nothing of the kind")
-    with pytest.raises(WsiFlError, match="start marker"):
-        jpeg.complete(b"\x00" * 20)
-
-
 @pytest.mark.parametrize("rgb", [False, True])
 def test_tables_kept_apart_are_put_back(rgb):
     whole = encoded(keep_rgb=rgb, subsampling="4:4:4")
@@ -94,7 +87,3 @@ def test_the_tag_wins_over_the_markers_in_the_stream():
     expected = jpeg.decode(rgb).astype(int)
     assert np.abs(jpeg.decode(lying) - expected).max() > 100
     assert np.array_equal(jpeg.decode(jpeg.complete(lying, rgb=True)), expected)
-
-
-def test_a_complete_stream_stays_as_it_is():
-    assert jpeg.complete(encoded()) == encoded()

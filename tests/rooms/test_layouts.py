@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from functools import partial
 from pathlib import Path
 
@@ -248,14 +247,6 @@ def test_generic_archive_with_all_columns(tmp_path):
     assert [r.supervision for r in read_generic(archive, "south")[0]] == ["weak"]
 
 
-@pytest.mark.parametrize("ends", ["\n", "\r\n"])
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_tables_from_excel_are_read(tmp_path, ends, mark):
-    text = ends.join((HEADER, 'a,"Müller, 1",north,tumor', "", " b , p2 ,north, negative ", ""))
-    records, aside = read_generic(generic(tmp_path, mark + text.encode()))
-    assert [(r.slide, r.patient) for r in records] == [("a", "Müller, 1"), ("b", "p2")] and aside == []
-
-
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -301,16 +292,3 @@ def test_archive_of_no_known_layout_says_what_was_looked_for(tmp_path):
     for layout in ("camelyon17", "camelyon16"):
         refused(lambda layout=layout: describe(tmp_path, layout), f"no slide of a {layout} archive")
     refused(lambda: describe(tmp_path, "generic"), "slides.csv: no such file")
-
-
-def test_slides_csv_makes_any_archive_generic(tmp_path):
-    camelyon17(tmp_path, "images")
-    (tmp_path / "slides.csv").write_text(HEADER + "\n")
-    assert detect(tmp_path) == "generic"
-
-
-def test_described_patterns_match_exactly_the_slides_counted(tmp_path):
-    archive = camelyon17(tmp_path / "[2024] archive", "images")
-    for site in describe(archive, "camelyon17"):
-        matched = {name for pattern in site.slides for name in glob.glob(pattern)}  # noqa: PTH207
-        assert len(matched) == site.n_slides

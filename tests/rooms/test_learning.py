@@ -14,7 +14,6 @@ from wsi_fl.learning.examples import (
     Examples,
     batches,
     epoch_rows,
-    in_memory,
     joined,
     normalised,
     resized,
@@ -22,17 +21,15 @@ from wsi_fl.learning.examples import (
 from wsi_fl.learning.local import (
     DPSettings,
     Learner,
-    mean_losses,
     mutual_step,
     probabilities,
     supervised_step,
 )
-from wsi_fl.learning.objectives import kl_divergence, mutual
+from wsi_fl.learning.tasks import kl_divergence, mutual
 from wsi_fl.learning.transforms import AUGMENTATIONS, augmentation
 from wsi_fl.models import build
 from wsi_fl.privacy.cipher import CipherStream
-from wsi_fl.privacy.dpsgd import laid_out_like
-from wsi_fl.types import Images, UsageError
+from wsi_fl.types import Images
 
 CPU = torch.device("cpu")
 
@@ -99,11 +96,6 @@ def test_mutual_is_a_mean_over_examples_so_that_each_has_its_own_gradient():
     torch.testing.assert_close(mutual(f, y, h, 0.3), torch.stack(single).mean())
 
 
-def test_extreme_logits_stay_finite():
-    f, h = torch.tensor([[300.0, -300.0]]), torch.tensor([[-300.0, 300.0]])
-    assert float(kl_divergence(f, h)) == pytest.approx(600)
-
-
 # local steps
 
 
@@ -120,15 +112,6 @@ def test_weight_zero_asks_no_teacher(monkeypatch):
     assert private.vector().tobytes() == plain.vector().tobytes()
     with pytest.raises(AssertionError, match="was asked"):
         step(learners, one_batch(), Weights(alpha=0.1, beta=0.3), CipherStream.fresh())
-
-
-def test_an_optimizer_that_pairs_by_place_gets_its_numbers_in_the_parameters_order():
-    parameter = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
-    values = torch.arange(300.0).reshape(4, 3, 5, 5)
-    laid = laid_out_like(parameter, values)
-    assert laid.stride() == parameter.stride() != values.stride()
-    assert torch.equal(laid, values)
-    assert laid_out_like(parameter, torch.tensor(3.0)) == 3  # the count of steps
 
 
 @pytest.mark.parametrize(("beta", "independent"), [(0.0, True), (0.3, False)])
@@ -202,13 +185,6 @@ def test_a_vector_travels_there_and_back_and_leaves_the_optimizer_alone():
     assert mine.vector().dtype == np.float32
 
 
-def test_mean_losses_leave_empty_batches_out():
-    found = mean_losses(
-        iter([{"a": 1.0, "b": float("nan")}, {"a": float("nan"), "b": float("nan")}, {"a": 3.0}])
-    )
-    assert found == {"a": 2.0, "b": None}
-
-
 def test_probabilities_are_in_order_and_independent_of_the_batch_size():
     mine, data = learner(), examples_of(pixels_of(23))
     p = probabilities(mine.logits, data, CPU, batch_size=5)
@@ -251,24 +227,6 @@ def test_resized_is_the_mean_over_areas(factor):
     assert resized(examples_of(pixels), 4).read(np.empty(0, np.int64)).shape[0] == 0
 
 
-def test_in_memory_reads_each_row_once_where_it_fits():
-    pixels, seen = pixels_of(10), []
-
-    def read(rows):
-        seen.extend(rows.tolist())
-        return pixels[rows]
-
-    source = Examples(read, np.zeros(10, np.int64), np.full(10, "s"), np.full(10, "p"))
-    assert in_memory(source, limit_bytes=pixels.nbytes - 1) is source
-    seen.clear()
-    held = in_memory(source, limit_bytes=pixels.nbytes, chunk=3)
-    assert sorted(seen[1:]) == list(range(10))
-    seen.clear()
-    rows = np.array([7, 0, 7])
-    np.testing.assert_array_equal(held.read(rows), pixels[rows])
-    assert seen == []
-
-
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any), st.integers(0, 99))
 def test_joined_reads_like_the_concatenation(sizes, seed):
     parts = [pixels_of(n, 4, seed=k) for k, n in enumerate(sizes)]
@@ -278,23 +236,6 @@ def test_joined_reads_like_the_concatenation(sizes, seed):
     np.testing.assert_array_equal(both.read(rows), everything[rows])
     assert len(both) == len(everything)
     assert both.read(np.empty(0, np.int64)).shape == (0, 4, 4, 3)
-
-
-def test_memory_of_large_batches_is_used_again_but_never_while_anybody_holds_it():
-    ones, twos = (np.full((44, 256, 256, 3), value, np.uint8) for value in (1, 2))
-    first = normalised(ones)
-    place, held = first.data_ptr(), [first[3, :, 5], first.numpy()[40]]
-    del first
-    second = normalised(twos)
-    assert second.data_ptr() != place
-    for some, value in ((held[0], 1), (torch.from_numpy(held[1]), 1), (second, 2)):
-        assert torch.equal(some, torch.full_like(some, np.float32(value) / np.float32(127.5) - np.float32(1)))
-    held.clear()
-    places = {place, second.data_ptr()}
-    del second, some
-    third, fourth = normalised(ones[:43]), normalised(twos)
-    assert {third.data_ptr(), fourth.data_ptr()} == places
-    assert normalised(ones).data_ptr() not in places
 
 
 def test_batches_are_normalised_by_constants_and_may_be_empty():
@@ -309,13 +250,6 @@ def test_batches_are_normalised_by_constants_and_may_be_empty():
     assert y.tolist() == data.label[[0, 1, 4]].tolist()
     assert nothing.shape == (0, 3, 8, 8)
     assert none.shape == (0,)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU is read ahead for")
-def test_batches_for_a_gpu_are_those_of_the_processor():
-    data, rows = examples_of(pixels_of(40)), np.array_split(np.arange(40), 9)
-    found = [list(batches(data, iter(rows), augment=None, device=torch.device(d))) for d in ("cpu", "cuda")]
-    assert all(torch.equal(x, z.cpu()) for (x, _), (z, _) in zip(*found, strict=True))
 
 
 # transforms
@@ -350,18 +284,6 @@ def test_an_augmentation_draws_on_its_stream_alone(name, monkeypatch):
         assert np.array_equal(drawn.get_state()[1], words) and drawn.get_state()[2] == at
 
 
-def test_flips_are_symmetries_of_the_square():
-    image = normalised(pixels_of(1, 6))[0]
-    symmetries = [torch.rot90(f, k, (1, 2)) for f in (image, image.flip(1)) for k in range(4)]
-    augment = augmentation("flips", CipherStream.seeded(0))
-    seen = set()
-    for _ in range(80):
-        out = augment(image.clone())
-        (which,) = [k for k, s in enumerate(symmetries) if torch.equal(s, out)]
-        seen.add(which)
-    assert seen == set(range(8))
-
-
 def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     images = torch.stack([torch.zeros(3, 6, 6), torch.full((3, 6, 6), 1.0)])
     dark, light = (
@@ -375,9 +297,3 @@ def test_stain_is_a_gain_about_mid_grey_and_an_offset_for_each_channel():
     assert 0.3 < float(offset.abs().max()) <= 0.5 + 1e-5
     assert 0.3 < float((gain - 1).abs().max()) <= 0.4 + 1e-5
     assert float((offset.std(1) > 0.01).float().mean()) > 0.6  # channels move apart
-
-
-def test_no_augmentation_is_none_and_an_unknown_one_lists_the_known():
-    assert augmentation("none", CipherStream.fresh()) is None
-    with pytest.raises(UsageError, match="unknown augmentation 'flip'; known: none, flips, stain"):
-        augmentation("flip", CipherStream.fresh())

@@ -5,19 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from conftest import edited, make_study, refused
 from safetensors.torch import load_file
 
 from wsi_fl.federation import loop
 from wsi_fl.learning.examples import Examples
-from wsi_fl.learning.validation import answered, best_answer, with_validation
+from wsi_fl.learning.validation import best_answer, with_validation
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.trained import answers_with, settings_of
-from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.training import workshop
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
 
@@ -35,10 +31,6 @@ def metrics(path, site="S0"):
 
 def models(path, role):
     return [load_file(file) for file in sorted(path.glob(f"sites/*/{role}.safetensors"))]
-
-
-def same(a, b):
-    return all(torch.equal(x[key], y[key]) for x, y in zip(a, b, strict=True) for key in x)
 
 
 def certain(classes, n_classes=2):
@@ -79,13 +71,6 @@ def test_neither_labels_nor_other_patients_decide_who_is_held_out():
         assert set(with_validation(one_less, 0.34, 0)[1].patient) == held - {gone}
 
 
-def test_rows_without_a_patient_are_their_own():
-    train_part, held = with_validation(examples([""] * 100), 0.3, 0)
-    assert 15 < len(held) < 45 and len(train_part) == 100 - len(held)
-    assert [len(part) for part in with_validation(examples([]), 0.3, 0)] == [0, 0]
-    assert [len(part) for part in with_validation(examples(["a", "b"]), 0.0, 0)] == [2, 0]
-
-
 def test_rows_without_a_patient_are_held_out_where_nothing_is_promised_alone(tmp_path):
     study = make_study(tmp_path / "study", n_sites=1)
     with edited(study.store("S0")) as file:
@@ -114,15 +99,6 @@ def test_the_best_answer_counts_classes_alike_and_ties_go_to_the_private_model()
     assert best_answer({"private": knows, "proxy": knows}, labels) == "private"
     assert best_answer({"private": always}, labels) == "private"
     assert best_answer({"private": always, "proxy": knows}, np.zeros(20, int)) == "private"
-
-
-def test_the_mean_can_be_better_than_either():
-    labels = np.array([0, 1, 0, 1])
-    private = np.array([[0.9, 0.1], [0.6, 0.4], [0.9, 0.1], [0.4, 0.6]])
-    proxy = np.array([[0.6, 0.4], [0.1, 0.9], [0.4, 0.6], [0.1, 0.9]])
-    said = {"private": private, "proxy": proxy}
-    assert best_answer(said, labels) == "mean"
-    np.testing.assert_allclose(answered(said, "mean"), (private + proxy) / 2)
 
 
 @pytest.fixture(scope="module")
@@ -187,20 +163,11 @@ def test_without_a_validation_split_the_private_model_answers(tmp_path):
     assert (row["n_train"], row["n_validation"]) == (36, 0)  # nothing to choose
 
 
-def test_compare_tells_answers_apart_and_looks_again_where_another_was_asked_for(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=2)
-    paths = [run(study, SEEDED, "train.rounds=1", f"predict.with={one}") for one in ("private", "mean")]
-    evaluate(study, str(paths[0]), overrides=["predict.with=proxy"])
-    document = compare(study, [path.name for path in paths], baseline=False)
-    settings = [row["settings"].get("predict.with") for row in document["rows"]]
-    assert set(settings) == {"private", "mean", None}
-    assert json.loads((paths[0] / "evaluation.json").read_text())["with"] == "private"
-
-
 # ---- by a stack of both models
 
 
-def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(study):
+def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
+    study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, *HELD, "predict.with=stack", "train.rounds=2")
     document = evaluate(study, str(path))
     for row in document["sites"]:
@@ -242,14 +209,3 @@ def test_a_resumed_run_answers_by_a_stack_as_it_would_have(tmp_path, monkeypatch
         choices = [(path / "sites" / site / "choice.json").read_text() for path in (whole, broken)]
         assert choices[0] == choices[1]
         assert [one["with"] for one in metrics(whole, site)] == [one["with"] for one in metrics(broken, site)]
-
-
-def test_rows_of_a_stores_own_validation_split_are_taken(tmp_path):
-    study = make_study(tmp_path / "study", n_sites=1)
-    with edited(study.store("S0")) as file:
-        split = file["split"][:]
-        split[:12] = b"val"
-        file["split"][:] = split
-    with Party.of(study, study.pipeline("small", HELD), "proxyfl") as party:
-        site = workshop.build_site(party, 0)
-    assert (len(site.train), len(site.validation)) == (24, 12)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsi_fl.synthesis.evidence import COPY, compared, over_usual
-from wsi_fl.synthesis.memorization import duplicates, judged, nearest, nearest_other
+from wsi_fl.synthesis.memorization import judged, nearest, nearest_other
 
 
 def films(n, seed, side=8):
@@ -30,34 +30,6 @@ def test_blocks_find_what_brute_force_finds(n, m, side, seed, memory):
     assert (found.row == every.argmin(1)).all()
     usual = 0.5 * np.sort(every, axis=1)[:, :7].mean(1)
     assert np.allclose(found.relative, np.divide(every.min(1), usual, out=np.zeros(n), where=usual > 0))
-
-
-def test_the_same_image_is_at_no_distance_however_large():
-    image = np.random.default_rng(0).integers(0, 256, (2, 96, 96, 3)).astype(np.uint8)
-    assert nearest(image, image).distance.tolist() == [0, 0]
-
-
-def test_black_to_white_is_one():
-    black, white = np.zeros((1, 4, 4, 1), np.uint8), np.full((1, 4, 4, 1), 255, np.uint8)
-    assert nearest(black, white).distance.tolist() == [1.0]
-
-
-def test_memory_stays_within_its_bound():
-    import tracemalloc
-
-    a, b = (np.random.default_rng(k).integers(0, 256, (400, 48, 48, 3)).astype(np.uint8) for k in (0, 1))
-    tracemalloc.start()
-    nearest(a, b, memory_bytes=8 << 20)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2 * (8 << 20), "all rows as double precision would take 22 MB each"
-
-
-def test_exact_duplicates_are_found_first():
-    images = films(10, 0)
-    images[7], images[9] = images[2], images[2]
-    assert duplicates(images).tolist() == [7, 9]
-    assert duplicates(images[:0]).tolist() == []
 
 
 def test_a_memoriser_is_caught_and_an_honest_generator_is_not():

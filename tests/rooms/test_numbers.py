@@ -6,7 +6,7 @@ from conftest import refused
 from torch import nn
 from torch.nn import functional
 
-from wsi_fl.learning.objectives import mutual
+from wsi_fl.learning.tasks import mutual
 from wsi_fl.models import build
 from wsi_fl.models.deepset import deepset
 from wsi_fl.privacy import dpsgd

@@ -19,7 +19,7 @@ from wsi_fl.federation.preflight import Brought, compare
 from wsi_fl.federation.roster import Standing
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets
-from wsi_fl.stages.training.ranks import Row
+from wsi_fl.stages.training.ranks import SummaryRow
 from wsi_fl.types import KnownToAll, NoCommonPlan, UsageError, WsiFlError
 
 BROUGHT = fuzz_peers.example_of(Brought) | fuzz_peers.SAMPLES["Brought"]
@@ -128,12 +128,12 @@ def test_what_a_site_brings_has_names_and_numbers_within_bounds(change, words):
 
 
 def test_a_row_may_leave_out_what_a_real_site_keeps_to_itself():
-    row = fuzz_peers.example_of(Row)
+    row = fuzz_peers.example_of(SummaryRow)
     assert row["trained_seconds"] is None and row["communication_seconds"] is None
-    assert decoded(json.dumps(row).encode(), Row, "C1") == row
+    assert decoded(json.dumps(row).encode(), SummaryRow, "C1") == row
     text = json.dumps(row | {"epsilon": -1.0}).encode()
     refused(
-        lambda: decoded(text, Row, "C1"),
+        lambda: decoded(text, SummaryRow, "C1"),
         "epsilon: Input should be greater than or equal to 0",
         error=NotAgreed,
     )
@@ -193,7 +193,7 @@ def test_a_limit_that_other_sites_do_not_know_is_not_in_what_they_may_be_told():
 def test_a_model_without_weight_or_values_is_no_model():
     nothing = Message(1, 0, 1, "aa", np.zeros(4, np.float32), 1e-60)
     assert _problem(nothing, "aa", 4) == ""
-    assert "lies nan away" in _too_far(nothing, np.ones(4, np.float32), ())
+    assert "lies nan from" in _too_far(nothing, np.ones(4, np.float32), ())
 
 
 MEMORY = """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import hashlib
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ from skimage.draw import polygon2mask
 from wsi_fl.demo import phantom
 from wsi_fl.demo.phantom.anatomy import LABEL_PX
 from wsi_fl.demo.phantom.archive import outlines
-from wsi_fl.demo.phantom.paint import beer_lambert, hospital
-from wsi_fl.demo.phantom.tissues import Tissue, bank
+from wsi_fl.demo.phantom.tissues import Tissue
 from wsi_fl.types import UsageError
 
 SIZE_PX = 1024
@@ -122,22 +119,6 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_does_not(archive: P
     assert same <= {"stages.csv"}
 
 
-def test_one_hospital_alone_has_the_very_slides_that_it_has_among_all(archive: Path, tmp_path: Path) -> None:
-    phantom.paint_archive(tmp_path, n_sites=2, patients_per_site=1, size_px=SIZE_PX, seed=3, only=1)
-    mine, all_ = digests(tmp_path), digests(archive)
-    slides = [name for name in mine if name.endswith((".tif", ".xml"))]
-    assert len(slides) == 3 and all(mine[name] == all_[name] for name in slides)
-    assert not any("center_0" in name for name in mine)
-    assert len((tmp_path / "stages.csv").read_text().splitlines()) == 4
-
-
-def test_progress_names_every_slide(tmp_path: Path) -> None:
-    lines: list[str] = []
-    hear: Callable[[str], None] = lines.append
-    phantom.paint_archive(tmp_path, n_sites=1, patients_per_site=1, size_px=512, progress=hear)
-    assert lines == ["patient_000_node_0.tif (1 of 2)", "patient_000_node_1.tif (2 of 2)"]
-
-
 @pytest.mark.parametrize("slide", [s for s in SLIDES if s.positive], ids=lambda s: s.name)
 def test_outlines_are_the_truth_to_a_pixel(archive: Path, slide: phantom.PhantomSlide) -> None:
     truth = phantom.truth_mask(slide)
@@ -172,13 +153,6 @@ def test_tumour_is_painted_where_the_truth_says(slide: phantom.PhantomSlide) -> 
     assert (painted & truth).sum() > 0.9 * truth.sum()
 
 
-def test_the_border_of_a_slide_is_glass_or_fat() -> None:
-    for slide in phantom.plan_slides(4, 3, SIZE_PX, seed=0):
-        label = slide.anatomy().label
-        border = np.concatenate([label[0], label[-1], label[:, 0], label[:, -1]])
-        assert np.isin(border, [Tissue.GLASS, Tissue.FAT]).all(), slide.name
-
-
 def test_a_negative_slide_holds_no_tumour_and_loses_a_stale_outline(tmp_path: Path) -> None:
     stale = tmp_path / "annotations" / "patient_000_node_0.xml"
     stale.parent.mkdir()
@@ -188,74 +162,6 @@ def test_a_negative_slide_holds_no_tumour_and_loses_a_stale_outline(tmp_path: Pa
     assert not negative.positive
     assert not phantom.truth_mask(negative).any()
     assert not stale.exists()
-
-
-def test_hospitals_differ_in_colour(archive: Path) -> None:
-    """Of the same section, not only of different ones."""
-    section = SLIDES[1]
-    means = [phantom.paint_slide(replace(section, site=site)).reshape(-1, 3).mean(0) for site in (0, 2, 3)]
-    for i, one in enumerate(means):
-        for other in means[i + 1 :]:
-            assert np.abs(one - other).max() > 8
-
-
-def test_tumour_differs_from_germinal_centres_in_texture_more_than_in_colour() -> None:
-    """Its nuclei are larger: haematoxylin stays correlated over a longer way."""
-
-    def reach_px(h: NDArray[np.float32]) -> int:
-        centred = h - h.mean()
-        along = [float((centred * np.roll(centred, d, 1)).mean() / centred.var()) for d in range(1, 20)]
-        return int(np.argmax(np.array(along) < 0.4))
-
-    h, _ = bank()
-    tumours = [k for k in Tissue if k >= Tissue.TUMOUR_SOLID]
-    assert min(reach_px(h[k]) for k in tumours) > reach_px(h[Tissue.LYMPHOID])
-    assert all(h[k].mean() < 0.7 * h[Tissue.LYMPHOID].mean() for k in tumours)
-    assert any(abs(h[k].mean() - h[Tissue.GERMINAL].mean()) < 0.12 for k in tumours)
-
-
-@pytest.mark.parametrize("site", [0, 1, 2])
-def test_only_the_second_hospital_pads_with_black(site: int) -> None:
-    slide = replace(SLIDES[0], site=site)
-    picture = phantom.paint_slide(slide)
-    edge = np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
-    assert (edge.max() == 0) == (site == 1)
-    assert (picture.max(2) == 0).mean() < 0.2
-
-
-def test_the_third_hospital_marks_its_glass_with_a_green_pen() -> None:
-    picture = phantom.paint_slide(replace(SLIDES[0], site=2)).astype(int)
-    green = (picture[..., 1] > picture[..., 0] + 40) & (picture[..., 1] > picture[..., 2] + 15)
-    assert 0.002 < green.mean() < 0.05
-    unmarked = phantom.paint_slide(replace(SLIDES[0], site=0)).astype(int)
-    assert (unmarked[..., 1] > unmarked[..., 0] + 40).sum() == 0
-
-
-def test_stains_follow_beer_and_lambert() -> None:
-    at = hospital(0)
-    table = beer_lambert(at, np.ones(2))
-    density = -np.log(table / np.asarray(at.white, np.float32))
-    np.testing.assert_allclose(density[0], 0, atol=1e-6)
-    h, e = 90 << 8, 40
-    np.testing.assert_allclose(density[h | e], density[h] + density[e], rtol=1e-4)
-    np.testing.assert_allclose(density[h], 0.9 * np.array(at.haematoxylin), rtol=1e-4)
-
-
-def test_textures_wrap_around() -> None:
-    """The step across the seam is no larger than any other."""
-    for texture in bank()[0]:
-        steps = np.abs(np.diff(texture, axis=1)).mean(0)
-        assert np.abs(texture[:, 0] - texture[:, -1]).mean() <= steps.max() * 1.2 + 1e-6
-
-
-def test_each_metastatic_slide_of_the_usual_size_has_enough_patches() -> None:
-    """Of 256 level-0 pixels, the usual 128 pixels of 1 µm."""
-    for slide in phantom.plan_slides(4, 5, 4096, seed=0)[1::8]:
-        anatomy = slide.anatomy()
-        blocks = phantom.truth_mask(slide).reshape(16, 256, 16, 256).mean((1, 3))
-        assert (blocks >= 0.9).sum() >= 15
-        tissue = (anatomy.label >= Tissue.STROMA).reshape(16, 64, 16, 64).mean((1, 3))
-        assert (tissue > 0.5).sum() >= 50
 
 
 @pytest.mark.parametrize(

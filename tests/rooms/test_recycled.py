@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wsi_fl.system.bulk import ALIGNMENT
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.memory import BufferPool
 
 MB = 1 << 20
 
@@ -19,7 +19,7 @@ def place(array):
 
 
 def test_memory_is_used_again_once_all_that_shares_it_is_gone():
-    memory = Recycled(most=2)
+    memory = BufferPool(most=2)
     array = memory.empty((4, MB), np.uint8)
     assert place(array) % ALIGNMENT == 0 and array.flags.writeable and array.flags.c_contiguous
     at, view, tensor = place(array), array[1:].reshape(-1)[5:9], torch.from_numpy(array[2])
@@ -36,7 +36,7 @@ def test_memory_is_used_again_once_all_that_shares_it_is_gone():
 
 
 def test_what_lives_keeps_its_values_while_others_come_and_go():
-    memory, kept = Recycled(most=3), []
+    memory, kept = BufferPool(most=3), []
 
     def work(seed):
         for k in range(40):
@@ -55,7 +55,7 @@ def test_what_lives_keeps_its_values_while_others_come_and_go():
 
 
 def test_little_arrays_do_not_hold_the_memory_of_great_ones():
-    memory = Recycled(most=1)
+    memory = BufferPool(most=1)
     sizes = []
     for n in (40, 30, 16):
         array = memory.empty((n, MB), np.uint8)
@@ -66,7 +66,7 @@ def test_little_arrays_do_not_hold_the_memory_of_great_ones():
 
 
 def test_only_so_much_is_kept():
-    memory = Recycled(most=2)
+    memory = BufferPool(most=2)
     arrays = [memory.empty((2, MB), np.uint8) for _ in range(5)]
     assert len({place(array) for array in arrays}) == 5
     del arrays
@@ -74,7 +74,7 @@ def test_only_so_much_is_kept():
 
 
 def test_small_and_empty_arrays_are_ordinary_ones():
-    memory = Recycled(most=2)
+    memory = BufferPool(most=2)
     for shape in ((0, 5), (7, 3), ()):
         array = memory.empty(shape, np.float32)
         assert array.shape == shape and array.dtype == np.float32

@@ -26,11 +26,6 @@ def test_runs_are_numbered_in_order(tmp_path):
     assert RunFolder.create(runs, "proxyfl", "p").name == "00042-proxyfl-p"
 
 
-def test_pipeline_given_by_path_names_the_run_by_its_file(tmp_path):
-    run = RunFolder.create(tmp_path, "proxyfl", "some/where/p.v2.toml")
-    assert run.name == "00001-proxyfl-p.v2" and run.path.parent == tmp_path
-
-
 def test_runs_started_at_once_get_different_numbers(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         methods = [f"m{k}" for k in range(120)]
@@ -56,14 +51,6 @@ def test_models_load_back(site):
         assert torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
 
 
-def test_damaged_model_is_one_line(site):
-    path = site.save_model("proxy", TENSORS)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(WsiFlError, match=r"proxy\.safetensors: damaged") as caught:
-        site.load_model("proxy")
-    assert "\n" not in str(caught.value)
-
-
 def test_checkpoints_load_back_and_the_last_two_are_kept(site):
     document = {"round": 0, "names": ["ä", "🔬"], "epsilon": 1.25, "none": None}
     for round_ in (0, 1, 2, 10, 11):
@@ -74,12 +61,6 @@ def test_checkpoints_load_back_and_the_last_two_are_kept(site):
         assert found == document | {"round": round_}
         assert tensors["x"].tolist() == [round_, round_]
     assert len(list((site.path / "state").iterdir())) == 2
-
-
-def test_leftover_of_a_killed_writer_is_no_checkpoint(site):
-    site.save_checkpoint(3, TENSORS, {})
-    (site.path / "state" / ".round_00004.77.partial.safetensors").write_bytes(b"half")
-    assert site.checkpoints() == [3]
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "no document"])
@@ -136,14 +117,6 @@ def test_round_cut_short_by_a_crash_is_forgotten_and_the_next_is_whole(site):
     assert site.metrics() == [_line(0)]
     site.log_round(_line(1))
     assert site.metrics() == [_line(0), _line(1)]
-
-
-def test_log_is_dated_lines(site):
-    site.log("started")
-    site.log("done")
-    lines = (site.path / "log.txt").read_text().splitlines()
-    assert [line.split(" ", 1)[1] for line in lines] == ["started", "done"]
-    assert all(line.startswith("20") for line in lines)
 
 
 def lines_of(run, site, rounds):

@@ -6,8 +6,7 @@ import torch
 from scipy.signal import convolve2d, upfirdn
 from torch import nn
 
-from wsi_fl.synthesis import gan
-from wsi_fl.synthesis.gan import GanState, GanTerms, ema_decay, path_penalty, r1_penalty, step
+from wsi_fl.synthesis.gan import GanState, GanTerms, path_penalty, r1_penalty, step
 from wsi_fl.synthesis.layers import (
     EqualConv,
     EqualLinear,
@@ -23,7 +22,6 @@ from wsi_fl.synthesis.projection import projected
 from wsi_fl.synthesis.sampling import balanced_labels, sampled, to_pixels
 from wsi_fl.synthesis.state import move_average
 from wsi_fl.synthesis.stylegan2 import Discriminator, GanShape, Generator
-from wsi_fl.types import UsageError
 
 TINY = GanShape(16, 3, 2, z_dim=6, w_dim=6, mapping_layers=2, channel_base=96, channel_max=12)
 
@@ -84,12 +82,6 @@ def test_resampling_is_scipys(resample, gain, rate, first):
     assert np.allclose(resample(x).numpy(), expected)
 
 
-def test_resampling_keeps_a_constant_image():
-    x = torch.full((1, 1, 8, 8), 3.0)
-    assert torch.allclose(upsampled(x)[:, :, 2:-2, 2:-2], torch.tensor(3.0))
-    assert torch.allclose(downsampled(x)[:, :, 1:-1, 1:-1], torch.tensor(3.0))
-
-
 def test_the_learning_rate_is_equalised():
     """Weights of any fan-in are N(0, 1) and outputs of unit variance; the multiplier slows learning, not the output."""
     torch.manual_seed(0)
@@ -100,11 +92,6 @@ def test_the_learning_rate_is_equalised():
         assert layer(x).std().item() == pytest.approx(1, abs=0.05)
     conv = EqualConv(16, 8, 3, active=False)
     assert conv(torch.randn(8, 16, 16, 16))[:, :, 1:-1, 1:-1].std().item() == pytest.approx(1, abs=0.15)
-
-
-def test_a_convolution_halves_the_resolution_where_asked():
-    for size in (1, 3):
-        assert EqualConv(3, 5, size, down=True)(torch.randn(2, 3, 16, 16)).shape == (2, 5, 8, 8)
 
 
 def test_minibatch_std_is_the_mean_spread_within_groups():
@@ -118,8 +105,7 @@ def test_minibatch_std_is_the_mean_spread_within_groups():
     assert with_minibatch_std(torch.randn(7, 3, 2, 2), 4).shape == (7, 4, 2, 2)
 
 
-@pytest.mark.parametrize("resolution", [16, 32, 64])
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(("resolution", "channels"), [(16, 3), (64, 1)])
 def test_every_resolution_has_its_shape(resolution, channels):
     shape = GanShape(
         resolution, channels, 3, z_dim=4, w_dim=4, mapping_layers=1, channel_base=64, channel_max=4
@@ -128,11 +114,6 @@ def test_every_resolution_has_its_shape(resolution, channels):
     image = Generator(shape)(torch.randn(2, 4), labels)
     assert image.shape == (2, channels, resolution, resolution)
     assert Discriminator(shape)(image, labels).shape == (2,)
-
-
-def test_an_odd_resolution_is_refused():
-    with pytest.raises(UsageError, match=r"gan\.resolution = 48"):
-        GanShape(48, 3, 2)
 
 
 def test_classes_and_latents_both_matter_to_both_networks():
@@ -144,18 +125,6 @@ def test_classes_and_latents_both_matter_to_both_networks():
     assert not torch.allclose(image, generator(z, labels + 1))
     assert not torch.allclose(image, generator(torch.randn(1, 6), labels))
     assert not torch.allclose(discriminator(image, labels), discriminator(image, labels + 1))
-
-
-def test_noise_comes_from_the_generator_or_is_fixed():
-    torch.manual_seed(0)
-    network = Generator(TINY)
-    for conv in network.synthesis.second:
-        nn.init.ones_(conv.strength)
-    z, labels = torch.randn(1, 6), torch.tensor([0])
-    drawn = [network(z, labels, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.allclose(drawn[0], drawn[2])
-    assert torch.equal(network(z, labels), network(z, labels))
 
 
 def test_truncation_draws_styles_to_their_mean():
@@ -236,13 +205,6 @@ def test_the_moving_average_is_arithmetic():
     assert torch.allclose(mine.weight, expected)
 
 
-def test_the_moving_average_halves_after_its_half_life():
-    terms = GanTerms(batch_size=10, ema_images=1000)
-    assert ema_decay(10**6, terms) ** 100 == pytest.approx(0.5)
-    assert ema_decay(200, terms) == pytest.approx(0.5)  # few images seen: looks back on a twentieth of them
-    assert ema_decay(0, terms) == 0.0
-
-
 # training
 
 
@@ -288,28 +250,7 @@ def test_training_depends_on_its_seed_alone():
     assert not torch.equal(found[0], found[2])
 
 
-def test_half_precision_changes_little(monkeypatch):
-    """What a GPU does, on a processor: features in bfloat16, weights, styles and regularisers in single precision."""
-    images, labels = tiny_images()
-    plain, half = tiny_state(), tiny_state()
-    expected = [step(plain, images, labels) for _ in range(2)]
-    monkeypatch.setattr(gan, "half_precision", lambda device: torch.autocast("cpu", torch.bfloat16))
-    found = [step(half, images, labels) for _ in range(2)]
-    assert found[0].generator == pytest.approx(expected[0].generator, rel=0.05)
-    assert found[0].discriminator == pytest.approx(expected[0].discriminator, rel=0.05)
-    assert found[0] != expected[0]
-    assert all(value.dtype == torch.float32 for value in half.generator.state_dict().values())
-
-
-def test_regularisers_come_every_so_many_steps():
-    images, labels = tiny_images()
-    state = tiny_state(r1_every=3, path_every=2)
-    seen = [step(state, images, labels) for _ in range(6)]
-    assert [one.r1 is not None for one in seen] == [True, False, False, True, False, False]
-    assert [one.path is not None for one in seen] == [True, False] * 3
-    assert gan.GanTerms(batch_size=32).gamma(256) == pytest.approx(0.4096)
-
-
+@pytest.mark.story
 def test_a_gan_learns_the_colour_of_each_class():
     """Red for class 0, blue for class 1: a claim about learning, not only about running."""
     images = torch.full((16, 3, 16, 16), 40, dtype=torch.uint8)
@@ -329,17 +270,18 @@ def test_a_gan_learns_the_colour_of_each_class():
 # projection
 
 
+@pytest.mark.story
 def test_a_projection_finds_an_image_that_the_generator_can_make():
     """It beats the nearest of the starting points, and never loses to it; foreign images stay far."""
     torch.manual_seed(0)
     network, lpips = Generator(TINY).requires_grad_(False), load_lpips("random:0")
-    own = to_pixels(network(torch.randn(3, 6), torch.tensor([0, 1, 0])))
-    foreign = tiny_images(3)[0]
+    own = to_pixels(network(torch.randn(2, 6), torch.tensor([0, 1])))
+    foreign = tiny_images(2)[0]
     both = torch.cat([own, foreign])
     start = projected(network, lpips, both, steps=0, candidates=16)
     found = projected(network, lpips, both, steps=40, candidates=16)
     assert bool((found.distance <= start.distance).all())
-    assert bool((found.distance[:3] < 0.1 * start.distance[:3]).all())
-    assert float(found.distance[:3].max()) < 0.01 * float(found.distance[3:].min())
+    assert bool((found.distance[:2] < 0.1 * start.distance[:2]).all())
+    assert float(found.distance[:2].max()) < 0.01 * float(found.distance[2:].min())
     assert found.images.shape == both.shape
     assert found.images.dtype == torch.uint8

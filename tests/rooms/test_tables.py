@@ -7,13 +7,10 @@ from conftest import refused
 from rich.console import Console
 
 from wsi_fl.slides.layouts import Sources, describe, read_site
-from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
-from wsi_fl.stages.prepare.bag_labels import matched
+from wsi_fl.slides.layouts.rows import TableRow, accounted, rows_of
 from wsi_fl.stages.prepare.tables import tile_lines
 from wsi_fl.stages.work import console
 from wsi_fl.stages.work.console import render
-from wsi_fl.study.folder import Study
-from wsi_fl.study.site import SiteFile
 
 HEADER = "slide,patient,site,label"
 TABLE = f"{HEADER}\na.tif,p0,A,normal\nb.tif,p1,B,tumor\n\nc.tif,p2,A,tumor\n"
@@ -48,7 +45,7 @@ def test_every_row_is_accounted_for(tmp_path):
     rows = rows_of(tmp_path / "slides.csv", ())
     assert [row.where for row in rows] == [f"slides.csv line {n}" for n in (2, 3, 5)]
     assert accounted("t", rows[:1], 1, "A") == "t: 1 rows, all of this site"
-    others = [Row([("site", f"S{k}")], "") for k in (10, 9, 2)]
+    others = [TableRow([("site", f"S{k}")], "") for k in (10, 9, 2)]
     assert accounted("t", others, 0, "A") == "t: 3 rows, 0 of this site, 3 of others (S2, S9, S10)"
 
 
@@ -87,11 +84,6 @@ def test_a_table_that_is_none_says_why(tmp_path, table, words):
     refused(lambda: read(archive(tmp_path, table)), "slides.csv", *words)
 
 
-def test_empty_cells_at_the_end_of_a_row_are_no_fields(tmp_path):
-    records, _ = read(archive(tmp_path, f"{HEADER},,\na.tif,p0,A,normal,,\nc.tif,p2,A,tumor,,,,\n,,,,,\n"))
-    assert len(records) == 2
-
-
 def test_two_rows_that_contradict_each_other_are_refused_in_every_archive(tmp_path):
     (tmp_path / "patient_000_node_0.tif").touch()
     stages = tmp_path / "stages.csv"
@@ -100,14 +92,6 @@ def test_two_rows_that_contradict_each_other_are_refused_in_every_archive(tmp_pa
     )
     sources = Sources("C1", "sites/C1.toml", (f"{tmp_path}/*.tif",), labels=stages)
     refused(lambda: read_site("camelyon17", sources), "stages.csv line 4", "in a line above")
-
-
-def test_import_reads_tables_as_tile_does(tmp_path):
-    table = archive(tmp_path, TABLE.replace(",", ";")) / "slides.csv"
-    found = matched(table, {"a": tmp_path, "c": tmp_path}, SiteFile(name="A"), diagnoses=False)
-    assert len(found.records) == 2 and found.said == "slides.csv: 3 rows, 2 of this site, 1 of others (B)"
-    table.write_text(f'{HEADER}\na.tif,"p0,A,normal\nc.tif,p2,A,tumor\n')
-    refused(lambda: matched(table, {}, SiteFile(name="A"), diagnoses=False), "line 2", "never closed")
 
 
 def tile_document(n_sites: int, n_failed: int = 0) -> dict:
@@ -146,13 +130,6 @@ def test_slides_set_aside_are_named_and_the_rest_counted(capsys):
     render(tile_lines(tile_document(1, n_failed=100_000)))
     said = capsys.readouterr().err
     assert said.count("no such slide file") == 20 and "and 99980 more set aside" in said
-
-
-def test_sites_stand_in_the_order_people_count_in(tmp_path):
-    (tmp_path / "sites").mkdir()
-    for k in (10, 2, 1, 11):
-        (tmp_path / "sites" / f"S{k}.toml").touch()
-    assert Study(tmp_path).site_names() == ["S1", "S2", "S10", "S11"]
 
 
 def test_a_site_that_will_not_be_tested_is_named(capsys, monkeypatch):

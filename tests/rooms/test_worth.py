@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report.worth import _MEANS as words_of_verdicts
-from wsi_fl.report.worth import verdict_words
 from wsi_fl.stages.answers.compare_worth import verdict
 from wsi_fl.stores.bags import BagMeta, BagStore
 from wsi_fl.types import GridSpec
@@ -104,18 +102,3 @@ def test_a_verdict_is_only_what_the_intervals_show():
     assert verdict({"mean": 0.3, "low": None, "high": None}, None) == "not shown"  # a single patient
     assert verdict(None, None) == "not shown"
     assert {"join", "stay", "nothing to gain", "not shown"} == set(words_of_verdicts)
-
-
-def test_the_headroom_is_the_gain_over_what_pooling_would_bring_with_an_interval():
-    rng = np.random.default_rng(0)
-    patients = np.repeat([f"p{i}" for i in range(20)], 10)
-    whole = rng.normal(0.2, 0.05, (4, 200))
-    part = 0.5 * whole + rng.normal(0, 0.02, (4, 200))
-    low, high = clustered_ratio(part, whole, patients)
-    assert low < 0.5 < high and high - low < 0.1
-    assert clustered_ratio(part, whole - 0.2, patients) is None  # nothing to share out
-    assert clustered_ratio(part, whole, np.full(200, "one")) is None
-    mean, room = 0.1, 0.2
-    assert verdict_words({"verdict": "join", "headroom": {"mean": mean / room, "low": 0.4, "high": 0.6}}) == (
-        "this hospital should join (50 % of what pooling would bring, 40 to 60 %)"
-    )

@@ -56,7 +56,7 @@ def killed(study, data, moment, name):
 
 @pytest.mark.parametrize(
     ("moment", "name"),
-    [(1, "_batches"), (4, "_batches"), (2, "write_columns"), (1, "write_text"), (2, "write_text")],
+    [(1, "_batches"), (2, "write_columns"), (2, "write_text")],
 )
 def test_partition_that_was_killed_is_made_again_as_if_it_had_not_been(tmp_path, data, moment, name):
     study, other = Study(tmp_path / "a"), Study(tmp_path / "b")

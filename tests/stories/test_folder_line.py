@@ -29,7 +29,7 @@ from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan, approve
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.hospitals.work.by_folder import take_part_by_folder
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, choose_run, which_run
 from wsi_fl.stages.training.train import train
 from wsi_fl.study.folder import Study
@@ -245,24 +245,6 @@ def test_rubbish_hides_no_letter(share, line_of):
     assert desk.seen == [b"a"]
 
 
-def test_one_file_that_cannot_be_read_hides_no_other(share, line_of, monkeypatch):
-    local = type(fsspec.filesystem("file"))
-    opened = local.open
-
-    def some(fs, path, *args, **kwargs):
-        if "~g1~" in str(path) and ".partial" not in str(path):
-            raise PermissionError(13, "Permission denied")
-        return opened(fs, path, *args, **kwargs)
-
-    desk, sender = Desk(), line_of("C1")
-    line_of("C2").listen(desk)
-    with monkeypatch.context() as patch:
-        patch.setattr(local, "open", some)
-        assert "not collected" in sender.send("C2", "g1", b"closed", 0.2)
-        assert sender.send("C2", "g2", b"open", 5.0) == ""
-    assert sender.send("C2", "g1", b"closed", 5.0) == ""
-
-
 def test_a_share_that_vanishes_for_a_while_has_collected_nothing(share, line_of):
     desk, sender, receiver = Desk("later"), line_of("C1"), line_of("C2")
     receiver.listen(desk)
@@ -340,11 +322,6 @@ def test_a_link_that_lies_in_the_folder_is_never_written_through(share, line_of,
     mine.close()
     assert secret.read_text() == "what was spent" and secret.stat().st_mode & 0o777 == 0o600
     assert heard == []
-
-
-def test_an_address_that_can_be_none_is_one_line(tmp_path):
-    refused(lambda: FolderLine(str(tmp_path / "none"), "C1", TOPIC), "no such folder; mount the share")
-    refused(lambda: FolderLine("nosuch://x/y", "C1", TOPIC), "nosuch://x/y: not the address of a folder")
 
 
 # a comm over it
@@ -756,7 +733,7 @@ def test_a_run_that_only_one_site_has_and_nobody_began_is_left_behind(tmp_path):
     """The other was killed before its folder was made."""
     study = make_study(tmp_path / "study", n_sites=2)
     plan = plan_of(study, "proxyfl", ["sites=['S0', 'S1']"], ["S0", "S1"])
-    party = Party.of(study, plan.pipeline(), "proxyfl")
+    party = RunContext.of(study, plan.pipeline(), "proxyfl")
 
     def told(identity, *runs):
         offered = {"number": 1, "name": "proxyfl-small", "identity": identity * 32}

@@ -15,7 +15,7 @@ from conftest import REAL, make_study, refused, write_store
 
 from wsi_fl.federation import loop
 from wsi_fl.federation.preflight import Brought
-from wsi_fl.federation.roster import Answer, Arrival, Standing
+from wsi_fl.federation.roster import Arrival, RosterEntry, Standing
 from wsi_fl.federation.scoring import Counted, Present
 from wsi_fl.hospitals.trust.letters import Head, Hello
 from wsi_fl.hospitals.work.taking_part import Seen
@@ -26,10 +26,10 @@ from wsi_fl.privacy.accounting import Mechanism, epsilon
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.going_on import Asked, Begun, Runs, _Claimed, _Proposal, which_run
-from wsi_fl.stages.training.summary import Row
+from wsi_fl.stages.training.summary import SummaryRow
 from wsi_fl.stages.training.train import resume, train
 from wsi_fl.stages.work.console import Discreet, Quiet
 from wsi_fl.study.folder import Study
@@ -117,7 +117,7 @@ def table_of(page):
 def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finished):
     folders, _ = finished
     listed = {key for what, *_ in table_of(PAGE.read_text()) for key in re.findall(r"`([a-z_]+)`", what)}
-    kinds = (Brought, Standing, Answer, Arrival, Row, _Proposal, _Claimed, Size, Present, Counted)
+    kinds = (Brought, Standing, RosterEntry, Arrival, SummaryRow, _Proposal, _Claimed, Size, Present, Counted)
     kinds += (Begun, Runs, Hello, Head, Seen)
     kinds += (mpcpa.Ready, mpcpa.Denoiser, mpcpa.Classifier)
     assert {key for kind in kinds for key in get_type_hints(kind)} <= listed
@@ -128,7 +128,7 @@ def test_hospitals_tell_each_other_what_the_table_lists_and_nothing_else(finishe
         assert not SECRETS.search(json.dumps([list(d.values()) for d in documents])), documents
         (row,) = [document for document in documents if "trained_seconds" in document]
         assert [row[key] for key in ("trained_seconds", "communication_seconds", "group")] == [None] * 3
-        assert set(row) == set(Row.__annotations__)
+        assert set(row) == set(SummaryRow.__annotations__)
 
 
 def test_their_output_says_what_the_table_lists_and_nothing_else(finished):
@@ -214,7 +214,7 @@ def test_a_launcher_hears_no_accuracy_and_no_reason_of_a_real_hospital(tmp_path)
 # a private model that diverges
 
 
-@pytest.mark.parametrize("weight", [np.nan, 1e25])
+@pytest.mark.parametrize("weight", [np.nan, pytest.param(1e25, marks=pytest.mark.slow)])
 def test_a_private_model_that_diverges_is_frozen_and_its_proxy_goes_on(study, monkeypatch, weight):
     """The proxies are those of a run in which nothing diverged, and the site goes on after a restart."""
 
@@ -281,7 +281,7 @@ class Told:
 )
 def test_no_peer_chooses_where_a_hospital_writes(study, name):
     offered = _Proposal(number=3, name=name, identity="0" * 32)
-    party = Party.of(study, study.pipeline("small"), "proxyfl")
+    party = RunContext.of(study, study.pipeline("small"), "proxyfl")
     before = sorted(study.root.parent.rglob("*"))
     with pytest.raises(WsiFlError, match="no name of a run"):
         which_run(party, Asked("small"), Told(offered))
@@ -298,7 +298,7 @@ def test_a_number_that_another_job_took_meanwhile_is_left_to_it(study):
 
     second = _Proposal(number=1, name="proxyfl-small", identity="3" * 32)
     comm = Told(late, _Claimed(claimed=True), second, _Claimed(claimed=True))
-    run = which_run(Party.of(study, study.pipeline("small"), "proxyfl"), Asked("small"), comm)
+    run = which_run(RunContext.of(study, study.pipeline("small"), "proxyfl"), Asked("small"), comm)
     assert (run.name, len(run.id)) == ("00002-proxyfl-small", 32)
     assert run.id not in ("1" * 32, "3" * 32)  # nobody gives it the id of an earlier run
     assert sorted(p.name for p in study.runs.glob("0*")) == ["00001-fedavg-other", "00002-proxyfl-small"]

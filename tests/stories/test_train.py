@@ -1,4 +1,4 @@
-"""`train` and `evaluate` as a user runs them: four real MPI ranks, JSON contracts, crashes, one-line errors."""
+"""`train` and `evaluate` as a user runs them: real MPI ranks, JSON contracts, crashes, one-line errors."""
 
 import fcntl
 import json
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import REAL, edited, make_study, write_store
-from rich.console import Console
 from safetensors.torch import load_file
 
 from wsi_fl.federation.methods import METHODS
@@ -25,12 +24,11 @@ from wsi_fl.stages.site.account import guarantee_of
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.plan import dry_run
 from wsi_fl.stages.training.train import resume, train
-from wsi_fl.stages.work import console
 from wsi_fl.system.ranks import launched_ranks
 from wsi_fl.types import UsageError, WsiFlError
 
 SEEDED = ["train.rounds=5", "privacy.insecure_seed=3"]
-SITES = [f"S{k}" for k in range(4)]
+SITES = ["S0", "S1"]
 WHOLE = epsilon([plan(36, 8, 5, 1.4, 0.7)], 1e-5)
 
 
@@ -73,7 +71,7 @@ def assert_contract(summary, path):
         assert row["guarantee"] == "none"  # its noise was seeded
         assert (row["unit"], row["rounds"]) == ("row", 5)
     assert set(summary["communication"]) == {"messages", "bytes", "seconds"}
-    assert summary["communication"]["messages"] == 20
+    assert summary["communication"]["messages"] == 5 * len(SITES)
     for site in SITES:
         folder = path / "sites" / site
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -84,17 +82,17 @@ def assert_contract(summary, path):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A study and an uninterrupted run of it in one process."""
-    study = make_study(tmp_path_factory.mktemp("train") / "study")
+    study = make_study(tmp_path_factory.mktemp("train") / "study", n_sites=2)
     summary = local(study, "proxyfl", *SEEDED)
     return study, summary
 
 
 @pytest.mark.slow
-def test_four_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
+def test_ranks_of_mpiexec_join_and_learn_what_one_process_does(whole):
     study, summary = whole
-    done = under_mpiexec(study, 4, "train", "--json", *sets(SEEDED))
+    done = under_mpiexec(study, 2, "train", "--json", *sets(SEEDED))
     assert done.returncode == 0, done.stderr[-2000:]
-    joined = json.loads(done.stdout)  # one document: three ranks have nothing to say
+    joined = json.loads(done.stdout)  # one document: the other rank has nothing to say
     path = study.root / joined["run"]
     assert_contract(joined, path)
     assert_contract(summary, study.root / summary["run"])
@@ -178,16 +176,16 @@ def test_evaluate_says_what_the_contract_says(whole, wsi_fl):
         for s in SITES
     ]
     for row, line in zip(rows, last, strict=True):
-        assert (row["n"], row["own"]["n"]) == (48, 12)
+        assert (row["n"], row["own"]["n"]) == (24, 12)
         assert row["accuracy"] == pytest.approx(line["merged"]["accuracy"])
         assert row["own"]["auroc"] == pytest.approx(line["own"]["auroc"])
-        assert np.sum(row["confusion"]) == 48
+        assert np.sum(row["confusion"]) == 24
         low, high = row["intervals"]["accuracy"]
         assert low <= row["accuracy"] <= high
         assert set(row["parts"]) == set(SITES)
-        assert row["slides"]["n"] == 4
+        assert row["slides"]["n"] == 2
         predictions = study.root / summary["run"] / "sites" / row["site"] / "predictions.csv"
-        assert len(predictions.read_text().splitlines()) == 1 + 3 * 48
+        assert len(predictions.read_text().splitlines()) == 1 + 3 * 24
 
 
 def test_same_names_at_two_sites_are_two_patients(tmp_path):
@@ -298,37 +296,6 @@ def test_a_wrong_number_of_ranks_is_refused_before_mpi_starts(study, monkeypatch
     assert sorted(study.root.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ({"method": "proxifl"}, UsageError, "unknown method 'proxifl'; known: regular"),
-        ({"pipeline_name": "smal"}, UsageError, "unknown pipeline 'smal'; known:.*small"),
-        ({"backend": "carrier pigeon"}, UsageError, "unknown backend 'carrier pigeon'; known: mpi, local"),
-        ({"overrides": ['sites=["S0", "S9"]']}, UsageError, "unknown site 'S9'.*S0, S1, S2, S3"),
-        ({"overrides": ["model.proxy=mlq"]}, UsageError, "unknown model 'mlq'; known"),
-        ({"overrides": ["train.augment=flip"]}, UsageError, "unknown augmentation 'flip'"),
-    ],
-)
-def test_wrong_usage_is_one_line(study, arguments, error, words):
-    with pytest.raises(error, match=words) as caught:
-        train(study, **{"method": "proxyfl", "backend": "local"} | arguments)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_store_says_how_to_make_it(study):
-    shutil.rmtree(study.store("S1").parent)
-    with pytest.raises(WsiFlError, match=r"no store of site S1 yet; run `wsi-fl tile --site S1`"):
-        train(study, method="proxyfl")
-    assert not study.runs.exists()
-
-
-def test_a_site_of_other_classes_is_named(study):
-    with edited(study.store("S3")) as file:
-        file.attrs["classes"] = json.dumps(["benign", "malignant"])
-    with pytest.raises(WsiFlError, match=r"S3 brings .*benign.* as the classes of its store, the others"):
-        local(study)
-
-
 def test_two_jobs_on_one_run_are_refused(study):
     path = study.root / local(study, "proxyfl", "train.rounds=1")["run"]
     (path / "summary.json").unlink()
@@ -376,20 +343,3 @@ def test_ranks_that_somebody_else_started_are_noticed(monkeypatch, variables, ra
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert launched_ranks() == ranks
-
-
-def test_cores_are_divided_among_ranks(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "4"
-    assert launch.rank_environment(99)["OMP_NUM_THREADS"] == "1"
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert launch.rank_environment(4)["OMP_NUM_THREADS"] == "2"
-
-
-def test_a_table_cuts_no_number_off_in_a_narrow_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(console, "stderr", Console(stderr=True, width=50))
-    cells = ["mean ± sd", "576", *[f"0.79{k} ± 0.01{k}" for k in range(5)]]
-    console.render([console.Table("on the merged test set", ["site", *"nabcde"], [cells])])
-    said = capsys.readouterr().err
-    assert all(cell in said for cell in cells), said

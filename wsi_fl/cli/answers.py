@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from wsi_fl.cli.options import Answering, Json, Run, find_study, show
+from wsi_fl.cli.options import Json, PredictionOverrides, Run, find_study, show
 from wsi_fl.types import UsageError, WsiFlError
 
 
-def evaluate(run: Run, overrides: Answering = None, as_json: Json = False) -> None:
+def evaluate(run: Run, overrides: PredictionOverrides = None, as_json: Json = False) -> None:
     """Measure what answers for every site, on the merged multi-centric test set and on each site's part."""
     study = find_study()
     from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
@@ -33,7 +33,7 @@ def predict(
         str | None,
         typer.Option(help="What is known of the slides, for runs on mosaics. Default: what the store says."),
     ] = None,
-    overrides: Answering = None,
+    overrides: PredictionOverrides = None,
     as_json: Json = False,
 ) -> None:
     """Predict a new slide: heatmap, outlines for QuPath, probabilities of its patches, slide score or diagnosis."""

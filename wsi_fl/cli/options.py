@@ -27,7 +27,7 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a pipeline key, e.g. train.rounds=5. Repeatable."
     ),
 ]
-Answering = Annotated[
+PredictionOverrides = Annotated[
     list[str] | None,
     typer.Option(
         "--set",

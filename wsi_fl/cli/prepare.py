@@ -66,6 +66,9 @@ def tile(
     """Cut a site's slides into labelled patches: its patch store."""
     one_or_all("tile", site, every)
     study = find_study()
+    from wsi_fl.slides.reading.probe import start_ahead
+
+    start_ahead()
     from wsi_fl.stages.prepare.tables import tile_lines
     from wsi_fl.stages.prepare.tile import tile
     from wsi_fl.stages.work.console import Bars
@@ -204,7 +207,7 @@ def import_features(
 ) -> None:
     """Take features that TRIDENT, CLAM or STAMP computed as a site's feature store."""
     study = find_study()
-    from wsi_fl.stages.prepare.importing import Said, import_features
+    from wsi_fl.stages.prepare.importing import ImportFacts, import_features
     from wsi_fl.stages.prepare.tables import mosaic_lines
     from wsi_fl.stages.work.console import Bars
 
@@ -215,7 +218,7 @@ def import_features(
             form=form,
             source=source,
             labels=labels,
-            said=Said(encoder, patch_px, mpp),
+            said=ImportFacts(encoder, patch_px, mpp),
             pipeline_name=pipeline,
             overrides=overrides or [],
             watcher=bars,

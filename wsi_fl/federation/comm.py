@@ -16,16 +16,16 @@ from wsi_fl.federation.message import (
     HEADER_BYTES,
     NUMBERS,
     Arrival,
-    Kind,
     Message,
     Outgoing,
+    PayloadType,
     Values,
     body_length,
     pack,
     received,
     tag_of,
 )
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import KnownToAll, UsageError, WsiFlError
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _POLL_S = 0.0005
 _LATE_EVERY_S = 1.0
 _GATHER_TAG = 1 << 14
-_MEMORY = Recycled(most=4)
+_MEMORY = BufferPool(most=4)
 """Of what was received and is gone: touching fresh memory costs as much as the copy."""
 
 
@@ -83,7 +83,7 @@ class Comm(Protocol):
         round_: int,
         hop: int,
         size: int,
-        kind: Kind = NUMBERS,
+        kind: PayloadType = NUMBERS,
     ) -> list[Message]:
         """Send all, and wait for the (sender, receiver) pairs in `expected` whose receiver is local.
 
@@ -132,7 +132,7 @@ class LocalComm:
         round_: int,
         hop: int,
         size: int,
-        kind: Kind = NUMBERS,
+        kind: PayloadType = NUMBERS,
     ) -> list[Message]:
         """Carry messages between the sites of this process, as `Comm.exchange` says.
 
@@ -211,7 +211,7 @@ class MpiComm:
         round_: int,
         hop: int,
         size: int,
-        kind: Kind = NUMBERS,
+        kind: PayloadType = NUMBERS,
     ) -> list[Message]:
         """Send and receive over MPI, the headers first, as `Comm.exchange` says."""
         began = time.perf_counter()
@@ -270,7 +270,7 @@ class MpiComm:
         """End all ranks at once with this exit code; the others could only wait for this one."""
         self._world.Abort(code)
 
-    def _mpi_kind(self, kind: Kind) -> Any:
+    def _mpi_kind(self, kind: PayloadType) -> Any:
         return self._mpi.FLOAT if kind == NUMBERS else self._mpi.BYTE
 
     def _send(self, site: int, head: tuple[Any, Any], body: tuple[Any, Any], tag: int) -> list[Any]:

@@ -27,7 +27,7 @@ NUMBERS, BYTES = np.dtype(np.float32), np.dtype(np.uint8)
 """Kinds of values that travel: a model's parameters, or a buffer of images and labels."""
 _KINDS = (NUMBERS, BYTES)
 Values = NDArray[np.float32] | NDArray[np.uint8]
-Kind = np.dtype[Any]
+PayloadType = np.dtype[Any]
 HOPS = 9
 """Hops that one round has room for: the tags of messages and their headers tell so many apart."""
 GRAPH_HOPS = 5
@@ -112,7 +112,7 @@ def pack(item: Outgoing, round_: int, hop: int) -> tuple[bytes, Values]:
     return header, vector
 
 
-def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: Kind) -> str:
+def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kind: PayloadType) -> str:
     """Return why a message is not what was agreed on, or "" where it is."""
     if len(header) != HEADER_BYTES:
         return "it speaks another protocol"
@@ -126,7 +126,7 @@ def _problem(header: bytes | bytearray, sender: int, round_: int, size: int, kin
     return "" if length == size else f"it has {length} values, agreed on {size}"
 
 
-def body_length(header: bytes | bytearray, size: int, kind: Kind = NUMBERS) -> int:
+def body_length(header: bytes | bytearray, size: int, kind: PayloadType = NUMBERS) -> int:
     """Return how many values to receive after this header; 0 where the header makes no sense."""
     if len(header) != HEADER_BYTES:
         return 0
@@ -143,7 +143,7 @@ def received(
     round_: int,
     size: int,
     *,
-    kind: Kind = NUMBERS,
+    kind: PayloadType = NUMBERS,
 ) -> Message:
     """Return the message; where it is not what was agreed on, without values and with the reason."""
     problem = _problem(header, sender, round_, size, kind)

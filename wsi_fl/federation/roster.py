@@ -34,7 +34,7 @@ class Standing(TypedDict):
     returning: bool
 
 
-class Answer(TypedDict):
+class RosterEntry(TypedDict):
     """What a site answers to the roll call of a round.
 
     Attributes:
@@ -89,7 +89,7 @@ def stands(kept: Sequence[int], round_: int) -> bool:
     return round_ in kept or (round_ == 1 and not kept)
 
 
-def roster_of(sites: Sequence[int], told: Sequence[Answer]) -> Roster:
+def roster_of(sites: Sequence[int], told: Sequence[RosterEntry]) -> Roster:
     """Return who takes part, given the answers of these sites, in the same order.
 
     A returning site waits while another site already has the checkpoint of this round on disk: no share was split off
@@ -164,13 +164,13 @@ def call_roll(
 
     Nobody runs ahead of it, since others may still need the checkpoints of the last round.
     """
-    mine: list[Answer] = []
+    mine: list[RosterEntry] = []
     for site in sites:
         later = [r for r in site.folder.checkpoints() if r > firsts[site.index]]
         ahead = any(r >= round_ for r in later)
         mine.append({"state": _state(site, round_, round_ in later), "ahead": ahead})
     if method.talks:
-        return roster_of(comm.running, comm.gather(mine, Answer))
+        return roster_of(comm.running, comm.gather(mine, RosterEntry))
     return roster_of([site.index for site in sites], mine)
 
 

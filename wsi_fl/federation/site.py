@@ -15,7 +15,7 @@ from wsi_fl.federation.mixing import PushSum
 from wsi_fl.federation.topology import Topology
 from wsi_fl.learning.canaries import Canaries
 from wsi_fl.learning.examples import Augment, Examples, joined
-from wsi_fl.learning.lessons import Material
+from wsi_fl.learning.lessons import TrainingSources
 from wsi_fl.learning.local import Learner, Learners
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.units import Units
@@ -122,12 +122,12 @@ class Site:
         """Return what batches are drawn from: the training rows, and the canaries that are in."""
         return self.train if self.canaries is None else joined([self.train, self.canaries.planted()])
 
-    def material(self) -> Material:
+    def material(self) -> TrainingSources:
         """Return the data that the site learns from."""
         if self.buffer is None:
-            return Material(self.learned(), self.units)
+            return TrainingSources(self.learned(), self.units)
         received = [unpacked(values, self.buffer.shape) for _, values in sorted(self.received.items())]
-        return Material(self.learned(), self.units, self.buffer.samples(), received)
+        return TrainingSources(self.learned(), self.units, self.buffer.samples(), received)
 
     def traveller(self, method: Method) -> Learner:
         """Return the learner whose parameters are exchanged."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.learning.examples import Examples
+from wsi_fl.learning.examples import Examples, packed
 from wsi_fl.learning.tasks import CLASSES, Task
 from wsi_fl.types import BagTable
 
@@ -16,20 +16,6 @@ Features = NDArray[np.float32]
 
 _AT_ONCE = 1 << 24
 """Values of bags that are read at a time where all are predicted: 64 MB."""
-
-
-def packed(bags: Sequence[Features]) -> Features:
-    """Return bags float32[m_i, d] as one float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
-
-    Example:
-        >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
-        [[[5.0, 1.0], [6.0, 1.0]], [[7.0, 1.0], [0.0, 0.0]]]
-    """
-    out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
-    for row, bag in zip(out, bags, strict=True):
-        row[: len(bag), :-1] = bag
-        row[: len(bag), -1] = 1
-    return out
 
 
 def bag_examples(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wsi_fl.learning.tasks import CLASSES, Task
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.memory import BufferPool
 from wsi_fl.system.ordered import made_ahead
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _DRAWS = 1 << 62
 """How many numbers say what is seen of an example."""
 _AT_ONCE = 1 << 17
 """Values normalised at a time."""
-_MEMORY = Recycled(most=2)
+_MEMORY = BufferPool(most=2)
 """Of batches that are gone."""
 
 
@@ -80,8 +80,6 @@ class Examples:
             >>> len(examples), examples.read(np.arange(2)).shape
             (2, (2, 5, 9))
         """
-        from wsi_fl.learning.bags import packed
-
         labels, unknown = np.asarray(label, np.int64), np.full(len(x), "")
         arrays = x
         read = (
@@ -90,6 +88,20 @@ class Examples:
             else (lambda rows: packed([arrays[k] for k in rows]))
         )
         return Examples(read, labels, unknown, np.asarray(patient, np.str_) if len(patient) else unknown)
+
+
+def packed(bags: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return bags float32[m_i, d] as one float32[b, max m_i, d + 1], whose last column is 1 for a patch, 0 for padding.
+
+    Example:
+        >>> packed([np.float32([[5], [6]]), np.float32([[7]])]).tolist()
+        [[[5.0, 1.0], [6.0, 1.0]], [[7.0, 1.0], [0.0, 0.0]]]
+    """
+    out = np.zeros((len(bags), max(map(len, bags)), bags[0].shape[1] + 1), np.float32)
+    for row, bag in zip(out, bags, strict=True):
+        row[: len(bag), :-1] = bag
+        row[: len(bag), -1] = 1
+    return out
 
 
 def unlabelled(inputs: Inputs) -> Examples:

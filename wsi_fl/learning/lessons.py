@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingSources:
     """What a site has to learn from.
 
     Attributes:
@@ -36,7 +36,7 @@ class Material:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingSet:
     """What one round is learned from.
 
     Attributes:
@@ -97,36 +97,36 @@ LearnsFrom = Literal[
 """What a round is learned from. Who makes a site's rows pools those of everybody, or puts generated ones there."""
 
 
-def _real(material: Material) -> Lesson | None:
+def _real(material: TrainingSources) -> TrainingSet | None:
     """Return the site's rows."""
-    return Lesson(material.real, material.units)
+    return TrainingSet(material.real, material.units)
 
 
-def _real_and_received(material: Material) -> Lesson | None:
+def _real_and_received(material: TrainingSources) -> TrainingSet | None:
     """Return the site's rows, and what it received to be replayed beside them (Pennisi et al., eq. 4)."""
-    return Lesson(material.real, material.units, _pooled(material.received))
+    return TrainingSet(material.real, material.units, _pooled(material.received))
 
 
-def _synthetic_and_received(material: Material) -> Lesson | None:
+def _synthetic_and_received(material: TrainingSources) -> TrainingSet | None:
     """Return the site's own synthetic samples in place of its rows (Fig. 5b)."""
     assert material.own is not None
-    return Lesson(material.own, rows_alone(len(material.own)), _pooled(material.received))
+    return TrainingSet(material.own, rows_alone(len(material.own)), _pooled(material.received))
 
 
-def _synthetic_of_all(material: Material) -> Lesson | None:
+def _synthetic_of_all(material: TrainingSources) -> TrainingSet | None:
     """Return the synthetic samples of all sites, as for a centre without patches; None before they arrive."""
     if not material.received:
         return None
     assert material.own is not None
     everything = joined([material.own, *material.received])
-    return Lesson(everything, rows_alone(len(everything)))
+    return TrainingSet(everything, rows_alone(len(everything)))
 
 
 def _pooled(parts: Sequence[Examples]) -> Examples | None:
     return joined(list(parts)) if parts else None
 
 
-LESSONS: dict[LearnsFrom, Callable[[Material], Lesson | None]] = {
+LESSONS: dict[LearnsFrom, Callable[[TrainingSources], TrainingSet | None]] = {
     "own": _real,
     "everybody": _real,
     "own+received": _real_and_received,

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from wsi_fl.learning.examples import Examples, batches
-from wsi_fl.learning.objectives import mutual
-from wsi_fl.learning.tasks import CLASSES, Task
+from wsi_fl.learning.tasks import CLASSES, Task, mutual
 from wsi_fl.models.checkpoint import Adam, load_slots, slots_of, under
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.cipher import CipherStream

@@ -178,7 +178,7 @@ def slide_level(
         best = np.sort(positive[mine])[::-1]
         score[k] = best[: max(1, round(top * len(best)))].mean()
     if threshold is not None:
-        score = moved_to_half(score, threshold)
+        score = recentred_at_half(score, threshold)
     return np.stack([1 - score, score], axis=1), truth, row
 
 
@@ -206,7 +206,7 @@ def operating_point(score: NDArray[np.float64], truth: Labels) -> float | None:
     return round(float(between[best[len(best) // 2]]), 6)
 
 
-def moved_to_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
+def recentred_at_half(score: NDArray[np.float64], threshold: float) -> NDArray[np.float64]:
     """Return scores float64[n] in [0, 1], stretched so that the threshold comes to lie at one half."""
     above = score >= threshold
     low = 0.5 * score / threshold

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.metrics import calibration, confusion, slide_level
-from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth, intervals, scored
+from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, intervals, scored
 
 Names = NDArray[np.str_]
 
@@ -37,7 +37,7 @@ class Predictions:
     slide: Names
     patient: Names
     truth: Truth
-    said: Mapping[str, Said]
+    said: Mapping[str, Predicted]
     outputs: tuple[str, ...]
     task: Task = CLASSES
     about: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Predictions:
         return len(self.truth)
 
     @property
-    def answers(self) -> Said:
+    def answers(self) -> Predicted:
         """Return float64[n, k], the predictions of the model that answers for the site."""
         return self.said[self.answer]
 
@@ -130,7 +130,7 @@ class Level:
             "tumor_types": of_tumor_types(table),
         }
 
-    def _of(self, said: Said, truth: Truth, patient: Names, task: Task) -> dict[str, Any]:
+    def _of(self, said: Predicted, truth: Truth, patient: Names, task: Task) -> dict[str, Any]:
         """Return scores and intervals clustered by patient; of classes confusion and calibration too."""
         found = scored(said, truth, task) | {
             "intervals": intervals(said, truth, patient, task, repeats=self.repeats)

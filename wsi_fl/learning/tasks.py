@@ -22,7 +22,7 @@ from wsi_fl.learning.metrics import Measure, Weights, counted_once, measure_of_c
 if TYPE_CHECKING:
     from torch import Tensor
 
-Said = NDArray[np.float64]
+Predicted = NDArray[np.float64]
 Truth = NDArray[Any]
 Scores = Mapping[str, float | None]
 
@@ -54,14 +54,14 @@ class Task(ABC):
         """Return the predictions that outputs stand for."""
 
     @abstractmethod
-    def guess(self, n_outputs: int) -> Said:
+    def guess(self, n_outputs: int) -> Predicted:
         """Return float64[k], the prediction of a model that knows nothing."""
 
     @abstractmethod
-    def measure(self, said: Said, truth: Truth) -> Measure:
+    def measure(self, said: Predicted, truth: Truth) -> Measure:
         """Return a function that computes every score for any weights of the examples."""
 
-    def scored(self, said: Said, truth: Truth) -> Scores:
+    def scored(self, said: Predicted, truth: Truth) -> Scores:
         """Return every score by name; None for one that cannot be computed."""
         return counted_once(self.measure(said, truth), len(truth))
 
@@ -79,17 +79,15 @@ class Classes(Task):
         return functional.cross_entropy(outputs, truth, reduction="none")
 
     def divergence(self, outputs: Tensor, teacher: Tensor) -> Tensor:
-        from wsi_fl.learning.objectives import kl_divergence
-
         return kl_divergence(outputs, teacher)
 
     def said(self, outputs: Tensor) -> Tensor:
         return outputs.softmax(dim=1)
 
-    def guess(self, n_outputs: int) -> Said:
+    def guess(self, n_outputs: int) -> Predicted:
         return np.full(n_outputs, 1 / n_outputs)
 
-    def measure(self, said: Said, truth: Truth) -> Measure:
+    def measure(self, said: Predicted, truth: Truth) -> Measure:
         return measure_of_classes(said.argmax(1) == truth, said, truth)
 
 
@@ -115,10 +113,10 @@ class Number(Task):
     def said(self, outputs: Tensor) -> Tensor:
         return self.low + (outputs.clamp(-1, 1) + 1) / 2 * (self.high - self.low)
 
-    def guess(self, n_outputs: int) -> Said:
+    def guess(self, n_outputs: int) -> Predicted:
         return np.full(n_outputs, (self.low + self.high) / 2)
 
-    def measure(self, said: Said, truth: Truth) -> Measure:
+    def measure(self, said: Predicted, truth: Truth) -> Measure:
         """Return what computes R², which needs two different numbers, and mean absolute and root mean squared errors.
 
         Example:
@@ -129,7 +127,7 @@ class Number(Task):
         apart = truth - np.mean(truth, dtype=np.float64) if len(truth) else wrong
         moments = np.stack([np.ones(len(truth)), np.abs(wrong), wrong**2, apart, apart**2], axis=1)
 
-        def measure(weights: Weights) -> dict[str, Said]:
+        def measure(weights: Weights) -> dict[str, Predicted]:
             n, absolute, squared, shift, around = (weights @ moments).T
             with np.errstate(invalid="ignore", divide="ignore"):
                 spread = around - shift**2 / n  # Σ (t − mean)², from sums around another mean
@@ -180,13 +178,13 @@ class Survival(Task):
     def said(self, outputs: Tensor) -> Tensor:
         return (-outputs).sigmoid().cumprod(dim=1)
 
-    def guess(self, n_outputs: int) -> Said:
+    def guess(self, n_outputs: int) -> Predicted:
         return np.cumprod(np.full(n_outputs, 0.5))
 
-    def measure(self, said: Said, truth: Truth) -> Measure:
+    def measure(self, said: Predicted, truth: Truth) -> Measure:
         risk = survival.risk(said, self.ends)
 
-        def measure(weights: Weights) -> dict[str, Said]:
+        def measure(weights: Weights) -> dict[str, Predicted]:
             return {
                 "concordance": survival.concordances(risk, truth, weights),
                 "integrated_brier": survival.integrated_briers(said, truth, self.ends, weights),
@@ -198,12 +196,12 @@ class Survival(Task):
 CLASSES = Classes()
 
 
-def scored(said: Said, truth: Truth, task: Task = CLASSES) -> dict[str, Any]:
+def scored(said: Predicted, truth: Truth, task: Task = CLASSES) -> dict[str, Any]:
     """Return n and every score by name."""
     return {"n": len(truth), **task.scored(said, truth)}
 
 
-def quality(said: Said, truth: Truth, task: Task = CLASSES) -> float | None:
+def quality(said: Predicted, truth: Truth, task: Task = CLASSES) -> float | None:
     """Return the score by which models are chosen, higher for better ones; None where it cannot be computed.
 
     Of classes it is macro-accuracy, since a site that has mostly one class would else choose whoever always says it.
@@ -213,7 +211,7 @@ def quality(said: Said, truth: Truth, task: Task = CLASSES) -> float | None:
 
 
 def intervals(
-    said: Said, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
+    said: Predicted, truth: Truth, cluster: NDArray[np.str_], task: Task = CLASSES, *, repeats: int
 ) -> dict[str, list[float] | None]:
     """Return percentile intervals of every score when whole clusters (patients) are drawn with replacement."""
     return resampled(task.measure(said, truth), task.scores, cluster, repeats=repeats)
@@ -225,3 +223,53 @@ def strata(truth: Truth, task: Task) -> NDArray[np.int64]:
         return truth
     halves = truth[:, 1] > 0.5 if task.kind == "survival" else truth > np.median(truth)
     return np.asarray(halves, np.int64)
+
+
+# The losses of deep mutual learning as ProxyFL uses them (eqs. 2 to 5), whatever is asked.
+
+
+def kl_divergence(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Return KL[student ‖ teacher] = Σ_c p_c (log p_c − log q_c), mean over the batch (eq. 3); the teacher is fixed.
+
+    Example:
+        >>> import torch
+        >>> a, b = torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0986123]])
+        >>> round(float(kl_divergence(a, b)), 4)  # ½ log(½ / ¼) + ½ log(½ / ¾)
+        0.1438
+    """
+    from torch.nn import functional
+
+    log_p = functional.log_softmax(student_logits, dim=1)
+    log_q = functional.log_softmax(teacher_logits.detach(), dim=1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=1).mean()
+
+
+def mutual(
+    outputs: Tensor,
+    truth: Tensor,
+    teacher: Tensor | None,
+    weight: float,
+    class_weights: Tensor | None = None,
+    task: Task = CLASSES,
+) -> Tensor:
+    """Return (1 − weight) · loss + weight · divergence from the teacher (eqs. 4 and 5); without one, the loss alone.
+
+    Args:
+        outputs: float32[b, k] of the model that learns; of classes their logits.
+        truth: of the b examples, as the task has it; of classes int64[b].
+        teacher: float32[b, k], or None.
+        weight: α for the private model, β for the proxy.
+        class_weights: float32[classes], how much a row of each class counts; None for all alike.
+        task: what is asked.
+    """
+    import torch
+
+    losses = task.losses(outputs, truth)
+    if class_weights is None:
+        own = losses.mean()
+    else:
+        counts = class_weights[truth]
+        own = (losses * counts).sum() / counts.sum()
+    if teacher is None or weight == 0:
+        return own
+    return torch.lerp(own, task.divergence(outputs, teacher), weight)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
-from wsi_fl.learning.tasks import CLASSES, Said, Task, Truth, quality, strata
+from wsi_fl.learning.tasks import CLASSES, Predicted, Task, Truth, quality, strata
 
 _FOLDS = 5
 _STRENGTHS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
@@ -160,7 +160,7 @@ def _softmax(logits: NDArray[np.float64]) -> Probabilities:
 
 
 @dataclass(frozen=True)
-class Way:
+class HyperParameters:
     """Settings of training that a site may choose for itself.
 
     Attributes:
@@ -177,11 +177,11 @@ class Way:
         return asdict(self)
 
 
-Trained = Callable[[Way, NDArray[np.bool_]], Probabilities]
+Trained = Callable[[HyperParameters, NDArray[np.bool_]], Probabilities]
 """(settings, rows bool[n] to learn from) → what a model that learned from these says of all others, in order."""
 
 
-def _loss(said: Said, truth: Truth, task: Task) -> float:
+def _loss(said: Predicted, truth: Truth, task: Task) -> float:
     """Return the criterion of settings, lower is better: balanced log-loss of classes, else minus the first score."""
     if task.kind == "classes":
         return balanced_loss(said, truth)
@@ -192,12 +192,12 @@ def _loss(said: Said, truth: Truth, task: Task) -> float:
 def tuned(
     labels: Truth,
     patient: NDArray[np.str_],
-    usual: Way,
+    usual: HyperParameters,
     trained: Trained,
     *,
     folds: int,
     task: Task = CLASSES,
-) -> tuple[Way, Said | None]:
+) -> tuple[HyperParameters, Predicted | None]:
     """Choose settings one by one: balance where classes are asked, then the decay of weights, then the learning rate.
 
     Args:
@@ -213,9 +213,9 @@ def tuned(
     if not parts:
         return usual, None
     asked = np.concatenate([np.flatnonzero(fold) for fold in parts])
-    tried: dict[Way, tuple[float, list[Probabilities]]] = {}
+    tried: dict[HyperParameters, tuple[float, list[Probabilities]]] = {}
 
-    def loss(way: Way) -> float:
+    def loss(way: HyperParameters) -> float:
         if way not in tried:
             said = [trained(way, ~fold) for fold in parts]
             tried[way] = _loss(np.concatenate(said), labels[asked], task), said

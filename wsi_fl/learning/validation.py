@@ -15,9 +15,9 @@ from wsi_fl.learning.stacking import Stack
 from wsi_fl.learning.tasks import CLASSES, Task, quality
 from wsi_fl.types import UsageError
 
-Answer = Literal["private", "mean", "proxy"]
+PredictionSource = Literal["private", "mean", "proxy"]
 """Whose probabilities are a site's answer; of equally good ones the first."""
-ANSWERS: tuple[Answer, ...] = get_args(Answer)
+ANSWERS: tuple[PredictionSource, ...] = get_args(PredictionSource)
 STACK = "stack"
 """The answer that mixes both models by a `Stack`."""
 
@@ -77,7 +77,9 @@ def answered(
     return said[0] if len(said) == 1 else np.mean(said, axis=0)
 
 
-def best_answer(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> Answer:
+def best_answer(
+    predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
+) -> PredictionSource:
     """Return the answer with the best `tasks.quality`; "private" where it cannot be computed, as with one class."""
     if "proxy" not in predicted or len(np.unique(labels, axis=0)) < 2:
         return "private"

@@ -84,7 +84,13 @@ class Encoder:
         self.network = network.eval().requires_grad_(False).to(self.device)
         self.network.to(memory_format=torch.channels_last)
         side = self.input_px or own_px(network.model)
-        self.n_features = self(np.zeros((1, side, side, 3), np.uint8)).shape[1]
+        shape = self(np.zeros((1, side, side, 3), np.uint8)).shape
+        if len(shape) != 2 or (name in PRESETS and shape[1] != PRESETS[name].n_features):
+            raise EncoderError(
+                f"{name} gives {shape[1:]} numbers for a patch, which are not the features it is known for; what is "
+                "made of its tokens (pooling) is not that of this architecture"
+            )
+        self.n_features = shape[1]
 
     def __call__(self, patches: NDArray[np.uint8]) -> NDArray[np.float32]:
         """float32[b, d] of patches uint8[b, h, w, 3].

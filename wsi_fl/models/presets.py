@@ -82,6 +82,8 @@ class Preset:
         hub_id: of its weights on the Hugging Face hub; "" where they are not there.
         licence: of the weights; who uses them keeps to it.
         mpp: µm per pixel of the patches that it was trained on; empty where the authors do not say.
+        pooling: how its tokens become features. A vision transformer has a class token; a convolutional network has its
+            own pooling.
         arguments: of the architecture.
         swiglu: whether its MLPs are SwiGLU where timm's architecture has others.
         build: makes an encoder that timm has not, from a file of weights or from its own (None): a module from

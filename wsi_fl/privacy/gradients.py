@@ -29,10 +29,10 @@ LossOf = Callable[[Tensor], Tensor]
 Weigh = Callable[[Tensor], Tensor]
 """Norms |g_i|, float64[b] → weights c_i [b]; an example of weight 0 has no part in the sums, even if g_i is NaN."""
 
-Sums = list[Tensor | None]
+GradientSums = list[Tensor | None]
 """Σ_i c_i g_i of each trained parameter, in the model's order; None where the loss does not depend on it."""
 
-Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[Sums, Tensor]]
+Engine = Callable[[nn.Module, Tensor, LossOf, Weigh], tuple[GradientSums, Tensor]]
 """(model, x[b, …], loss_of, weigh) → (sums, mean loss)."""
 
 
@@ -51,7 +51,7 @@ class _Recorded(NamedTuple):
     output: GradientEdge
 
 
-def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[Sums, Tensor]:
+def _ghost(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
     # 1. forward: record input and output of every layer
     with _recording(model) as records:
         logits = model(x)
@@ -124,7 +124,7 @@ def _unchanged(record: _Recorded, b: int) -> Tensor:
 # hooks
 
 
-def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[Sums, Tensor]:
+def _hooks(model: nn.Module, x: Tensor, loss_of: LossOf, weigh: Weigh) -> tuple[GradientSums, Tensor]:
     with _sampling(model) as wrapped:
         with _OutOfPlace():
             logits = wrapped(x)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wsi_fl.privacy.ghost import squared_norms
-from wsi_fl.privacy.gradients import LossOf, Sums, Weigh, trained
+from wsi_fl.privacy.gradients import GradientSums, LossOf, Weigh, trained
 
 CHUNK = 64
 """Rows that go through the model at a time, however many a patient has."""
@@ -26,7 +26,7 @@ CHUNK = 64
 
 def summed_by_patient(
     model: nn.Module, x: Tensor, patient: Tensor, loss_of: LossOf, weigh: Weigh, *, chunk: int = CHUNK
-) -> tuple[Sums, Tensor]:
+) -> tuple[GradientSums, Tensor]:
     """Return (Σ_p c_p g_p of each trained parameter, mean loss over all rows).
 
     By plain backward passes, one patient after the other: memory holds two gradients and the activations of one chunk.
@@ -37,11 +37,11 @@ def summed_by_patient(
         loss_of: logits [b, classes] → the mean of per-row losses.
         weigh: norm |g_p|, float64[1] → weight c_p [1]; a patient of weight 0 has no part in the sums.
     """
-    sums: Sums = [None] * len(trained(model))
+    sums: GradientSums = [None] * len(trained(model))
     said: Tensor | None = None
     for one in sorted(set(patient.tolist())):
         rows = (patient == one).nonzero().flatten()
-        gradient: Sums = [None] * len(sums)
+        gradient: GradientSums = [None] * len(sums)
         for part, logits in _forward(model, x, rows, chunk):
             if said is None:
                 said = logits.new_zeros(len(x), *logits.shape[1:])

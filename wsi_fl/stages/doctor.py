@@ -51,13 +51,13 @@ def _openslide() -> str:
     import numpy as np
 
     from wsi_fl.demo.phantom import write_pyramid
-    from wsi_fl.slides.reading.probe import vouch_for
+    from wsi_fl.slides.reading.probe import check_opens_safely
     from wsi_fl.slides.reading.reader import Slide
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "slide.tif"
         write_pyramid(path, np.full((600, 600, 3), 200, np.uint8), 0.5)
-        vouch_for(path)
+        check_opens_safely(path)
         with Slide(path) as slide:
             pixels = slide.read((100, 100), 64, 0.5)
             if abs(float(pixels.mean()) - 200) > 2 or abs(slide.mpp - 0.5) > 0.01:

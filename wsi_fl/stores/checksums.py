@@ -22,7 +22,7 @@ _AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Sums:
+class RowChecksums:
     """The checksums of a file's n rows.
 
     A row is compared the first time it is read, and then believed until the store is opened anew: later epochs cost
@@ -66,7 +66,9 @@ def crc_of_rows(rows: Iterable[Any]) -> NDArray[np.uint32]:
     return np.fromiter((crc32(row) for row in rows), np.uint32)
 
 
-def check_rows(sums: Sums, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]) -> None:
+def check_rows(
+    sums: RowChecksums, rows: NDArray[np.int64], values: NDArray[Any], name: Callable[[int], str]
+) -> None:
     """Compare values that were read with their checksums.
 
     Args:
@@ -86,7 +88,7 @@ def check_rows(sums: Sums, rows: NDArray[np.int64], values: NDArray[Any], name: 
             raise ValueError(f"{name(row)}: {error}") from None
 
 
-def sums_of(node: Any, n: int) -> Sums:
+def sums_of(node: Any, n: int) -> RowChecksums:
     """Return the checksums of a file's n rows.
 
     Raises:
@@ -96,7 +98,7 @@ def sums_of(node: Any, n: int) -> Sums:
     values = node[ROWS][:]
     if values.shape != (n,):
         raise ValueError("not a checksum for every row")
-    return Sums(values, np.zeros(n, np.bool_))
+    return RowChecksums(values, np.zeros(n, np.bool_))
 
 
 def shard_sum(shard: Any) -> int:

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import Sums, sums_of
+from wsi_fl.stores.checksums import RowChecksums, sums_of
 from wsi_fl.system import jpeg
 from wsi_fl.types import GridSpec, UsageError, WsiFlError
 
@@ -77,7 +77,7 @@ class Rows(Protocol):
     threaded: bool
 
     @property
-    def sums(self) -> Sums | None:
+    def sums(self) -> RowChecksums | None:
         """Return the checksums of the patches."""
         ...
 
@@ -95,7 +95,7 @@ class Rows(Protocol):
 
 
 def rows_of(
-    shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: Sums | None = None
+    shard: h5py.Group, spec: GridSpec, read_slide: ReadSlide | None, sums: RowChecksums | None = None
 ) -> Rows:
     """Return the reader of a shard's patches.
 
@@ -132,7 +132,7 @@ def source_of(shard: h5py.Group) -> SlideSource:
 class _RawRows:
     threaded = False  # HDF5 lets in one thread at a time
 
-    def __init__(self, pixels: h5py.Dataset, sums: Sums) -> None:
+    def __init__(self, pixels: h5py.Dataset, sums: RowChecksums) -> None:
         self._pixels, self.sums = pixels, sums
         self.n, *shape = pixels.shape
         self.shape: tuple[int, int, int] = tuple(shape)
@@ -153,7 +153,9 @@ class _RawRows:
 class _StreamRows:
     threaded = True
 
-    def __init__(self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: Sums) -> None:
+    def __init__(
+        self, data: h5py.Dataset, start: NDArray[np.uint64], size_px: int, sums: RowChecksums
+    ) -> None:
         self.n, self.shape = len(start) - 1, (size_px, size_px, 3)
         whole = start.ndim == 1 and len(start) and start[0] == 0 and start[-1] == data.size
         if data.ndim != 1 or not whole or (start[1:] < start[:-1]).any():

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.stores.checksums import DAMAGE, SHARDS, Sums, check_seal, shard_sum
+from wsi_fl.stores.checksums import DAMAGE, SHARDS, RowChecksums, check_seal, shard_sum
 from wsi_fl.stores.contents import PIXELS, ReadSlide, Rows, SlideUnreadable, rows_of
 from wsi_fl.stores.fields import (
     SHARD_FORMAT,
@@ -34,13 +34,13 @@ from wsi_fl.stores.fields import (
 )
 from wsi_fl.stores.file import StoreFile
 from wsi_fl.stores.hdf5 import opened
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import WsiFlError
 
 _OPEN_SHARDS = 128
 """Shards one reader keeps open, fewer where the system allows few files: joint training reads many stores."""
 _MOST_THREADS = 8
-_MEMORY = Recycled(most=2)
+_MEMORY = BufferPool(most=2)
 """Of batches that are gone."""
 _ROWS_PER_TASK = 4
 
@@ -74,7 +74,7 @@ class PatchStore(StoreFile):
         self.shard_sums = dict(zip(self.slides, file[SHARDS][:].tolist(), strict=True))
         self._rows = {str(names[k]): slice(int(first[k]), int(first[k] + counts[k])) for k in order}
         self._shards: OrderedDict[str, tuple[h5py.Group, Rows]] = OrderedDict()
-        self._sums: dict[str, Sums] = {}
+        self._sums: dict[str, RowChecksums] = {}
         self._most_open = _most_open()
         self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl import __version__
-from wsi_fl.stores.checksums import DAMAGE, ROWS, SHARDS, check_seal, crc_of, seal, shard_sum
+from wsi_fl.stores.checksums import DAMAGE, ROWS, SHARDS, check_seal, crc_of_rows, seal, shard_sum
 from wsi_fl.stores.columns import ROW_BYTES, link_shards, table_bytes, write_table
 from wsi_fl.stores.contents import PIXELS, SlideSource, quality_of, rows_of, shard_bytes
 from wsi_fl.stores.fields import (
@@ -132,11 +132,11 @@ def write_shard(
     with atomic(path) as temporary, _filled(temporary, meta, table, unread, room) as file:
         file.attrs["content"] = "raw"
         seal(file)
-        (at,) = _allocated(file, ROWS, (n,), h5py.h5t.STD_U32LE)
-        offsets = _allocated(file, "pixels", (n, size, size, channels))
+        at = _allocated(file, ROWS, (n,), h5py.h5t.STD_U32LE)
+        offset = _allocated(file, "pixels", (n, size, size, channels))
         sums = np.empty(n, "<u4")
         row = 0
-        with BulkFile(temporary, offsets[-1] + size * size * channels) as bulk:
+        with BulkFile(temporary, offset + room) as bulk:
             for batch in pixels:
                 if batch.shape[1:] != (size, size, channels) or batch.dtype != np.uint8:
                     raise WsiFlError(
@@ -144,24 +144,26 @@ def write_shard(
                     )
                 if row + len(batch) > n:
                     raise WsiFlError(f"{path}: got more than the {n} patches expected")
-                for patch in batch:
-                    whole = np.ascontiguousarray(patch)
-                    bulk.write(whole, offsets[row])
-                    sums[row] = crc_of(whole)
-                    row += 1
+                whole = np.ascontiguousarray(batch)
+                sums[row : row + len(whole)] = crc_of_rows(whole)
+                bulk.write(whole, offset + row * size * size * channels)
+                row += len(whole)
             bulk.write(sums.view(np.uint8), at)
         _check_count(path, row, n)
 
 
 def _allocated(
     file: h5py.File, name: str, shape: tuple[int, ...], kind: h5py.h5t.TypeID = h5py.h5t.STD_U8LE
-) -> list[int]:
-    """Create a dataset with its place on disk: contiguous for one row of numbers, one chunk per patch for patches.
+) -> int:
+    """Create a dataset with its place on disk: one chunk per patch for patches, one after another.
 
     What is written there bypasses HDF5, which lets in one thread at a time and fails badly on a full disk.
 
     Returns:
-        The offset of each piece in the file.
+        The offset of its first byte in the file.
+
+    Raises:
+        WsiFlError: when HDF5 did not put the chunks one after another.
     """
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -172,9 +174,14 @@ def _allocated(
     dataset = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create_simple(shape), layout)
     file.flush()
     if len(shape) == 1:
-        return [int(dataset.get_offset())]
-    corners = ((row, *[0] * (len(shape) - 1)) for row in range(shape[0]))
-    return [int(dataset.get_chunk_info_by_coord(corner).byte_offset) for corner in corners]
+        return int(dataset.get_offset())
+    corners = ((row, *[0] * (len(shape) - 1)) for row in (0, shape[0] - 1))
+    first, last = (int(dataset.get_chunk_info_by_coord(corner).byte_offset) for corner in corners)
+    if last - first != math.prod(shape) // shape[0] * (
+        shape[0] - 1
+    ):  # the index of such chunks is "implicit"
+        raise WsiFlError(f"{name}: this HDF5 library does not keep its chunks in one piece")
+    return first
 
 
 def write_streams(
@@ -202,7 +209,7 @@ def write_streams(
             file["start"] = np.array(start, np.uint64)
             file[ROWS] = np.array(sums, np.uint32)
             seal(file)
-            (offset,) = _allocated(file, "bytes", (start[-1],))
+            offset = _allocated(file, "bytes", (start[-1],))
             with BulkFile(final, offset + start[-1]) as bulk:
                 bulk.write_pile(pile, offset)
 

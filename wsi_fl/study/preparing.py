@@ -95,10 +95,10 @@ class Store(Section):
     """How a patch store keeps pixels."""
 
     without_effect = ("",)
-    pixels: str = Field("raw", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
-    """How pixels are stored. `raw` keeps them as read; `native` keeps the slide's own JPEG streams where all patches
-    of a slide are whole tiles of it, and raw pixels elsewhere; `jpeg:90` encodes them anew and loses detail; `none`
-    keeps positions alone and reads pixels from the slide whenever they are needed."""
+    pixels: str = Field("native", pattern=r"^(raw|native|none|jpeg:([1-9][0-9]?|100))$")
+    """How pixels are stored. `native` keeps the slide's own JPEG streams where all patches of a slide are whole tiles
+    of it, and raw pixels elsewhere; `raw` keeps them as read everywhere; `jpeg:90` encodes them anew and loses detail;
+    `none` keeps positions alone and reads pixels from the slide whenever they are needed."""
 
 
 class Mosaic(Section):

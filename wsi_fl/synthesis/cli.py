@@ -12,7 +12,7 @@ from wsi_fl.cli.options import Json, Pipeline, announced, find_study, show
 if TYPE_CHECKING:
     from wsi_fl.study.folder import Study
     from wsi_fl.study.pipeline import Pipeline as PipelineFile
-    from wsi_fl.synthesis.stages.kinds import Kind
+    from wsi_fl.synthesis.stages.kinds import GeneratorType
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -34,7 +34,7 @@ Generator = Annotated[
 
 def _chosen(
     name: str | None, overrides: list[str] | None, generator: str | None
-) -> tuple[Study, PipelineFile, Kind]:
+) -> tuple[Study, PipelineFile, GeneratorType]:
     """Return the study, its pipeline and the kind of generator that are asked for."""
     from wsi_fl.synthesis.keys import Synthesis
     from wsi_fl.synthesis.stages.kinds import kind_of

@@ -30,7 +30,7 @@ def free_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-class Recycled:
+class BufferPool:
     """Memory that arrays have left.
 
     Args:
@@ -47,7 +47,7 @@ class Recycled:
         Large ones lie at an aligned address, see `bulk`.
 
         Example:
-            >>> memory = Recycled(most=2)
+            >>> memory = BufferPool(most=2)
             >>> first = memory.empty((1000, 1000), np.float32)
             >>> address, part = first.ctypes.data, first[5]
             >>> del first

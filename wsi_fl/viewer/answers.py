@@ -30,7 +30,7 @@ _FILES = {
 _JSON = "application/json; charset=utf-8"
 _NUMBER = "(0|[1-9][0-9]{0,6})"
 
-Answer = tuple[HTTPStatus, str, bytes]
+HttpResponse = tuple[HTTPStatus, str, bytes]
 """Status, content type and content."""
 
 Awaited = Callable[[], bool]
@@ -45,7 +45,7 @@ class Refused(Exception):
         self.status = status
 
 
-def answer(gallery: Gallery, path: str, awaited: Awaited) -> Answer:
+def answer(gallery: Gallery, path: str, awaited: Awaited) -> HttpResponse:
     """Return what a path behind the token asks for.
 
     Raises:
@@ -62,34 +62,34 @@ def answer(gallery: Gallery, path: str, awaited: Awaited) -> Answer:
     raise Refused(HTTPStatus.NOT_FOUND)
 
 
-def document(said: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> Answer:
+def document(said: Mapping[str, Any], status: HTTPStatus = HTTPStatus.OK) -> HttpResponse:
     """Return a JSON answer."""
     return status, _JSON, encoded(said)
 
 
-def _catalogue(gallery: Gallery, awaited: Awaited) -> Answer:
+def _catalogue(gallery: Gallery, awaited: Awaited) -> HttpResponse:
     return document(gallery.catalogue())
 
 
-def _slide(gallery: Gallery, awaited: Awaited, number: int) -> Answer:
+def _slide(gallery: Gallery, awaited: Awaited, number: int) -> HttpResponse:
     if (said := gallery.describe(number)) is None:
         raise Refused(HTTPStatus.NOT_FOUND)
     return document(said)
 
 
-def _layer(gallery: Gallery, awaited: Awaited, number: int, which: int) -> Answer:
+def _layer(gallery: Gallery, awaited: Awaited, number: int, which: int) -> HttpResponse:
     if (text := gallery.layer(number, which)) is None:
         raise Refused(HTTPStatus.NOT_FOUND)
     return HTTPStatus.OK, _JSON, text
 
 
-def _tile(gallery: Gallery, awaited: Awaited, number: int, level: int, column: int, row: int) -> Answer:
+def _tile(gallery: Gallery, awaited: Awaited, number: int, level: int, column: int, row: int) -> HttpResponse:
     if (pixels := gallery.tile(number, (level, column, row), awaited)) is None:
         raise Refused(HTTPStatus.NOT_FOUND)
     return HTTPStatus.OK, "image/jpeg", jpeg.encode(pixels, _QUALITY)
 
 
-_ROUTES: tuple[tuple[re.Pattern[str], Callable[..., Answer]], ...] = (
+_ROUTES: tuple[tuple[re.Pattern[str], Callable[..., HttpResponse]], ...] = (
     (re.compile(r"slides\.json"), _catalogue),
     (re.compile(rf"slides/{_NUMBER}\.json"), _slide),
     (re.compile(rf"slides/{_NUMBER}/layers/{_NUMBER}\.json"), _layer),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.types import WsiFlError
 from wsi_fl.viewer.layers import Layer, encoded, finite
@@ -186,7 +186,7 @@ class Gallery:
         exhibit = self.exhibits[number]
         assert exhibit.path is not None
         # OpenSlide opens at once and keeps few tiles; the native reader pays where every patch of a slide is read.
-        vouch_for(exhibit.path, exhibit.mpp_override, "openslide")
+        check_opens_safely(exhibit.path, exhibit.mpp_override, "openslide")
         return Slide(exhibit.path, exhibit.mpp_override, "openslide")
 
     def _close_idle(self, most: int) -> None:

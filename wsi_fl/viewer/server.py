@@ -24,7 +24,7 @@ from typing import Any
 
 from wsi_fl.stages.work.console import Lines
 from wsi_fl.types import UsageError, WsiFlError, one_line
-from wsi_fl.viewer.answers import Answer, Refused, answer, document
+from wsi_fl.viewer.answers import HttpResponse, Refused, answer, document
 from wsi_fl.viewer.gallery import Gallery
 from wsi_fl.viewer.tiles import NotAwaited
 
@@ -183,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def _answer(self) -> Answer:
+    def _answer(self) -> HttpResponse:
         if self.command not in ("GET", "HEAD"):
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED)
         if self.headers.get("Host", "") not in self.server.hosts:

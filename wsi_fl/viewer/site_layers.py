@@ -13,12 +13,12 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.annotations import read_annotations
-from wsi_fl.slides.choosing.grid import size_in_l0
-from wsi_fl.slides.choosing.patches import PlanParams, plan_slide
-from wsi_fl.slides.choosing.quality import KINDS
-from wsi_fl.slides.choosing.tissue import TissueParams
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.patching.annotations import read_annotations
+from wsi_fl.slides.patching.grid import size_in_l0
+from wsi_fl.slides.patching.patches import PlanParams, plan_slide
+from wsi_fl.slides.patching.quality import KINDS
+from wsi_fl.slides.patching.tissue import TissueParams
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.quality import read_set_aside, tissue_of
 from wsi_fl.stages.prepare.tile import spec_of
@@ -135,7 +135,7 @@ class SiteLayers:
         plain = replace(record, annotation=None, supervision="negative", positive=False)
         params = PlanParams(min_tissue=self.pipeline.tile.min_tissue, tissue=self.tissue)
         reader = self.pipeline.slides.reader
-        vouch_for(record.path, record.mpp_override, reader)
+        check_opens_safely(record.path, record.mpp_override, reader)
         plan = plan_slide(plain, self.spec, params, reader=reader)
         return outlines(tissue_rings(plan.tissue, plan.downsample))
 

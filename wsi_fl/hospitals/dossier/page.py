@@ -45,7 +45,7 @@ from wsi_fl.system.files import read_json, write_json, write_text
 from wsi_fl.types import UsageError, WsiFlError
 
 
-class Released(TypedDict):
+class ReleaseEntry(TypedDict):
     """One thing that left the site, or may have.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Account(TypedDict):
     unit: str
     guarantee: str
     group: Group | None
-    releases: list[Released]
+    releases: list[ReleaseEntry]
 
 
 class _Audited(TypedDict):
@@ -229,7 +229,7 @@ def _account(lines: Sequence[Entry], delta: float, sent: dict[int, int], rows: i
     }
 
 
-def _released(round_: Round, sent: dict[int, int]) -> list[Released]:
+def _released(round_: Round, sent: dict[int, int]) -> list[ReleaseEntry]:
     return [
         {
             "round": round_.number,

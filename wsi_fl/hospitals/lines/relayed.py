@@ -20,7 +20,7 @@ import numpy as np
 
 from wsi_fl.federation.comm import PeerLate, Traffic, count
 from wsi_fl.federation.documents import NotAgreed, decoded, encoded
-from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Kind, Message, Outgoing, pack, received
+from wsi_fl.federation.message import HEADER_BYTES, NUMBERS, Message, Outgoing, PayloadType, pack, received
 from wsi_fl.hospitals.trust.certificates import Holder, Identity, NotTrusted, fingerprint
 from wsi_fl.hospitals.trust.letters import EVERYBODY, HELLO, Buffer, Hello, Letter, Writer, session_of
 from wsi_fl.types import Interrupted, KnownToAll
@@ -146,7 +146,7 @@ class RelayedComm:
         round_: int,
         hop: int,
         size: int,
-        kind: Kind = NUMBERS,
+        kind: PayloadType = NUMBERS,
     ) -> list[Message]:
         """Send releases and receive those that are expected; see `Comm`."""
         began, mine, place = time.perf_counter(), self.sites[0], f"x{round_}.{hop}"
@@ -361,7 +361,9 @@ class RelayedComm:
                     self.waiting()
 
 
-def _message(content: memoryview, sender: int, receiver: int, round_: int, size: int, kind: Kind) -> Message:
+def _message(
+    content: memoryview, sender: int, receiver: int, round_: int, size: int, kind: PayloadType
+) -> Message:
     """What a letter of an exchange holds: header and values, or why it is of no use."""
     body = content[HEADER_BYTES:]
     whole = len(body) - len(body) % kind.itemsize

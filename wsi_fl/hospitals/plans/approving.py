@@ -43,7 +43,7 @@ from wsi_fl.stages.site.account import (
     worth_to_patient,
 )
 from wsi_fl.stages.site.ledgers import open_account
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.study.folder import Study
 from wsi_fl.study.site import SiteFile
@@ -123,7 +123,7 @@ def look(study: Study, plan: Plan, site: str) -> Looked:
     files = tuple(own if one.name == site else one for one in sites)
     pipeline = plan.pipeline()
     run = RunFolder(study.runs / "plan")
-    with Party(study, pipeline, plan.method, run, files) as party:
+    with RunContext(study, pipeline, plan.method, run, files) as party:
         check(party, "mpi", stores=False)
         _refuse_other_words(replace(party, sites=sites), plan, document)
         if spends(pipeline):
@@ -169,7 +169,7 @@ def _own_file(study: Study, document: PlanDocument, site: str) -> SiteFile:
     return file
 
 
-def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> None:
+def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -> None:
     """Refuse a plan whose readable part is not, letter by letter, what its settings come to.
 
     Args:
@@ -184,7 +184,7 @@ def _refuse_other_words(party: Party, plan: Plan, document: PlanDocument) -> Non
         )
 
 
-def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None:
+def _refuse_other_store(party: RunContext, document: PlanDocument, site: str) -> None:
     """Refuse a plan for another encoder, other classes or another shape than the hospital's store has."""
     own: dict[str, Any] = dict(of_store(party, site))
     said: dict[str, Any] = dict(document["learns"])
@@ -200,7 +200,7 @@ def _refuse_other_store(party: Party, document: PlanDocument, site: str) -> None
         )
 
 
-def _cost(party: Party, plan: Plan, site: SiteFile) -> Cost | None:
+def _cost(party: RunContext, plan: Plan, site: SiteFile) -> Cost | None:
     """What the plan costs; refuses it where the budget is not enough for a single round."""
     from wsi_fl.stages.training.workshop import learned_from  # and with it PyTorch
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 from wsi_fl.federation.methods import HUB, Share
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.targets import outputs_of, question
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import value_of
@@ -83,7 +83,7 @@ class Leaving(TypedDict):
     protected_by: str
 
 
-def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Leaving]:
+def leaving(party: RunContext, shape: Shape | None, n_classes: int | None) -> list[Leaving]:
     """Return a row for every kind of thing that leaves a hospital.
 
     Args:
@@ -103,7 +103,7 @@ def leaving(party: Party, shape: Shape | None, n_classes: int | None) -> list[Le
     return [*rows, *_documents(party.pipeline.train.rounds)]
 
 
-def staying(party: Party) -> list[str]:
+def staying(party: RunContext) -> list[str]:
     """Return what never leaves a hospital under a plan."""
     lets_go = any("private_model" in site.allow for site in party.sites)
     kept = "" if party.method.travels == "private" or lets_go else ", the private model"
@@ -117,7 +117,7 @@ def staying(party: Party) -> list[str]:
     ]
 
 
-def _row(party: Party, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
+def _row(party: RunContext, share: Share, shape: Shape | None, n_classes: int | None) -> Leaving:
     """One share of the method, in words and bytes."""
     pipeline, kind = party.pipeline, _kind_of(party, share)
     rounds, masked, generator = pipeline.train.rounds, kind == "masked sums", kind == "generator"
@@ -137,7 +137,7 @@ def _row(party: Party, share: Share, shape: Shape | None, n_classes: int | None)
     }
 
 
-def _kind_of(party: Party, share: Share) -> _Kind:
+def _kind_of(party: RunContext, share: Share) -> _Kind:
     """What plans call a share."""
     if share.what == "sums":
         return "masked sums" if party.pipeline.privacy.noise == "shared" else "sums"
@@ -148,12 +148,12 @@ def _kind_of(party: Party, share: Share) -> _Kind:
     return "classifier" if share.times == "after" else "central model"
 
 
-def _model_of(party: Party, share: Share) -> str:
+def _model_of(party: RunContext, share: Share) -> str:
     """The name of the model that a share is the parameters of."""
     return party.pipeline.model.proxy if share.of == "proxy" else party.pipeline.model.private
 
 
-def _receivers(party: Party, share: Share) -> str:
+def _receivers(party: RunContext, share: Share) -> str:
     """Who gets a share, in words."""
     graph = party.pipeline.topology.graph if share == party.method.mixed else None
     if graph is not None and graph.endswith(".json"):
@@ -172,7 +172,7 @@ def _package(own: Leaving, others: int) -> Leaving:
     }
 
 
-def _passed(party: Party, travelling: Leaving) -> Leaving:
+def _passed(party: RunContext, travelling: Leaving) -> Leaving:
     """The last release of a site once more, where some site tells scores."""
     only = "" if spends(party.pipeline) else '; only a site with allow = ["scores"] passes its own on'
     return travelling | {
@@ -223,7 +223,9 @@ def _documents(rounds: int) -> list[Leaving]:
     ]
 
 
-def _bytes(party: Party, share: Share, shape: Shape | None, n_classes: int | None, each: int) -> int | None:
+def _bytes(
+    party: RunContext, share: Share, shape: Shape | None, n_classes: int | None, each: int
+) -> int | None:
     """Bytes of a share, of `each` a number; None where its shape is not known."""
     if shape is None or n_classes is None:
         return None
@@ -259,7 +261,7 @@ class Learned(TypedDict):
     says: str
 
 
-def learned_by(party: Party) -> Learned:
+def learned_by(party: RunContext) -> Learned:
     """Return what models are trained on, from the first store of a site of the party that is in this study.
 
     Without a store the pipeline's settings say what `wsi-fl tile` would make, and the stores of all must agree.
@@ -270,7 +272,7 @@ def learned_by(party: Party) -> Learned:
     return _of_settings(party.pipeline)
 
 
-def of_store(party: Party, site: str) -> Learned:
+def of_store(party: RunContext, site: str) -> Learned:
     """Return what the models of a party see, from the store of one site."""
     data = party.data(site)
     shape, inputs = data.shape, data.inputs()

@@ -24,7 +24,7 @@ from wsi_fl.hospitals.plans.contents import Learned, Leaving, learned_by, leavin
 from wsi_fl.hospitals.plans.signed import FORMAT, VERSION, Plan
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends, weights_of
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
@@ -131,7 +131,7 @@ def make_plan(
         UsageError: when the method shares nothing, or the settings or site files do not go together.
     """
     name = study.pipeline_name(pipeline_name)
-    with Party.of(study, study.pipeline(name, overrides), method) as party:
+    with RunContext.of(study, study.pipeline(name, overrides), method) as party:
         _refuse_nothing_to_share(party)
         check(party, "mpi", stores=False)
         said = described(party, name, learned_by(party), keys or {})
@@ -147,7 +147,7 @@ def text_of(said: PlanDocument, created: str) -> str:
     return json.dumps(head | said, indent=2, ensure_ascii=False) + "\n"
 
 
-def described(party: Party, name: str, learned: Learned, keys: Mapping[str, str]) -> PlanDocument:
+def described(party: RunContext, name: str, learned: Learned, keys: Mapping[str, str]) -> PlanDocument:
     """Return all that a plan says but the time it was made; the same for the same party and what it learns from.
 
     Args:
@@ -233,7 +233,7 @@ def keys_of(document: PlanDocument) -> dict[str, str]:
     return {site["name"]: site["key"] for site in document["sites"] if site["key"] is not None}
 
 
-def protection(party: Party) -> Protection:
+def protection(party: RunContext) -> Protection:
     """Return what differential privacy promises in a plan, in numbers and in words."""
     privacy, train = party.pipeline.privacy, party.pipeline.train
     on, own = spends(party.pipeline), privacy.target_epsilon is not None
@@ -261,7 +261,7 @@ _PER_ROW = (
 )
 
 
-def _in_words(party: Party, *, own: bool) -> str:
+def _in_words(party: RunContext, *, own: bool) -> str:
     """The promise in a few sentences."""
     privacy = party.pipeline.privacy
     if privacy.insecure_seed is not None:
@@ -303,7 +303,7 @@ def _planned(site: SiteFile, key: str | None) -> _PlannedSite:
     }
 
 
-def _refuse_nothing_to_share(party: Party) -> None:
+def _refuse_nothing_to_share(party: RunContext) -> None:
     if not party.method.shares:
         others = names_of(lambda row: bool(row.shares))
         raise UsageError(

@@ -25,7 +25,7 @@ from wsi_fl.hospitals.plans.signed import (
 from wsi_fl.hospitals.trust.certificates import Identity
 from wsi_fl.hospitals.trust.letters import Writer
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check, running_sites
 from wsi_fl.stages.training.going_on import (
     Asked,
@@ -79,7 +79,7 @@ def take_part(
         run = _own_run(study, resume) if resume is not None and not go_on else None
     approved = approved_at(study, identity.name)
     asked = Asked(agreed.name, run, go_on, without, agreed.digest, approved)
-    party = Party.of(study, agreed.pipeline(), agreed.method)
+    party = RunContext.of(study, agreed.pipeline(), agreed.method)
     if run is not None:
         began, finished = taken_up(study, asked)
         with _told_to_all():
@@ -179,7 +179,7 @@ def _refuse_once_more(study: Study, plan: Plan, site: str) -> None:
             )
 
 
-def _remaining(party: Party, without: Sequence[str]) -> tuple[int, ...]:
+def _remaining(party: RunContext, without: Sequence[str]) -> tuple[int, ...]:
     """The indices of the sites that are not left out."""
     if unknown := sorted(set(without) - set(party.names)):
         raise UsageError(f"unknown site {unknown[0]!r}; the plan has {', '.join(party.names)}")

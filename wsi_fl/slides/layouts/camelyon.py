@@ -21,7 +21,7 @@ from wsi_fl.slides.layouts.common import (
     slide_files,
     tiffs,
 )
-from wsi_fl.slides.layouts.rows import Row, rows_of
+from wsi_fl.slides.layouts.rows import TableRow, rows_of
 from wsi_fl.types import SetAside, SlideRecord, Supervision, UsageError
 
 C17_SLIDE = re.compile(r"patient_(\d{3})_node_(\d)", re.IGNORECASE)
@@ -125,7 +125,7 @@ def _outlined(sources: Sources, path: Path, patient: str, label: str) -> SlideRe
     )
 
 
-def _stages(rows: Iterable[Row]) -> dict[str, str]:
+def _stages(rows: Iterable[TableRow]) -> dict[str, str]:
     """Rows `patient_000_node_0.tif,negative`; patient rows (`patient_000.zip,pN0`) are passed over."""
     stages: dict[str, str] = {}
     for row in rows:

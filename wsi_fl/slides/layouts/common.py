@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from wsi_fl.slides.layouts.rows import Row, accounted, rows_of
+from wsi_fl.slides.layouts.rows import TableRow, accounted, rows_of
 from wsi_fl.slides.reading.sources import is_zarr
 from wsi_fl.types import MPP_BOUNDS, SPLITS, SetAside, SlideRecord, UsageError
 
@@ -61,7 +61,7 @@ class Sources:
     columns: Mapping[str, str] = field(default_factory=dict)
     tell: Callable[[str], None] | None = None
 
-    def account(self, table: Path, rows: Sequence[Row], own: int) -> None:
+    def account(self, table: Path, rows: Sequence[TableRow], own: int) -> None:
         """Tell how many rows of a table are of this site, and how many of others."""
         if self.tell is not None:
             self.tell(accounted(table.name, rows, own, self.site))
@@ -124,7 +124,7 @@ def with_splits(records: list[SlideRecord], sources: Sources) -> list[SlideRecor
     return [replace(r, split=name or r.split) for r, name in zip(records, found, strict=True)]
 
 
-def _split_key(row: Row) -> str:
+def _split_key(row: TableRow) -> str:
     return row.get("slide") or row.get("patient") or ""
 
 

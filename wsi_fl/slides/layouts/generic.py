@@ -15,7 +15,7 @@ from wsi_fl.slides.layouts.common import (
     sites_of,
     slide_files,
 )
-from wsi_fl.slides.layouts.rows import Row, of_site, rows_of, site_named
+from wsi_fl.slides.layouts.rows import TableRow, of_site, rows_of, site_named
 from wsi_fl.types import SPLITS, SetAside, SlideRecord, Supervision, UsageError
 
 
@@ -31,7 +31,7 @@ def read_generic(sources: Sources) -> tuple[list[SlideRecord], list[SetAside]]:
         raise UsageError(f"{sources.label}: labels is missing; point it at a slides.csv")
     files, table = slide_files(sources), sources.labels
 
-    def judged(row: Row) -> SlideRecord | SetAside:
+    def judged(row: TableRow) -> SlideRecord | SetAside:
         for key in ("slide", "patient"):
             if not row[key]:
                 raise UsageError(f"{row.where}: {key} is empty")
@@ -54,7 +54,7 @@ def files_named(name: str, files: Iterable[Path]) -> list[Path]:
     return [p for p in files if p.name == name] or [p for p in files if p.stem == name]
 
 
-def _generic_record(sources: Sources, row: Row, path: Path) -> SlideRecord:
+def _generic_record(sources: Sources, row: TableRow, path: Path) -> SlideRecord:
     assert sources.labels is not None
     where = row.where
     negative, partial = label_of(row["label"], where)

@@ -16,7 +16,7 @@ _NAMED = 5
 """Other sites that a line names; it counts the rest."""
 
 
-class Row(dict[str, str]):
+class TableRow(dict[str, str]):
     """A row by the names of its columns, without spaces around.
 
     Attributes:
@@ -28,7 +28,7 @@ class Row(dict[str, str]):
         self.where = where
 
 
-def rows_of(path: Path, needed: Iterable[str]) -> list[Row]:
+def rows_of(path: Path, needed: Iterable[str]) -> list[TableRow]:
     """Read a table whose columns are separated by commas, semicolons or tabs; empty lines are passed over.
 
     Args:
@@ -50,7 +50,7 @@ def rows_of(path: Path, needed: Iterable[str]) -> list[Row]:
     return [_row(names, fields, f"{path.name} line {line}") for line, fields in records if _filled(fields)]
 
 
-def of_site(rows: Sequence[Row], site: str) -> list[Row]:
+def of_site(rows: Sequence[TableRow], site: str) -> list[TableRow]:
     """Return the rows of a site; all of them where the table has no column `site`.
 
     Raises:
@@ -59,7 +59,7 @@ def of_site(rows: Sequence[Row], site: str) -> list[Row]:
     return [row for row in rows if site_named(row, site) == site]
 
 
-def site_named(row: Row, default: str = "") -> str:
+def site_named(row: TableRow, default: str = "") -> str:
     """Return the site of a row, or the default where the table has no such column.
 
     Raises:
@@ -70,7 +70,7 @@ def site_named(row: Row, default: str = "") -> str:
     return row.get("site", default)
 
 
-def accounted(name: str, rows: Sequence[Row], own: int, site: str) -> str:
+def accounted(name: str, rows: Sequence[TableRow], own: int, site: str) -> str:
     """Say what became of every row of a table.
 
     Args:
@@ -78,7 +78,7 @@ def accounted(name: str, rows: Sequence[Row], own: int, site: str) -> str:
         own: how many of its rows are of the site.
 
     Example:
-        >>> rows = [Row([("site", site)], "") for site in "AAB"]
+        >>> rows = [TableRow([("site", site)], "") for site in "AAB"]
         >>> accounted("slides.csv", rows, 2, "A")
         'slides.csv: 3 rows, 2 of this site, 1 of others (B)'
         >>> accounted("slides.csv", rows[:2], 2, "A")
@@ -133,12 +133,12 @@ def _records(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[
         yield line, fields
 
 
-def _row(names: Sequence[str], fields: Sequence[str], where: str) -> Row:
+def _row(names: Sequence[str], fields: Sequence[str], where: str) -> TableRow:
     """The fields by column; spreadsheets add empty ones at the end, or columns without a name."""
     given = [field.strip() for field in fields]
     if len(given) < len(names) or any(given[len(names) :]):
         raise UsageError(f"{where}: has {len(given)} fields, but the header has {len(names)}")
-    row = Row(((name, value) for name, value in zip(names, given, strict=False) if name), where)
+    row = TableRow(((name, value) for name, value in zip(names, given, strict=False) if name), where)
     for name, value in zip(names, given, strict=False):
         if row.get(name, value) != value:
             raise UsageError(f"{where}: column {name!r} is there twice, and says {value!r} and {row[name]!r}")

@@ -10,7 +10,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.grid import size_in_l0
+from wsi_fl.slides.patching.grid import size_in_l0
 from wsi_fl.types import GridSpec
 
 THRESHOLD = 0.5

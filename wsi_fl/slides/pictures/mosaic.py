@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from wsi_fl.slides.choosing.mosaic import MosaicPlan
+from wsi_fl.slides.patching.mosaic import MosaicPlan
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, fitted, font, png
 
 _LONG_SIDE_PX = 900

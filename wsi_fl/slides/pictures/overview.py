@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from wsi_fl.slides.choosing.patches import SlidePlan
-from wsi_fl.slides.choosing.quality import said_of
+from wsi_fl.slides.patching.patches import SlidePlan
+from wsi_fl.slides.patching.quality import said_of
 from wsi_fl.slides.pictures.drawing import INK, PAPER, draw_scale_bar, draw_title, enlarged, font, png
 from wsi_fl.types import CLASSES
 
@@ -86,13 +86,13 @@ def _draw_aside(picture: Image.Image, plan: SlidePlan, to_picture: float) -> Non
 def _draw_tissue(picture: Image.Image, mask: NDArray[np.bool_]) -> None:
     """The outline of the tissue, two pixels wide."""
     image = Image.fromarray(mask.astype(np.uint8) * 255).resize(picture.size, Image.Resampling.BILINEAR)
-    inside = np.pad(np.asarray(image) > 127, 1, mode="edge")
+    inside = np.asarray(image) > 127
     edge = np.zeros(inside.shape, bool)
-    for axis in (0, 1):
-        for step in (-1, 1):
-            edge |= inside != np.roll(inside, step, axis)
-    line = Image.fromarray(edge[1:-1].astype(np.uint8)[:, 1:-1] * 255)
-    picture.paste(_TISSUE, mask=line)
+    for these, those in ((edge, inside), (edge.T, inside.T)):
+        differs = those[1:] != those[:-1]
+        these[1:] |= differs
+        these[:-1] |= differs
+    picture.paste(_TISSUE, mask=Image.fromarray(edge))
 
 
 def _draw_title(page: Image.Image, plan: SlidePlan, chosen: NDArray[np.bool_] | NDArray[np.int64]) -> None:

@@ -35,7 +35,7 @@ _READ_PX = 64
 _MOST_TILE_PX = 1 << 28
 
 
-def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
+def check_opens_safely(path: Path, mpp_override: float | None = None, reader: Reader = "auto") -> None:
     """Open a slide in the child process, and read a little of each level, unless this process has done so before.
 
     What is merely wrong with a slide is for `Slide` to say.
@@ -58,12 +58,18 @@ def vouch_for(path: Path, mpp_override: float | None = None, reader: Reader = "a
             _FINE.add(known)
 
 
+def start_ahead() -> None:
+    """Start the child before a slide is there: it takes half a second, while this process still reads its modules."""
+    with _LOCK, suppress(OSError):  # whoever asks it is told
+        _CHILD.start()
+
+
 class _Child:
     """The process that opens slides; nothing runs until the first is asked for."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
-        self._owner = 0
+        self._owner, self._ready = 0, False
 
     def asked(self, path: Path, mpp_override: float | None, reader: str) -> str:
         """Return what is wrong with a slide; "" where nothing is."""
@@ -94,19 +100,23 @@ class _Child:
             raise
         return str(json.loads(answer)) if answer.endswith("\n") else self._ended()
 
-    def _running(self) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
+        """Start the child, unless it runs, and do not wait until it is ready."""
         if self._owner != os.getpid():  # a forked process has a child of its own
             self._process = None
         if self._process is not None and self._process.poll() is not None:
             self._ended()
         if self._process is None:
-            self._process, self._owner = _started(), os.getpid()
-            assert self._process.stdout is not None
-            if self._process.stdout.readline() != _READY:
-                raise WsiFlError(
-                    f"the process that opens slides first did not start ({_named(self._ended())})"
-                )
+            self._process, self._owner, self._ready = _started(), os.getpid(), False
         return self._process
+
+    def _running(self) -> subprocess.Popen[str]:
+        process = self.start()
+        assert process.stdout is not None
+        if not self._ready and process.stdout.readline() != _READY:
+            raise WsiFlError(f"the process that opens slides first did not start ({_named(self._ended())})")
+        self._ready = True
+        return process
 
     def _ended(self) -> int:
         """Wait for the end of the child, and forget it; return its exit status."""
@@ -158,10 +168,7 @@ def _opened(path: Path, mpp_override: float | None, reader: Reader) -> str:
         with Slide(path, mpp_override, reader) as slide:
             if lie := _lie(path, natively=slide.reader == "native"):
                 return f"{lie}; {_DAMAGED}"
-            if slide.has_one_reader:
-                _read_levels(slide)
-                return ""
-        with Slide(path, mpp_override, "openslide") as slide:
+            slide.read_no_tiles()
             _read_levels(slide)
     except MemoryError:
         return f"opening it needs more than {BYTES / 1e9:.0f} GB"

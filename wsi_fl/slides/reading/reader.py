@@ -32,7 +32,7 @@ from wsi_fl.slides.reading.sources import (
 )
 from wsi_fl.slides.reading.stated import background, stated_mpp
 from wsi_fl.slides.reading.trusted import TrustedLevels
-from wsi_fl.types import UsageError, WsiFlError, one_line
+from wsi_fl.types import GridSpec, UsageError, WsiFlError, one_line
 
 Reader = Literal["auto", "native", "openslide"]
 """`native` decodes a slide's own tiles, `auto` does so where they give OpenSlide's pixels."""
@@ -107,10 +107,11 @@ class Slide:
         """What reads level 0; beside "native", OpenSlide reads what cannot be had from tiles alone."""
         return "native" if self._native is not None and self._native.level(0) is not None else "openslide"
 
-    @property
-    def has_one_reader(self) -> bool:
-        """Whether all that is ever read is read by OpenSlide, or by what stands in for it."""
-        return self._native is None
+    def read_no_tiles(self) -> None:
+        """From now on, have all read by OpenSlide, or by what stands in for it."""
+        if self._native is not None:
+            self._native.close()
+            self._native = None
 
     @cached_property
     def mpp(self) -> float:
@@ -211,14 +212,20 @@ class Slide:
         except WsiFlError as error:
             raise self._unreadable(corner, error) from None
 
+    def has_tiles_of(self, spec: GridSpec) -> bool:
+        """Whether patches of a grid are whole native tiles, but for those over the edge."""
+        level = self._native_level(spec.size_px, spec.mpp)
+        on_tiles = spec.stride_px % spec.size_px == 0
+        return on_tiles and level is not None and level[1].image.tile_px == (spec.size_px, spec.size_px)
+
     def _native_level(self, size_px: int, mpp: float) -> tuple[int, NativeLevel] | None:
         """The level that gives patches unchanged, and its tiles; None where there is none or OpenSlide reads it."""
         scale = mpp / self.mpp
         number = self._levels.coarsest_for(scale)
-        native = None if self._native is None else self._native.level(number)
-        return (
-            None if native is None or not self._levels.unchanged(number, scale, size_px) else (number, native)
-        )
+        if self._native is None or not self._levels.unchanged(number, scale, size_px):
+            return None
+        native = self._native.level(number)
+        return None if native is None else (number, native)
 
     def area(
         self, xy_l0: tuple[float, float], scale: float, out: NDArray[np.uint8], *, overlapping: bool

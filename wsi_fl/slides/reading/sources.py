@@ -14,7 +14,6 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from wsi_fl.plugins import entries
 from wsi_fl.slides.reading.formats.ome import is_misread, mpp_of_ome, of_ome_tiff, of_zarr
 from wsi_fl.slides.reading.formats.pictures import of_picture
 from wsi_fl.slides.reading.formats.scanners import of_czi, of_isyntax
@@ -40,6 +39,8 @@ def open_source(path: Path) -> Source | None:
     Raises:
         WsiFlError: when it is known and damaged, too large, or needs an extra that is not installed.
     """
+    from wsi_fl.plugins import entries
+
     if is_zarr(path):
         return _guarded(path, of_zarr)
     if not path.is_file():

@@ -12,13 +12,13 @@ from wsi_fl.slides.reading.cuts import Cuts, cut
 from wsi_fl.slides.reading.native import NativeLevel
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.system import jpeg
-from wsi_fl.system.memory import Recycled
+from wsi_fl.system.memory import BufferPool
 from wsi_fl.types import GridSpec, WsiFlError
 
 _REACH_BYTES = 1 << 28
 """How far ahead a tile gives, in pixels of the patches between; patches still further on decode it again. The next row
 of the grid should lie within."""
-_MEMORY = Recycled(most=8)
+_MEMORY = BufferPool(most=8)
 """Of strips that were written."""
 
 

@@ -30,7 +30,7 @@ from wsi_fl.privacy.audit import (
 from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import agreed_canaries, learned_from
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -56,13 +56,13 @@ def audit(study: Study, run_name: str, *, watcher: Watcher | None = None) -> dic
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     run.finished()
-    with Party.of_run(study, run) as party:
+    with RunContext.of_run(study, run) as party:
         document = _document(party, watcher)
     write_json(run.path / "audit" / "audit.json", document)
     return document
 
 
-def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
+def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     tests, merged = _n_tests(party), party.may_merge and len(party.sites) > 1
     here, level = _sites_here(party, merged), level_of_each(CONFIDENCE, tests)
     rows = []
@@ -84,7 +84,7 @@ def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
     }
 
 
-def _sites_here(party: Party, merged: bool) -> list[int]:
+def _sites_here(party: RunContext, merged: bool) -> list[int]:
     """The places in the run of the sites that finished and whose stores are here."""
     lost = party.lost
     here = [
@@ -97,7 +97,7 @@ def _sites_here(party: Party, merged: bool) -> list[int]:
     return here
 
 
-def _n_tests(party: Party) -> int:
+def _n_tests(party: RunContext) -> int:
     """How many models of the run have an ε that canaries test: all sites', wherever they are audited."""
     if not party.pipeline.audit.canaries:
         return 0
@@ -114,7 +114,7 @@ def _models_of(method: Method) -> list[tuple[str, str]]:
     return [(kept, "private"), ("proxy" if method.travels == "proxy" else "released", method.travels)]
 
 
-def _with_dp(party: Party, role: str) -> bool:
+def _with_dp(party: RunContext, role: str) -> bool:
     return party.pipeline.privacy.enabled and (role == "proxy" or "proxy" not in party.method.learners)
 
 
@@ -132,7 +132,7 @@ class _Attacked:
     network: nn.Module
 
 
-def _audit_site(party: Party, index: int, *, merged: bool, level: float) -> dict[str, Any]:
+def _audit_site(party: RunContext, index: int, *, merged: bool, level: float) -> dict[str, Any]:
     name, device, pipeline = party.names[index], device_of_rank(), party.pipeline
     data, folder = party.data(name), party.run.site(name)
     folder.remember_store(data.digest(), data.facts())
@@ -157,7 +157,7 @@ def _audit_site(party: Party, index: int, *, merged: bool, level: float) -> dict
     return {"site": name, **{key: account[key] for key in kept}, "models": rows}
 
 
-def _attacked(party: Party, index: int) -> list[_Attacked]:
+def _attacked(party: RunContext, index: int) -> list[_Attacked]:
     """What a site has trained: the model it keeps, and what it sent, from the checkpoint before the last exchange."""
     method, site = party.method, party.sites[index]
     folder, data = party.run.site(site.name), party.data(site.name)

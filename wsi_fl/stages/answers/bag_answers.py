@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Answer:
+class SlidePrediction:
     """What a model says of one slide with m patches.
 
     Attributes:

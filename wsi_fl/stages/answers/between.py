@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from wsi_fl.learning.counts import Scores, results
 from wsi_fl.report.words import area_words, number
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import MOST_COLUMNS, Lines, Table
 
 
-def between_of(party: Party) -> dict[str, Any] | None:
+def between_of(party: RunContext) -> dict[str, Any] | None:
     """Return the scores of what travelled, on each hospital's test part and on all of them; None where there are none.
 
     Every site of a run keeps the same counts, so those of the first that lies here are taken.

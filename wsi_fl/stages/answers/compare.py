@@ -17,7 +17,7 @@ from wsi_fl.report import worth as worth_figure
 from wsi_fl.report.comparison_figures import png
 from wsi_fl.stages.answers.compare_baseline import with_baseline
 from wsi_fl.stages.answers.compare_rows import (
-    Row,
+    ComparedRow,
     comparisons,
     described,
     grouped,
@@ -90,7 +90,7 @@ def compare(
 
 
 def _document(
-    rows: list[Row], first: Run, on: str, notes: list[str], scores: Sequence[str], metric: str
+    rows: list[ComparedRow], first: Run, on: str, notes: list[str], scores: Sequence[str], metric: str
 ) -> dict[str, Any]:
     """What is known of all rows, which it puts in order: best first by the metric, rows without a number last."""
     reference = next(row.label for row in rows if first in row.runs)

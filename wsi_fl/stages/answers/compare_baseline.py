@@ -10,7 +10,7 @@ from typing import Any
 
 from wsi_fl.federation.methods import ALONE, SHARED
 from wsi_fl.stages.answers.compare_runs import Run, finished, flat, is_of, settings
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.series import Member
 from wsi_fl.stages.training.train import train
 from wsi_fl.stages.work.console import Watcher
@@ -75,7 +75,7 @@ def _trained(study: Study, like: Run, watcher: Watcher) -> Run:
     watcher.say(
         f"  no run yet of a hospital alone without DP, {like.member}; training it: {_command(name, overrides)}"
     )
-    party = Party.of(study, like.pipeline, BASELINE)
+    party = RunContext.of(study, like.pipeline, BASELINE)
     backend = "local" if party.may_merge or len(party.sites) == 1 else "mpi"
     summary = train(
         study, method=BASELINE, pipeline_name=name, overrides=overrides, backend=backend, watcher=watcher
@@ -118,7 +118,7 @@ def _alone(pipeline: Pipeline) -> Pipeline:
 
 def _cannot_train(study: Study, like: Run) -> str:
     """Why the baseline cannot be trained here; empty when it can."""
-    with Party.of(study, like.pipeline, BASELINE) as party:
+    with RunContext.of(study, like.pipeline, BASELINE) as party:
         for site in party.sites:
             if not party.has_store(site.name):
                 return f"the store of {site.name} is not here"

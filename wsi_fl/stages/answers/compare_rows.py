@@ -26,7 +26,7 @@ _GUARANTEES = ("none", "nominal", "shared", "guaranteed")
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """The runs of one method with the same settings, and their evaluations, in the order of seeds and folds.
 
     Attributes:
@@ -60,19 +60,21 @@ class Row:
         return found
 
 
-def grouped(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: str, first: Run) -> list[Row]:
+def grouped(
+    runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: str, first: Run
+) -> list[ComparedRow]:
     """Runs grouped into rows, and an empty row for a baseline that is missing."""
     keys = differing(runs)
-    rows: dict[str, Row] = {}
+    rows: dict[str, ComparedRow] = {}
     for run, evaluation in sorted(zip(runs, evaluations, strict=True), key=lambda pair: pair[0].member.place):
         apart = {key: run.settings[key] for key in keys if key in run.settings}
-        row = Row(run.method, run.dp, apart, [], [], {})
+        row = ComparedRow(run.method, run.dp, apart, [], [], {})
         row = rows.setdefault(row.label, row)
         row.runs.append(run)
         row.values.append(_measured_in(evaluation, on))
     if not any(is_alone(row, first) for row in rows.values()):
         wanted = baseline_settings(first)
-        empty = Row(BASELINE, False, {key: wanted[key] for key in keys if key in wanted}, [], [], {})
+        empty = ComparedRow(BASELINE, False, {key: wanted[key] for key in keys if key in wanted}, [], [], {})
         rows[empty.label] = empty
     if first.pipeline.train.folds:
         for row in rows.values():
@@ -80,7 +82,7 @@ def grouped(runs: Sequence[Run], evaluations: Sequence[Mapping[str, Any]], on: s
     return list(rows.values())
 
 
-def _by_patient(row: Row, where: str) -> dict[Patient, float]:
+def _by_patient(row: ComparedRow, where: str) -> dict[Patient, float]:
     """How often all models of a row were right about each patient, whom each seed tests in one fold."""
     said: dict[Patient, list[float]] = {}
     for run in row.runs:
@@ -100,7 +102,7 @@ def _measured_in(evaluation: Mapping[str, Any], on: str) -> dict[str, dict[str, 
     return {found["site"]: means | {f"own_{scores[0]}": means[scores[0]]}}
 
 
-def is_alone(row: Row, first: Run) -> bool:
+def is_alone(row: ComparedRow, first: Run) -> bool:
     return not row.runs or is_baseline(row.runs[0], first)
 
 
@@ -114,7 +116,7 @@ def _measured(site: Mapping[str, Any], on: str, scores: Sequence[str]) -> dict[s
     return {**{name: where[name] for name in scores}, f"own_{scores[0]}": site["own"][scores[0]]}
 
 
-def spread_of(row: Row, metric: str) -> dict[str, Any]:
+def spread_of(row: ComparedRow, metric: str) -> dict[str, Any]:
     """Mean and standard deviation over all sites of all runs, and the number of values."""
     values: list[float | None] = [
         v for runs in row.by_seed(metric).values() for sites in runs for v in sites.values()
@@ -127,7 +129,7 @@ def _average(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def described(row: Row, scores: Sequence[str]) -> dict[str, Any]:
+def described(row: ComparedRow, scores: Sequence[str]) -> dict[str, Any]:
     """A row as it stands in the document."""
     summaries = [run.summary for run in row.runs]
     sites = [site for summary in summaries for site in summary["sites"]]
@@ -177,7 +179,7 @@ def _communication(runs: Sequence[Run]) -> dict[str, float | None]:
 
 
 def comparisons(
-    rows: Sequence[Row], reference: str, alone: str, metrics: Sequence[str], on: str
+    rows: Sequence[ComparedRow], reference: str, alone: str, metrics: Sequence[str], on: str
 ) -> list[dict[str, Any]]:
     """Every row against the baseline and against the reference, each metric a family of its own for Holm."""
     by_label = {row.label: row for row in rows}
@@ -192,7 +194,7 @@ def comparisons(
     return tests
 
 
-def _test(a: Row, b: Row, metric: str, on: str) -> dict[str, Any] | None:
+def _test(a: ComparedRow, b: ComparedRow, metric: str, on: str) -> dict[str, Any] | None:
     """The paired test of two rows; None without any pair.
 
     Pairs are seeds, or where too few seeds are common patients or folds of a cross-validation, or else sites.
@@ -219,7 +221,7 @@ def _test(a: Row, b: Row, metric: str, on: str) -> dict[str, Any] | None:
     return {"a": a.label, "b": b.label, "metric": metric, **found, "unit": unit}
 
 
-def _by_fold(row: Row, metric: str) -> dict[str, float]:
+def _by_fold(row: ComparedRow, metric: str) -> dict[str, float]:
     """Mean over sites, by seed and fold."""
     means = (_average(site[metric] for site in values.values()) for values in row.values)
     return {str(run.member): mean for run, mean in zip(row.runs, means, strict=True) if mean is not None}
@@ -238,7 +240,7 @@ def _by_site(values: Mapping[int, Sequence[Mapping[str, float]]], seeds: Sequenc
     }
 
 
-def series_of(row: Row, on: str, score: str, *, baseline: bool) -> Series:
+def series_of(row: ComparedRow, on: str, score: str, *, baseline: bool) -> Series:
     """What the charts show of a row."""
     curves = []
     for run in row.runs:

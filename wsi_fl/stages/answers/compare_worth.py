@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from wsi_fl.learning.significance import clustered_ratio
 from wsi_fl.report import words
-from wsi_fl.stages.answers.compare_rows import Row, is_alone
+from wsi_fl.stages.answers.compare_rows import ComparedRow, is_alone
 from wsi_fl.stages.answers.compare_runs import Run
-from wsi_fl.stages.answers.predictions import Answers, Right, measure_of, read_answers, weighed
+from wsi_fl.stages.answers.predictions import Right, ScoredExamples, measure_of, read_answers, weighed
 
 
-def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
+def worth(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, Any] | None:
     """Every site's own accuracy with each of three models; None where no federated method is compared, or a whole site
     is left out.
 
@@ -47,7 +47,7 @@ def worth(rows: Sequence[Row], first: Run, on: str) -> dict[str, Any] | None:
     }
 
 
-def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
+def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] | None:
     alone = [row for row in rows if row.runs and is_alone(row, first)]
     federated = [row for row in rows if row.runs and words.is_federated(row.method)]
     joined = sorted(federated, key=lambda row: first not in row.runs)
@@ -57,9 +57,9 @@ def _chosen(rows: Sequence[Row], first: Run) -> dict[str, Row] | None:
     return {"alone": alone[0], "joined": joined[0]} | ({"pooled": pooled[0]} if pooled else {})
 
 
-def _by_site(row: Row, names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
+def _by_site(row: ComparedRow, names: Iterable[str], on: str) -> dict[str, dict[int, Right]]:
     """Site → seed → its predictions; those of all folds together, which have no patient in common."""
-    found: dict[str, dict[int, Answers]] = {name: {} for name in names}
+    found: dict[str, dict[int, ScoredExamples]] = {name: {} for name in names}
     for run in row.runs:
         for name, by_seed in found.items():
             if (answers := read_answers(run.folder.site(name), on)) is not None:
@@ -174,7 +174,7 @@ def _value(runs: Mapping[int, Right], seeds: Sequence[int]) -> dict[str, float |
     return {"mean": float(values.sum() / weights.sum()), "low": low, "high": high}
 
 
-def _spent(row: Row, name: str) -> dict[str, Any]:
+def _spent(row: ComparedRow, name: str) -> dict[str, Any]:
     """The largest ε of a site over the runs, and what it is worth."""
     mine = [site for run in row.runs for site in run.summary["sites"] if site["site"] == name]
     spent = [site["epsilon"] for site in mine if site["epsilon"] is not None]

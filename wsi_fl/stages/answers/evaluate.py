@@ -27,7 +27,7 @@ from wsi_fl.stages.answers.predictions import write_predictions
 from wsi_fl.stages.answers.trained import answering, settings_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.study.folder import Study
@@ -54,13 +54,13 @@ def evaluate(
     watcher = watcher or Silent()
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
-    with Party.of_run(study, run, settings_of(study, run, overrides)) as party:
+    with RunContext.of_run(study, run, settings_of(study, run, overrides)) as party:
         document = _document(party, watcher)
     run.write_evaluation(document)
     return document
 
 
-def _document(party: Party, watcher: Watcher) -> dict[str, Any]:
+def _document(party: RunContext, watcher: Watcher) -> dict[str, Any]:
     pipeline, merged, lost = party.pipeline, party.may_merge, party.lost
     sites = [
         site for site in party.sites if merged or party.has_store(site.name)
@@ -129,7 +129,7 @@ def _test_part(data: Data) -> TestPart:
 
 
 def _evaluate_site(
-    party: Party, site: SiteFile, seen: Mapping[str, TestPart]
+    party: RunContext, site: SiteFile, seen: Mapping[str, TestPart]
 ) -> tuple[dict[str, Any], Predictions]:
     """What answers for one site, on the parts that it may see, its own or everybody's; and what it said of each."""
     run, pipeline, data = party.run, party.pipeline, party.data(site.name)
@@ -165,7 +165,7 @@ def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Pre
     return {"rule": value_of(pipeline, "mpcpa.aggregate") or "mean", "rules": rules}
 
 
-def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
+def _predicted(party: RunContext, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
     """What each of a site's models says of every part; the proxy and the mean too where there is a proxy."""
     data, device = party.data(site.name), device_of_rank()
     classes = data.classes
@@ -195,7 +195,7 @@ def _predicted(party: Party, site: SiteFile, seen: Mapping[str, TestPart]) -> Pr
     )
 
 
-def _outside(party: Party, sites: Sequence[SiteFile], weights: Sequence[float]) -> dict[str, Any] | None:
+def _outside(party: RunContext, sites: Sequence[SiteFile], weights: Sequence[float]) -> dict[str, Any] | None:
     """Every site's scores on `evaluate.external` and the site that was left out, and those of all predictions as one;
     None where there is neither.
 
@@ -240,7 +240,7 @@ def _rows_of(said: Sequence[Predictions]) -> list[dict[str, Any]]:
     return [{"site": table.site, **table.scores()} for table in said]
 
 
-def _whole(party: Party, name: str, classes: tuple[str, ...]) -> Examples:
+def _whole(party: RunContext, name: str, classes: tuple[str, ...]) -> Examples:
     """All patches of an external site, whatever their split."""
     site = party.study.site(name)
     if name in party.names:

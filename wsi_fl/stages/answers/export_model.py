@@ -10,7 +10,7 @@ from wsi_fl.report.model_card import rendered, warning_of
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.leaving import Leaving, Made, asked_for, card_of, require_allowed
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.system.files import write_json, write_text
@@ -49,7 +49,7 @@ def export_model(
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     run.finished()
-    with Party.of_run(study, run) as party:
+    with RunContext.of_run(study, run) as party:
         leaving = asked_for(party, called, site)
         require_allowed(leaving, private=private)
         name = f"{run.name}-{leaving.site.name}-{called}"

@@ -13,7 +13,7 @@ from wsi_fl import __version__
 from wsi_fl.federation.methods import Method
 from wsi_fl.report.words import scores_of
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.targets import question
 from wsi_fl.study.site import SiteFile
 from wsi_fl.system.files import read_json
@@ -32,7 +32,7 @@ class Leaving:
         facts: what the run noted of the store it learned from.
     """
 
-    party: Party
+    party: RunContext
     site: SiteFile
     called: str
     role: str
@@ -67,7 +67,7 @@ def offered(method: Method) -> dict[str, str]:
     }
 
 
-def asked_for(party: Party, called: str, site_name: str | None) -> Leaving:
+def asked_for(party: RunContext, called: str, site_name: str | None) -> Leaving:
     """Return the model of this name, of a site or of the first that has it here.
 
     Raises:
@@ -135,7 +135,7 @@ def _all_promised(accounts: Sequence[Mapping[str, Any]]) -> bool:
     return bool(accounts) and all(account["guarantee"] != "none" for account in accounts)
 
 
-def _accounts(party: Party, called: str, site: SiteFile) -> list[dict[str, Any]]:
+def _accounts(party: RunContext, called: str, site: SiteFile) -> list[dict[str, Any]]:
     """The accounts that a model's ε rests on: the site's own, and of a shared one all that lie here."""
     names = [site.name] if called == "private" else party.names
     return [

@@ -23,7 +23,7 @@ from wsi_fl.types import WsiFlError
 Right = dict[tuple[str, ...], tuple[float, float]]
 """Test example (site, patient, and what else names it) → whether the model was right, 1 or 0, and the weight of its
 class."""
-Answers = dict[tuple[str, ...], tuple[float, str]]
+ScoredExamples = dict[tuple[str, ...], tuple[float, str]]
 """Test example → whether the model was right, 1 or 0, and its true class."""
 COLUMNS = {
     "classes": (("truth",), "p_{}"),
@@ -103,7 +103,7 @@ def read_right(folder: SiteFolder, on: str) -> Right | None:
     return None if found is None else weighed(found)
 
 
-def weighed(answers: Answers) -> Right:
+def weighed(answers: ScoredExamples) -> Right:
     """Return answers with the weight of each.
 
     Where one class is much rarer than others, examples are weighed so that all classes count alike, and the weighted
@@ -117,7 +117,7 @@ def weighed(answers: Answers) -> Right:
     }
 
 
-def read_answers(folder: SiteFolder, on: str) -> Answers | None:
+def read_answers(folder: SiteFolder, on: str) -> ScoredExamples | None:
     """Return whether a site's answer was right on each example, and its true class; None where there are none.
 
     Args:

@@ -13,25 +13,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from wsi_fl.learning.bags import allowed_classes, packed, unlabelled_bags
-from wsi_fl.learning.examples import Examples, resized, unlabelled
+from wsi_fl.learning.bags import allowed_classes, unlabelled_bags
+from wsi_fl.learning.examples import Examples, packed, resized, unlabelled
 from wsi_fl.models.bags import BagModel
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.runs.run import RunFolder
-from wsi_fl.slides.choosing.patches import SlidePlan, plan_slide
-from wsi_fl.slides.choosing.quality import Segmenter
+from wsi_fl.slides.patching.patches import SlidePlan, plan_slide
+from wsi_fl.slides.patching.quality import Segmenter
 from wsi_fl.slides.pictures.heat import Heat, patch_boxes
 from wsi_fl.slides.reading.patches import read_patches
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
-from wsi_fl.stages.answers.bag_answers import Answer
-from wsi_fl.stages.answers.trained import Answering, answering
+from wsi_fl.stages.answers.bag_answers import SlidePrediction
+from wsi_fl.stages.answers.trained import TrainedModels, answering
 from wsi_fl.stages.prepare.mosaic import OfSlides
 from wsi_fl.stages.prepare.quality import params_of, segmenter_of
 from wsi_fl.stages.site.data import open_bags
 from wsi_fl.stages.site.encoders import encoder_of
 from wsi_fl.stages.site.kept import remembered_bags
-from wsi_fl.stages.site.kinds import Kind, kind_of
+from wsi_fl.stages.site.kinds import ExampleKind, kind_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
@@ -101,10 +101,10 @@ class Predictor:
     run: RunFolder
     site: SiteFile
     pipeline: Pipeline
-    kind: Kind
+    kind: ExampleKind
     meta: BagMeta
     input_px: int
-    models: Answering
+    models: TrainedModels
     store: BagStore | None = None
     tumor_type: str | None = None
     segmenter: Segmenter | None = None
@@ -158,7 +158,7 @@ class Predictor:
 
     def _base(self, record: SlideRecord, path: Path) -> Base:
         reader = self.pipeline.slides.reader
-        vouch_for(path, record.mpp_override, reader)
+        check_opens_safely(path, record.mpp_override, reader)
         with Slide(path, record.mpp_override, reader) as slide:
             thumbnail, downsample = slide.thumbnail(_THUMBNAIL_PX)
             return Base(path, thumbnail, downsample, slide.mpp, slide.size_l0, slide.quickhash)
@@ -169,7 +169,7 @@ class Predictor:
         params = params_of(self.study, self.pipeline)
         if least is not None:
             params = replace(params, min_tissue=float(least))
-        vouch_for(record.path, record.mpp_override, reader)
+        check_opens_safely(record.path, record.mpp_override, reader)
         plan = plan_slide(record, self.meta.spec, params, reader=reader, segmenter=self.segmenter)
         aside: dict[int, str] = {}
         parts, features = [], []
@@ -219,7 +219,7 @@ class Predictor:
         boxes = patch_boxes(seen.xy_l0, self.meta.spec, base.mpp, base.size_l0)
         return Heat(boxes, self.meta.classes, seen.said)
 
-    def answer(self, bag: Bag, tumor_type: str | None) -> Answer:
+    def answer(self, bag: Bag, tumor_type: str | None) -> SlidePrediction:
         """Return what models of slides or patients say of a bag, of the classes that a tumour type may have.
 
         Raises:
@@ -243,7 +243,7 @@ class Predictor:
             attention = self._attention(bag) if self.kind.example == "slide" else None
         if not np.isfinite(of_all).all() or not np.isfinite(alone).all():
             raise WsiFlError("the model gives no numbers; it did not train well")
-        return Answer(task, self.meta.classes, of_all, alone, attention)
+        return SlidePrediction(task, self.meta.classes, of_all, alone, attention)
 
     def _attention(self, bag: Bag) -> Floats | None:
         """float64[m], of two models the mean; None unless every model that is asked weighs its patches."""

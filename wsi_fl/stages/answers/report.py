@@ -18,7 +18,7 @@ from wsi_fl.stages.answers.compare_runs import Run, runs_of
 from wsi_fl.stages.answers.predictions import read_predictions
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import say
 from wsi_fl.stores.bags import BagStore
 from wsi_fl.stores.patches import PatchStore
@@ -47,7 +47,7 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
     run = RunFolder(study.run(run_name))
     study = as_begun(study, run)
     path = run.path / "report" / "index.html"
-    with Party.of_run(study, run) as party:
+    with RunContext.of_run(study, run) as party:
         page = _page(party, pictures=pictures)
     write_text(path, render(page))
     if page.left_out:
@@ -60,7 +60,7 @@ def report(study: Study, run_name: str, *, pictures: bool = False) -> Path:
     return path
 
 
-def _page(party: Party, *, pictures: bool) -> Page:
+def _page(party: RunContext, *, pictures: bool) -> Page:
     study, run = party.study, party.run
     here = [site for site in party.sites if party.has_store(site.name)]
     if not here:
@@ -93,7 +93,7 @@ def _page(party: Party, *, pictures: bool) -> Page:
     )
 
 
-def _pictures(party: Party, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
+def _pictures(party: RunContext, stores: dict[str, PatchStore], *, of_patients: bool) -> dict[str, Any]:
     """What the page shows of pixels; images of a denoiser that learned from patients count as pictures of them."""
     study, simulated = party.study, {site.name for site in party.sites if not site.real}
     generated, said = _generated(party), _said(party)
@@ -124,7 +124,7 @@ def _without_repeats(sites: Mapping[str, Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for names in sites.values() for name in names))
 
 
-def _generated(party: Party) -> dict[str, Path]:
+def _generated(party: RunContext) -> dict[str, Path]:
     """The images of each denoiser that a site of this run learned from; of each denoiser once."""
     keys: dict[str, str] = {}
     for site in party.names:
@@ -138,7 +138,7 @@ def _generated_samples(path: Path) -> Patches:
         return _samples(store)
 
 
-def _said(party: Party) -> dict[str, Any]:
+def _said(party: RunContext) -> dict[str, Any]:
     """Of each site whose predictions lie here, (truth, answers) on its own test part, where no classes are asked.
 
     Each dot and step in their figures is a patient.
@@ -160,7 +160,7 @@ def _optional(path: Path) -> Any:
     return read_json(path) if path.exists() else None
 
 
-def _baselines(party: Party, this: Run) -> Iterable[dict[str, Any]]:
+def _baselines(party: RunContext, this: Run) -> Iterable[dict[str, Any]]:
     """Other evaluated runs on the very same examples and splits, the last of each method and privacy setting."""
     latest: dict[tuple[str, bool], dict[str, Any]] = {}
     for other in reversed([*runs_of(party.study)]):

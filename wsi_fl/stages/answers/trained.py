@@ -61,7 +61,7 @@ def trained_site(
 
 
 @dataclass(frozen=True)
-class Answering:
+class TrainedModels:
     """A site's models, on `device`, ready to predict.
 
     Attributes:
@@ -131,7 +131,7 @@ def answering(
     device: torch.device,
     *,
     every: bool = False,
-) -> Answering:
+) -> TrainedModels:
     """The models that answer for a site.
 
     Args:
@@ -144,7 +144,7 @@ def answering(
     wanted = ("private", "proxy") if every and has_proxy(run) else roles(answer)
     models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
     ready = {role: model.to(device).eval() for role, model in models.items()}
-    return Answering(ready, answer, device, stack_of(run, site.name))
+    return TrainedModels(ready, answer, device, stack_of(run, site.name))
 
 
 def _model(

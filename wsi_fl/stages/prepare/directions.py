@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.directions import N_PUBLIC, Origin, Source, public_directions, write_directions
 from wsi_fl.models.encoder import Encoder, encode
-from wsi_fl.slides.choosing.patches import plan_slide
+from wsi_fl.slides.patching.patches import plan_slide
 from wsi_fl.slides.reading.patches import read_patches
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.stages.prepare.quality import params_of
 from wsi_fl.stages.prepare.tile import spec_of
 from wsi_fl.stages.site.encoders import encoder_of
@@ -100,7 +100,7 @@ def _seen(
     """Return features float32[m, d] of some patches of a slide or picture."""
     record = SlideRecord(path, path.stem, path.stem, "public", "negative", False, mpp_override=mpp)
     reader, spec = pipeline.slides.reader, spec_of(pipeline)
-    vouch_for(path, mpp, reader)
+    check_opens_safely(path, mpp, reader)
     plan = plan_slide(record, spec, params_of(study, pipeline), reader=reader)
     chosen = plan.xy_l0[_some(len(plan.xy_l0), MOST)]
     read = read_patches(plan.record, chosen, spec, threads=len(os.sched_getaffinity(0)), reader=reader)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from wsi_fl.slides.choosing.splits import assign_splits
+from wsi_fl.slides.patching.splits import assign_splits
 from wsi_fl.stages.prepare.bag_labels import Labelled, classes_of, labelled, matched, table_of
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.prepare.tables import first_reason, mosaic_row
@@ -32,7 +32,7 @@ _ROUNDED = 1.5
 
 
 @dataclass(frozen=True)
-class Said:
+class ImportFacts:
     """What is said on the command line of features whose files do not say it."""
 
     encoder: str | None = None
@@ -64,7 +64,7 @@ def import_features(
     form: str,
     source: Path,
     labels: Path,
-    said: Said | None = None,
+    said: ImportFacts | None = None,
     pipeline_name: str | None = None,
     overrides: Sequence[str] = (),
     watcher: Watcher | None = None,
@@ -80,7 +80,7 @@ def import_features(
         UsageError: when slides are of several encoders, widths or patch sizes, or nobody says which; names a slide.
         WsiFlError: when no slide is left.
     """
-    began, told, said = time.perf_counter(), watcher or Silent(), said or Said()
+    began, told, said = time.perf_counter(), watcher or Silent(), said or ImportFacts()
     if form not in LAYOUTS:
         raise UsageError(f"--format {form!r}: use {', '.join(LAYOUTS)}")
     pipeline, (file,) = asked_for(study, site, pipeline_name, overrides)
@@ -146,7 +146,7 @@ def _at_scale(one: _Looked, spec: GridSpec) -> _Looked:
     return replace(one, facts=replace(facts, mpp=spec.mpp, mpp_l0=facts.mpp_l0 * spec.mpp / facts.mpp))
 
 
-def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: Said) -> BagMeta:
+def _meta(site: str, pipeline: Pipeline, looked: Sequence[_Looked], said: ImportFacts) -> BagMeta:
     """What holds for all slides, as all files and the command line say."""
     _agreed(looked, "features of width", lambda one: one.d)
     encoder = _settled(looked, "encoder", lambda one: one.encoder, said.encoder, "--encoder")

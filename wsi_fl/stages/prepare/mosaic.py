@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from wsi_fl.models.encoder import Encoder, encode
 from wsi_fl.models.presets import warning_of
-from wsi_fl.slides.choosing.masks import mask_digest
-from wsi_fl.slides.choosing.mosaic import MosaicParams, plan_mosaic
-from wsi_fl.slides.choosing.splits import SEED, assign_splits
+from wsi_fl.slides.patching.masks import mask_digest
+from wsi_fl.slides.patching.mosaic import MosaicParams, plan_mosaic
+from wsi_fl.slides.patching.splits import SEED, assign_splits
 from wsi_fl.slides.pictures.mosaic import draw_mosaic, small_copy
 from wsi_fl.slides.reading.patches import read_patches
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Slide
 from wsi_fl.stages.prepare.bag_labels import Labelled, classes_of, labelled, table_of
 from wsi_fl.stages.prepare.bags import Chosen, Done, Way, quiet, speed_of_all
@@ -66,7 +66,7 @@ class OfSlides(Way[SlideRecord]):
 
     def wanted(self, item: SlideRecord) -> str:
         """Over the slide (its size on disk too, for formats without quickhash), the parameters and the encoder."""
-        vouch_for(item.path, item.mpp_override, self.reader)
+        check_opens_safely(item.path, item.mpp_override, self.reader)
         with Slide(item.path, item.mpp_override, "openslide") as slide:
             quickhash, mpp = slide.quickhash, slide.mpp
         size = item.path.stat().st_size if item.path.is_file() else 0

@@ -15,9 +15,9 @@ from typing import Any, TypedDict, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import AllSetAside, PlanParams, SlidePlan
-from wsi_fl.slides.choosing.quality import KINDS, QualityParams, Segmenter
-from wsi_fl.slides.choosing.tissue import Method, TissueParams
+from wsi_fl.slides.patching.patches import AllSetAside, PlanParams, SlidePlan
+from wsi_fl.slides.patching.quality import KINDS, QualityParams, Segmenter
+from wsi_fl.slides.patching.tissue import Method, TissueParams
 from wsi_fl.stages.work.console import Line, Lines
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import AllSetAside, SlidePlan, plan_slide
-from wsi_fl.slides.choosing.splits import SEED, assign_splits
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.patching.patches import AllSetAside, SlidePlan, plan_slide
+from wsi_fl.slides.patching.splits import SEED, assign_splits
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.stages.prepare.quality import Quality, params_of, quality_of_none, segmenter_of, write_quality
 from wsi_fl.stages.prepare.sources import Listed, list_slides
 from wsi_fl.stages.prepare.tables import first_reason, say_tables, storage_note, tile_row, weak_note
@@ -157,7 +157,7 @@ def _planner(
     faulty: dict[str, Quality] = {}
 
     def plan(record: SlideRecord) -> SlidePlan:
-        vouch_for(record.path, record.mpp_override, reader)
+        check_opens_safely(record.path, record.mpp_override, reader)
         try:
             return plan_slide(record, spec, params, reader=reader, segmenter=segmenter)
         except AllSetAside as error:
@@ -186,9 +186,11 @@ def _write_all(
         most = settings.max_per_slide
         keep = choose(plans, numbers, balance=settings.balance, max_per_slide=most, seed=SEED)
         if job.first:
-            patches = sum(int(rows.sum()) for rows in keep)
-            needed = check_space(folder, patches, spec, wanted.content)
-            say(f"  {name}: {patches} patches of {spec.size_px} px, at most {needed / 1e9:.2f} GB")
+            counts = {number: int(rows.sum()) for number, rows in zip(numbers, keep, strict=True)}
+            needed = check_space(folder, counts, plans, spec, wanted.content)
+            say(
+                f"  {name}: {sum(counts.values())} patches of {spec.size_px} px, at most {needed / 1e9:.2f} GB"
+            )
         return list(zip(numbers, keep, strict=True))
 
     n = len(numbers)

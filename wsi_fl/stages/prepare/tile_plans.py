@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.masks import mask_digest
-from wsi_fl.slides.choosing.patches import PlanParams, SlidePlan
-from wsi_fl.slides.choosing.splits import sample_rows
+from wsi_fl.slides.patching.masks import mask_digest
+from wsi_fl.slides.patching.patches import PlanParams, SlidePlan
+from wsi_fl.slides.patching.splits import sample_rows
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.work.aside import reason_of
 from wsi_fl.system.files import atomic, ordinary
 from wsi_fl.system.ordered import in_order
 from wsi_fl.types import GridSpec, SlideRecord
 
-_MADE = 2
+_MADE = 3
 """How plans are made; with another number none is believed that was kept."""
 _ONE_FILE = {".bif", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff"}
 """Slides whose size and time are those of their one file; others are looked at each time."""
@@ -116,6 +116,11 @@ class Plans:
         """The labels of a slide's patches alone."""
         with np.load(self._path(number)) as file:
             return np.asarray(file["label"], np.int8)
+
+    def in_tiles(self, number: int) -> bool:
+        """Whether a slide's patches are whole native tiles of it."""
+        with np.load(self._path(number)) as file:
+            return bool(json.loads(str(file["plain"]))["in_tiles"])
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{self.slide(number)}.npz"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.patches import SlidePlan
+from wsi_fl.slides.patching.patches import SlidePlan
 from wsi_fl.slides.pictures.overview import draw_overview
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.stages.prepare.quality import Quality, quality_of_plan
@@ -167,7 +167,7 @@ class _Task:
 def _write_shard(task: _Task, wanted: Wanted) -> None:
     """The shard of all patches that can be read; each pass over the slide finds those that cannot."""
     content = wanted.content
-    if content == "native" and _beyond_edge(task.plan, task.table):
+    if content == "native" and (not task.plan.in_tiles or _beyond_edge(task.plan, task.table)):
         content = "raw"
     unread: dict[int, str] = {}
     while True:
@@ -217,10 +217,16 @@ def _source(plan: SlidePlan, reader: Reader) -> str:
     return f"{size} {plan.mpp!r}" + ("" if reader == "auto" else f" {reader}")
 
 
-def check_space(folder: Path, n: int, spec: GridSpec, content: str) -> int:
-    """Refuse to begin what the disk cannot hold, shards that are there aside; return how many bytes it needs."""
-    share = _SHARE_OF_RAW["jpeg" if quality_of(content) else content]
-    needed = round(n * (spec.size_px**2 * 3 * share + _COLUMNS_BYTES))
+def check_space(folder: Path, counts: Mapping[int, int], plans: Plans, spec: GridSpec, content: str) -> int:
+    """Refuse to begin what the disk cannot hold, shards that are there aside; return how many bytes it needs.
+
+    Args:
+        counts: slide → how many of its patches are kept.
+    """
+    share, needed = _SHARE_OF_RAW["jpeg" if quality_of(content) else content], 0
+    for number, n in counts.items():
+        raw = content == "native" and not plans.in_tiles(number)
+        needed += round(n * (spec.size_px**2 * 3 * (1 if raw else share) + _COLUMNS_BYTES))
     present = sum(path.stat().st_size for path in (folder / "slides").glob("*.h5"))
     free = shutil.disk_usage(folder).free
     if needed - present + _SPARE_BYTES > free:

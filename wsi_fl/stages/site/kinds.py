@@ -14,7 +14,7 @@ from wsi_fl.types import Bags, Shape, UsageError, Vectors
 
 
 @dataclass(frozen=True)
-class Kind:
+class ExampleKind:
     """What a pipeline learns from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Kind:
         return {"patches": study.store, "features": study.features, "mosaics": study.mosaic}[self.data](site)
 
 
-def kind_of(pipeline: Pipeline) -> Kind:
+def kind_of(pipeline: Pipeline) -> ExampleKind:
     """Return what a pipeline learns from.
 
     Raises:
@@ -63,7 +63,7 @@ def kind_of(pipeline: Pipeline) -> Kind:
             f"train.example = {example!r} is for features; set train.data = 'features' or 'mosaics'"
         )
     if not target.asked:
-        return Kind(data, example, {"patch": "patches"}.get(example, f"{example}s"))
+        return ExampleKind(data, example, {"patch": "patches"}.get(example, f"{example}s"))
     if example == "patch":
         raise UsageError(
             "[target] asks about slides; set train.data = 'mosaics', or train.example = 'slide' or 'patient'"
@@ -72,7 +72,7 @@ def kind_of(pipeline: Pipeline) -> Kind:
         raise UsageError(
             "[target] asks about slides, and train.example = 'patient'; set target.per = 'patient'"
         )
-    return Kind(data, example, f"{target.of}s")
+    return ExampleKind(data, example, f"{target.of}s")
 
 
 def open_data(study: Study, site: str, pipeline: Pipeline) -> Data:

@@ -24,7 +24,7 @@ from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import agreed_plan, guarantee_of, require_budget, spends, terms_of
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN
 from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
@@ -54,7 +54,7 @@ class Account:
 
 
 def open_account(
-    party: Party,
+    party: RunContext,
     index: int,
     data: Data,
     train: Examples,

@@ -12,8 +12,8 @@ from wsi_fl.learning.examples import Examples, joined
 from wsi_fl.learning.tasks import Task
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.kinds import Kind, kind_of, open_data
-from wsi_fl.stages.site.sums import RUN, Sums, open_directions, releases_of
+from wsi_fl.stages.site.kinds import ExampleKind, kind_of, open_data
+from wsi_fl.stages.site.sums import RUN, ReleasedSums, open_directions, releases_of
 from wsi_fl.stages.site.targets import task_of
 from wsi_fl.study.folder import Study, load_pipeline
 from wsi_fl.study.pipeline import Pipeline
@@ -63,7 +63,7 @@ def _of_one_release(name: str, study: Study, pipeline: Pipeline) -> Pipeline:
 
 
 @dataclass(frozen=True)
-class Party:
+class RunContext:
     """The sites of a pipeline, their files read and their stores opened once; a context manager that closes them.
 
     Attributes:
@@ -82,7 +82,7 @@ class Party:
     _stores: ExitStack = field(default_factory=ExitStack)
 
     @staticmethod
-    def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> Party:
+    def of(study: Study, pipeline: Pipeline, method: str, run: RunFolder | None = None) -> RunContext:
         """Read the site files of those who take part; stores are opened when somebody asks for them."""
         folder = run or RunFolder(study.runs / "dry-run")
         sites = tuple(site for site in study.sites(pipeline) if site.name != pipeline.train.left_out)
@@ -91,17 +91,17 @@ class Party:
             sites = tuple(site.model_copy(update={"private_model": None}) for site in sites)
         if pipeline.train.left_out is not None:
             pipeline = pipeline.model_copy(update={"sites": [site.name for site in sites]})
-        return Party(study, pipeline, method, folder, sites)
+        return RunContext(study, pipeline, method, folder, sites)
 
     @staticmethod
-    def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> Party:
+    def of_run(study: Study, run: RunFolder, pipeline: Pipeline | None = None) -> RunContext:
         """Return those who took part in a run, with its own settings where no others are given.
 
         Args:
             study: as the run saw it (`as_begun`).
         """
         settings = pipeline or load_pipeline(run.path / "config.toml")
-        return Party.of(study, settings, str(run.manifest["method"]), run)
+        return RunContext.of(study, settings, str(run.manifest["method"]), run)
 
     @property
     def names(self) -> list[str]:
@@ -114,7 +114,7 @@ class Party:
         return method_for(self.name, self.pipeline)
 
     @cached_property
-    def kind(self) -> Kind:
+    def kind(self) -> ExampleKind:
         """What all of them learn from."""
         return kind_of(self.pipeline)
 
@@ -129,7 +129,7 @@ class Party:
         return self.method.once and self.pipeline.train.releases
 
     @cached_property
-    def releases(self) -> dict[str, Sums]:
+    def releases(self) -> dict[str, ReleasedSums]:
         """The released sums of the sites that have a file here; empty where none are used."""
         starting = self.method.starts and self.pipeline.train.start == RUN
         return releases_of(self.study, self.pipeline) if starting or self.by_files else {}

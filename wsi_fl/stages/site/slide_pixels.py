@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.reading.probe import vouch_for
+from wsi_fl.slides.reading.probe import check_opens_safely
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.stores.contents import SlideSource, SlideUnreadable
 from wsi_fl.study.folder import Study
@@ -58,7 +58,7 @@ class SlidePixels:
     def _slide(self, source: SlideSource) -> Slide:
         if source.slide not in self._open:
             path, reader = self._find(source), cast(Reader, source.reader)
-            vouch_for(path, source.mpp_override, reader)
+            check_opens_safely(path, source.mpp_override, reader)
             slide = Slide(path, source.mpp_override, reader)
             if slide.quickhash != source.quickhash:
                 slide.close()

@@ -60,8 +60,8 @@ class Facts(BaseModel):
 
 
 @dataclass(frozen=True, eq=False)
-class Sums:
-    """Sums as their site released them.
+class ReleasedSums:
+    """ReleasedSums as their site released them.
 
     Attributes:
         vector: float32[k + 1], what left: see `SharedHead.sums`.
@@ -76,14 +76,14 @@ class Sums:
         return self.facts.digest
 
 
-def write_sums(path: Path, sums: Sums) -> None:
+def write_sums(path: Path, sums: ReleasedSums) -> None:
     """Write a released file."""
     import torch
 
     save_tensors(path, {"sums": torch.from_numpy(sums.vector)}, sums.facts.model_dump())
 
 
-def read_sums(path: Path, label: str) -> Sums:
+def read_sums(path: Path, label: str) -> ReleasedSums:
     """Return what `write_sums` wrote.
 
     Raises:
@@ -110,10 +110,10 @@ def read_sums(path: Path, label: str) -> Sums:
             f"{label}: not sums that a site released, or edited since; copy the file from its site again, or put its "
             "backup back"
         )
-    return Sums(facts, vector)
+    return ReleasedSums(facts, vector)
 
 
-def releases_of(study: Study, pipeline: Pipeline) -> dict[str, Sums]:
+def releases_of(study: Study, pipeline: Pipeline) -> dict[str, ReleasedSums]:
     """Return the released sums of those sites of a pipeline that have a file here.
 
     Raises:

@@ -83,7 +83,7 @@ def question(target: Target) -> str:
 
 
 @dataclass(frozen=True)
-class Answers:
+class TargetLabels:
     """What a table says of the slides of a store.
 
     Attributes:
@@ -99,7 +99,7 @@ class Answers:
     source: str
 
 
-def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> Answers:
+def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> TargetLabels:
     """Look up every slide of a store in the site's table.
 
     Raises:
@@ -123,11 +123,13 @@ def answers(study: Study, site: SiteFile, target: Target, slides: BagTable) -> A
     truth = np.array([value for _, value in known], np.int64 if target.classes else np.float32)
     kept = replace(slides.take(rows), label=truth, tumor_type=np.full(len(rows), ""))
     if target.of == "slide":
-        return Answers(kept, tuple(rows[:, None]), tuple(aside), path.name)
+        return TargetLabels(kept, tuple(rows[:, None]), tuple(aside), path.name)
     return _by_patient(kept, rows, tuple(aside), path)
 
 
-def _by_patient(slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...], path: Path) -> Answers:
+def _by_patient(
+    slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...], path: Path
+) -> TargetLabels:
     """One example of all slides of a patient, in the order of the store."""
     if unnamed := [str(name) for name in slides.slide[slides.patient == ""]]:
         raise UsageError(f"{path}: slide {unnamed[0]} has no patient, and [target] asks per patient")
@@ -142,7 +144,7 @@ def _by_patient(slides: BagTable, rows: NDArray[np.int64], aside: tuple[str, ...
     order = np.sort(first)
     bags = tuple(rows[slides.patient == slides.patient[k]] for k in order)
     table = slides.take(order)
-    return Answers(replace(table, slide=table.patient), bags, aside, path.name)
+    return TargetLabels(replace(table, slide=table.patient), bags, aside, path.name)
 
 
 def _table_path(study: Study, site: SiteFile) -> Path:

@@ -12,7 +12,7 @@ from wsi_fl.federation.methods import FILES, SHARED, Method, names_of
 from wsi_fl.federation.topology import TOPOLOGIES, Topology, named, over
 from wsi_fl.stages.site.account import require_budget, spends
 from wsi_fl.stages.site.kinds import open_data
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import RUN, missing_release
 from wsi_fl.stages.work.console import say
 from wsi_fl.study.site import SiteFile
@@ -20,7 +20,7 @@ from wsi_fl.study.toml import clash
 from wsi_fl.types import NoCommonPlan, UsageError, WsiFlError
 
 
-def graph_of(party: Party) -> Topology | None:
+def graph_of(party: RunContext) -> Topology | None:
     """Return the graph a pipeline names or points to; None for the method's own."""
     pipeline = party.pipeline
     graph = pipeline.topology.graph
@@ -33,13 +33,13 @@ def graph_of(party: Party) -> Topology | None:
     return from_file(party.study.resolve(graph), party.names, pipeline.topology.self_weight)
 
 
-def running_sites(party: Party) -> tuple[int, ...]:
+def running_sites(party: RunContext) -> tuple[int, ...]:
     """Return the indices of the sites that were not lost."""
     lost = party.lost
     return tuple(k for k, name in enumerate(party.names) if name not in lost)
 
 
-def sites_here(party: Party) -> tuple[int, ...]:
+def sites_here(party: RunContext) -> tuple[int, ...]:
     """Return the indices of the sites whose models are made on this machine, and which were not lost."""
     return tuple(k for k in running_sites(party) if party.names[k] in party.here)
 
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
     return {"wsi_fl": __version__} | {name: version(name) for name in names}
 
 
-def check(party: Party, backend: str, *, stores: bool = True, told: bool = False) -> None:
+def check(party: RunContext, backend: str, *, stores: bool = True, told: bool = False) -> None:
     """Refuse everything that can be known to be wrong before anything is started.
 
     Args:
@@ -93,7 +93,7 @@ def traits_of(method: Method) -> set[str]:
     return {trait for trait, has in traits.items() if has}
 
 
-def _doubtful(party: Party, site: SiteFile, table: Any) -> str:
+def _doubtful(party: RunContext, site: SiteFile, table: Any) -> str:
     """Say what of a plan makes little sense for as few rows as a site has; a real hospital is refused it."""
     train, privacy = party.pipeline.train, party.pipeline.privacy
     if not spends(party.pipeline):
@@ -110,7 +110,7 @@ def _doubtful(party: Party, site: SiteFile, table: Any) -> str:
     return ""
 
 
-def _check_left_out(party: Party) -> None:
+def _check_left_out(party: RunContext) -> None:
     """Refuse a site to leave out whose patches are not here for testing."""
     train = party.pipeline.train
     if train.left_out is None:
@@ -124,7 +124,7 @@ def _check_left_out(party: Party) -> None:
         raise UsageError(f"train.left_out = {train.left_out!r} leaves no site to train")
 
 
-def _check_releases(party: Party) -> None:
+def _check_releases(party: RunContext) -> None:
     """Refuse a run that rests on released sums where they are missing, or nothing can be made of them."""
     pipeline, row = party.pipeline, party.method
     if party.by_files:
@@ -142,14 +142,14 @@ def _check_releases(party: Party) -> None:
             raise WsiFlError(missing_release(party.study, missing[0]))
 
 
-def _check_heads(party: Party) -> None:
+def _check_heads(party: RunContext) -> None:
     """Refuse to train the heads that are made of sums."""
     model = party.pipeline.model
     if not party.method.once and any(one.startswith(SHARED) for one in (model.private, model.proxy)):
         raise UsageError(f"model {SHARED!r} needs --method {names_of(lambda row: row.once)}")
 
 
-def _check_shared_noise(party: Party) -> None:
+def _check_shared_noise(party: RunContext) -> None:
     """Noise that sites add together protects one method, and asks each real site whether it trusts the others."""
     privacy = party.pipeline.privacy
     if privacy.noise == "own":
@@ -167,7 +167,7 @@ def _check_shared_noise(party: Party) -> None:
             )
 
 
-def _check_stores_stay_apart(party: Party, backend: str) -> None:
+def _check_stores_stay_apart(party: RunContext, backend: str) -> None:
     """The store of a real hospital is opened by its own process alone, unless its file allows more."""
     shut = [site.name for site in party.sites if not site.allows("patches")]
     if shut and party.method.learns_from == "everybody":
@@ -180,7 +180,7 @@ def _check_stores_stay_apart(party: Party, backend: str) -> None:
         )
 
 
-def _check_leave(party: Party) -> None:
+def _check_leave(party: RunContext) -> None:
     """What leaves without differential privacy is known to whoever starts a run, and each site allows it by name."""
     pipeline, row, name = party.pipeline, party.method, party.name
     if row.without_dp and pipeline.privacy.enabled:
@@ -200,13 +200,13 @@ def _check_leave(party: Party) -> None:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
 
 
-def tell_who_is_left_out(party: Party) -> None:
+def tell_who_is_left_out(party: RunContext) -> None:
     """Say which sites have released no sums, where heads are made of those that are there."""
     if party.by_files and (left := [name for name in party.names if name not in party.releases]):
         say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
 
 
-def warn_of_other_patches(party: Party) -> None:
+def warn_of_other_patches(party: RunContext) -> None:
     """Say when stores belong to no site, or were made otherwise than the pipeline would."""
     study, first = party.study, party.here[0]
     file = party.kind.path(study, first).name

@@ -19,7 +19,7 @@ from wsi_fl.federation.comm import Comm
 from wsi_fl.federation.documents import Round, Words
 from wsi_fl.runs.run import RunFolder, pipeline_stem
 from wsi_fl.stages.site.kept import as_begun
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import versions
 from wsi_fl.study.folder import Study
 from wsi_fl.study.toml import dump_toml
@@ -51,7 +51,7 @@ class Asked:
     approved: str = ""
 
 
-def which_run(party: Party, asked: Asked, comm: Comm) -> RunFolder:
+def which_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     """Return the run that all sites work on, whatever joins them: the one asked for, the last of a plan, or a new one.
 
     Raises:
@@ -85,7 +85,7 @@ def which_run(party: Party, asked: Asked, comm: Comm) -> RunFolder:
     return _new_run(party, asked, comm)
 
 
-def taken_up(study: Study, asked: Asked) -> tuple[Party, dict[str, Any] | None]:
+def taken_up(study: Study, asked: Asked) -> tuple[RunContext, dict[str, Any] | None]:
     """Return who took part in a run that is to go on, and its summary where nothing is left to do.
 
     Raises:
@@ -95,7 +95,7 @@ def taken_up(study: Study, asked: Asked) -> tuple[Party, dict[str, Any] | None]:
     assert run is not None
     run.refuse_changed_settings()
     study = as_begun(study, run, goes_on=True)
-    party = Party.of_run(study, run)
+    party = RunContext.of_run(study, run)
     names = party.names
     if unknown := sorted(set(without) - set(names)):
         raise UsageError(f"unknown site {unknown[0]!r}; the run has {', '.join(names)}")
@@ -108,7 +108,7 @@ def taken_up(study: Study, asked: Asked) -> tuple[Party, dict[str, Any] | None]:
     return party, None
 
 
-def require_same(began: Party, signed: Party, agreement: str) -> None:
+def require_same(began: RunContext, signed: RunContext, agreement: str) -> None:
     """Refuse a run that is not a signed plan's, or whose settings are no longer those of the plan.
 
     Raises:
@@ -121,7 +121,7 @@ def require_same(began: Party, signed: Party, agreement: str) -> None:
         )
 
 
-def note_who_goes_on(party: Party, asked: Asked) -> None:
+def note_who_goes_on(party: RunContext, asked: Asked) -> None:
     """Write down which sites come back to a run and which are left out, once no other job works on it."""
     run, without = party.run, asked.without
     if asked.agreement:
@@ -236,7 +236,7 @@ class _Claimed(TypedDict):
     claimed: bool
 
 
-def _new_run(party: Party, asked: Asked, comm: Comm) -> RunFolder:
+def _new_run(party: RunContext, asked: Asked, comm: Comm) -> RunFolder:
     """Return the folder of a new run: its number is free on every disk, its name is that of the first site.
 
     Its id is made of what all sites propose, so that no site can give it the id of an earlier run. Every rank reads its
@@ -282,7 +282,7 @@ class Series:
 
 
 def describe_run(
-    party: Party, run: RunFolder, asked: Asked, identity: str, series: Series | None = None
+    party: RunContext, run: RunFolder, asked: Asked, identity: str, series: Series | None = None
 ) -> None:
     """config.toml and manifest.json: with them alone the run can be repeated."""
     complete = party.pipeline.model_copy(update={"sites": party.names})

@@ -22,7 +22,7 @@ from wsi_fl.learning.local import (
     undecided_where_broken,
 )
 from wsi_fl.learning.metrics import Probabilities
-from wsi_fl.learning.tuning import FittedHead, Way, fitted_head, tuned
+from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
 from wsi_fl.models import build
 from wsi_fl.models.heads import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
@@ -30,8 +30,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.sums import Sums, directions_of, of_patients, refuse_others, wanted_of
+from wsi_fl.stages.site.sums import ReleasedSums, directions_of, of_patients, refuse_others, wanted_of
 from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
 from wsi_fl.types import Bags, Images, Vectors
@@ -64,7 +63,7 @@ def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool 
 
 
 def learners_of(
-    party: Party,
+    party: RunContext,
     index: int,
     data: Data,
     device: torch.device,
@@ -89,7 +88,7 @@ def learners_of(
             if somebodys and isinstance(seen, Images):
                 shape = (seen.channels, seen.size_px, seen.size_px)
                 settings = replace(settings, engine=check_per_example_gradients(model, shape, n_classes))
-        usual = Way(keys.lr, keys.weight_decay, keys.balance)
+        usual = HyperParameters(keys.lr, keys.weight_decay, keys.balance)
         return learner_of(model, usual, train, n_classes, device, dp=settings)
 
     return make
@@ -97,7 +96,7 @@ def learners_of(
 
 def learner_of(
     model: nn.Module,
-    way: Way,
+    way: HyperParameters,
     train: Examples,
     n_classes: int,
     device: torch.device,
@@ -128,7 +127,7 @@ def class_weights(labels: np.ndarray[Any, np.dtype[np.int64]], n_classes: int) -
     return [float(one) for one in weights]
 
 
-def tune(party: Party, site: Site) -> None:
+def tune(party: RunContext, site: Site) -> None:
     """Let a site choose by cross-validation how its private model learns, where `train.tune` asks for it.
 
     A model that travels, or is under differential privacy, is not tuned.
@@ -182,7 +181,7 @@ def _fitted(model: nn.Module, train: Examples, n_classes: int, device: torch.dev
 
 def _tuned(
     settings: Train, model: nn.Module, train: Examples, n_classes: int, device: torch.device, folds: int
-) -> tuple[Way, Probabilities | None]:
+) -> tuple[HyperParameters, Probabilities | None]:
     """Return the settings that serve held-out patients best, and what models trained with them say of these.
 
     Args:
@@ -191,7 +190,7 @@ def _tuned(
     """
     start = {key: value.clone() for key, value in model.state_dict().items()}
 
-    def trained(way: Way, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
+    def trained(way: HyperParameters, seen: np.ndarray[Any, np.dtype[np.bool_]]) -> Probabilities:
         model.load_state_dict(start)
         some, others = (subset(train, np.flatnonzero(rows)) for rows in (seen, ~seen))
         learner = learner_of(model, way, some, n_classes, device)
@@ -204,13 +203,13 @@ def _tuned(
         said = probabilities(learner.logits, others, device)
         return undecided_where_broken(said, others)
 
-    usual = Way(settings.lr, settings.weight_decay, settings.balance)
+    usual = HyperParameters(settings.lr, settings.weight_decay, settings.balance)
     way, held_out = tuned(train.label, train.patient, usual, trained, folds=folds, task=train.task)
     model.load_state_dict(start)
     return way, held_out
 
 
-def bring_released(party: Party, site: Site) -> None:
+def bring_released(party: RunContext, site: Site) -> None:
     """Give a site's learners what all released files tell: a shared head its sums, or what travels its start.
 
     Raises:
@@ -238,13 +237,13 @@ def bring_released(party: Party, site: Site) -> None:
     set_layer(learner.model, *head.linear())
 
 
-def _mean(releases: Iterable[Sums]) -> NDArray[np.float32]:
+def _mean(releases: Iterable[ReleasedSums]) -> NDArray[np.float32]:
     """Return float32[k + 1], the mean of what sites have released."""
     mean = np.mean([sums.vector.astype(np.float64) for sums in releases], axis=0)
     return np.asarray(mean, np.float32)
 
 
-def _hold_own(site: Site, own: Sums | None) -> None:
+def _hold_own(site: Site, own: ReleasedSums | None) -> None:
     """Give a shared head what its site knows of its own rows, and the letter by which the others know them."""
     head = site.learners["proxy"].model
     assert isinstance(head, SharedHead)

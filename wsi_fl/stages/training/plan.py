@@ -16,7 +16,7 @@ from wsi_fl.learning.examples import batches
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import (
     check,
     check_budgets,
@@ -41,7 +41,7 @@ def dry_run(
 ) -> dict[str, Any]:
     """The preflight, and what the plan costs: ε of every site, memory and time from a few timed steps."""
     name = study.pipeline_name(pipeline_name)
-    with Party.of(study, study.pipeline(name, overrides), method) as party:
+    with RunContext.of(study, study.pipeline(name, overrides), method) as party:
         check(party, backend)
         warn_of_other_patches(party)
         tell_who_is_left_out(party)
@@ -73,7 +73,7 @@ def dry_run(
     }
 
 
-def _cost(site: Site, party: Party) -> dict[str, Any]:
+def _cost(site: Site, party: RunContext) -> dict[str, Any]:
     """ε of the plan, and the time of all rounds from a few steps on throw-away models."""
     pipeline = party.pipeline
     batch_size = site.plan.batch_size if site.plan else pipeline.train.batch_size

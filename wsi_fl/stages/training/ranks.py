@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from wsi_fl.federation import loop, preflight
-from wsi_fl.federation.between import Scoring
 from wsi_fl.federation.comm import Comm, MpiComm
+from wsi_fl.federation.cross_site_evaluation import CrossSiteScoring
 from wsi_fl.federation.site import Site
 from wsi_fl.report.words import SCORES
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.runs.site import hold_alone, note
 from wsi_fl.stages.site.account import group_of, remember_plan
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import check_budgets, sites_here
 from wsi_fl.stages.training.launch import naming_resume
-from wsi_fl.stages.training.summary import Row, row_of, summary_of
+from wsi_fl.stages.training.summary import SummaryRow, row_of, summary_of
 from wsi_fl.stages.training.workshop import (
     brought,
     build_site,
@@ -50,10 +50,10 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     """Do the part of a run that belongs to the sites of `comm`; every rank returns the same summary."""
     began = time.perf_counter()
     run.refuse_changed_settings()
-    names = Party.of_run(study, run).names
+    names = RunContext.of_run(study, run).names
     for index in comm.sites:
         run.site(names[index]).remember_site(dump_toml(study.site(names[index])))
-    with Party.of_run(study.as_of(run.path), run) as party:
+    with RunContext.of_run(study.as_of(run.path), run) as party:
         rows = _train(party, comm, watcher)
     summary = summary_of(party, rows, time.perf_counter() - began)
     if comm.running[0] in comm.sites or not (run.path / "summary.json").exists():
@@ -61,7 +61,7 @@ def work_as_rank(study: Study, run: RunFolder, comm: Comm, watcher: Watcher) -> 
     return summary
 
 
-def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
+def _train(party: RunContext, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
     """Preflight and the loop; returns the rows of all sites."""
     folders = [party.run.site(party.names[index]) for index in comm.sites]
     for folder in folders:
@@ -99,20 +99,20 @@ def _train(party: Party, comm: Comm, watcher: Watcher) -> list[dict[str, Any]]:
         _scoring(party, sites, comm, report).run()
         for share in method.shares_at("after"):
             share.stage().hand_over_models(party, sites, comm)
-    rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], Row, patient=True)]
+    rows = [dict(row) for row in comm.gather([row_of(site) for site in sites], SummaryRow, patient=True)]
     for site in sites:
         write_json(site.folder.path / "ledger.json", site.ledger.summary() | {"group": group_of(site)})
     return rows
 
 
-def _scoring(party: Party, sites: Sequence[Site], comm: Comm, report: loop.Report) -> Scoring:
+def _scoring(party: RunContext, sites: Sequence[Site], comm: Comm, report: loop.Report) -> CrossSiteScoring:
     """What scores the models that travelled, where hospitals keep their test parts to themselves."""
     rounds = party.pipeline.train.rounds
 
     def alive(site: Site) -> None:
         report({"site": site.name, "round": rounds, "step": 1, "steps": 1})
 
-    return Scoring(
+    return CrossSiteScoring(
         sites,
         party.method,
         comm,
@@ -130,7 +130,7 @@ def rank_main(run_path: Path) -> None:
     """The process of one rank: errors become one event, and end all ranks."""
     run = RunFolder(run_path)
     study = Study(run_path.parent.parent)
-    party = Party.of_run(study, run)
+    party = RunContext.of_run(study, run)
     names, pipeline = party.names, party.pipeline
     owner = int(os.environ[launch.LAUNCHER]) if launch.LAUNCHER in os.environ else None
 
@@ -216,7 +216,7 @@ def _in_a_line(error: BaseException, study: Study) -> str:
 
 
 def join(
-    party: Party, ranks: int, run_of: Callable[[Comm], RunFolder], running: tuple[int, ...]
+    party: RunContext, ranks: int, run_of: Callable[[Comm], RunFolder], running: tuple[int, ...]
 ) -> dict[str, Any]:
     """Be one of the ranks that mpiexec or srun started; the first one returns the summary."""
     if ranks != len(running):
@@ -228,7 +228,7 @@ def join(
     return summary if comm.running[0] in comm.sites else {}
 
 
-def take_part(party: Party, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder]) -> dict[str, Any]:
+def take_part(party: RunContext, comm: AnyComm, run_of: Callable[[AnyComm], RunFolder]) -> dict[str, Any]:
     """Be the process of one site among others that somebody started, over whatever joins them; return the summary.
 
     A failure is told in one line and ends the job everywhere.

@@ -29,8 +29,8 @@ from wsi_fl.privacy.plan import PrivacyPlan, require_planned
 from wsi_fl.stages.prepare.sources import asked_for
 from wsi_fl.stages.site.account import guarantee_of, planned_round, require_budget, terms_of
 from wsi_fl.stages.site.ledgers import check_own, claimed, open_ledger, units_of
-from wsi_fl.stages.site.party import Party
-from wsi_fl.stages.site.sums import RUN, Facts, Sums, read_sums, refuse_others, wanted_of, write_sums
+from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.sums import RUN, Facts, ReleasedSums, read_sums, refuse_others, wanted_of, write_sums
 from wsi_fl.stages.training.learners import build_model
 from wsi_fl.stages.training.workshop import learned_from
 from wsi_fl.stages.work.console import Line, Lines
@@ -73,17 +73,17 @@ def release(
     return {"sites": rows} if job.first else {}
 
 
-def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> Party:
+def _party(study: Study, pipeline: Pipeline, site: SiteFile) -> RunContext:
     """Return one site alone as `oneshot` sees it; its noise has no fixed seed."""
     changed: dict[str, dict[str, Any]] = {
         "train": {"releases": False, "folds": None, "fold": None},
         "privacy": {"insecure_seed": None, "noise": "own"},
     }
     sections = {name: getattr(pipeline, name).model_copy(update=keys) for name, keys in changed.items()}
-    return Party.of(study, pipeline.model_copy(update={"sites": [site.name], **sections}), RUN)
+    return RunContext.of(study, pipeline.model_copy(update={"sites": [site.name], **sections}), RUN)
 
 
-def _release_of(party: Party, again: bool) -> dict[str, Any]:
+def _release_of(party: RunContext, again: bool) -> dict[str, Any]:
     """Release a site's sums, unless it has released some; return its part of the document.
 
     Raises:
@@ -122,7 +122,7 @@ def _kept(ledger: PrivacyLedger, *files: Path) -> Path | None:
     return next(iter([*known, *there]), None)
 
 
-def _taken(party: Party, ledger: PrivacyLedger) -> tuple[Release, Sums]:
+def _taken(party: RunContext, ledger: PrivacyLedger) -> tuple[Release, ReleasedSums]:
     """Return the sums of a new release, which is on the ledger by now; one that was never sent is taken back by it."""
     (site,) = party.sites
     data = party.data(site.name)
@@ -142,7 +142,7 @@ def _taken(party: Party, ledger: PrivacyLedger) -> tuple[Release, Sums]:
         digest=made.digest,
         **wanted_of(data, party.pipeline),
     )
-    return made, Sums(facts, vector)
+    return made, ReleasedSums(facts, vector)
 
 
 def _past(ledger: PrivacyLedger) -> list[Mechanism]:
@@ -152,7 +152,7 @@ def _past(ledger: PrivacyLedger) -> list[Mechanism]:
     return [one.mechanism for one in rounds if one.mechanism and (one.final or (one.site, one.run) != mine)]
 
 
-def _rows_of(party: Party) -> tuple[Examples, Units]:
+def _rows_of(party: RunContext) -> tuple[Examples, Units]:
     """Return a site's training rows and the units that privacy counts among them.
 
     Raises:
@@ -166,7 +166,7 @@ def _rows_of(party: Party) -> tuple[Examples, Units]:
 
 
 def _summed(
-    party: Party, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
+    party: RunContext, train: Examples, units: Units, plan: PrivacyPlan | None, delta: float
 ) -> SharedHead:
     """Return the head that holds the sums of all units, with the noise of the plan."""
     site, pipeline, device = party.sites[0], party.pipeline, device_of_rank()

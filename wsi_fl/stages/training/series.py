@@ -11,7 +11,7 @@ from wsi_fl.learning.folds import rare_classes
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spends
 from wsi_fl.stages.site.data import Data
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import check
 from wsi_fl.stages.training.going_on import Series
 from wsi_fl.stages.training.launch import naming_resume
@@ -78,8 +78,8 @@ def train_series(
         )
     series = _series(study, pipeline, seeds or 1, leave_site_out=leave_site_out)
     for member in _members(series):  # what is wrong with the last one is said before the first is trained
-        check(Party.of(study, _pipeline_of(pipeline, series, member), method), backend, told=True)
-    with Party.of(study, pipeline, method) as party:
+        check(RunContext.of(study, _pipeline_of(pipeline, series, member), method), backend, told=True)
+    with RunContext.of(study, pipeline, method) as party:
         _tell(party, series)
     return _complete(study, series, method, name, pipeline, backend=backend, watcher=watcher or Silent())
 
@@ -113,7 +113,7 @@ def _members(series: Series) -> list[Member]:
     ]
 
 
-def _tell(party: Party, series: Series) -> None:
+def _tell(party: RunContext, series: Series) -> None:
     """Say what the runs cost together, and which classes are too rare for as many folds."""
     n, target = len(_members(series)), party.pipeline.privacy.target_epsilon
     if n > 1 and (series.folds or series.sites) and spends(party.pipeline):

@@ -11,7 +11,7 @@ from wsi_fl.federation.documents import Amount, Count, Name, Round, Words
 from wsi_fl.federation.site import Site
 from wsi_fl.privacy.ledger_file import Guarantee
 from wsi_fl.stages.site.account import Group, group_of
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 
 
 class SiteRow(TypedDict):
@@ -36,7 +36,7 @@ class SiteRow(TypedDict):
     group: Group | None
 
 
-class Row(SiteRow):
+class SummaryRow(SiteRow):
     """What all sites tell each other at the end: a row, and what of it is added up over all of them."""
 
     trained_seconds: Amount | None
@@ -74,7 +74,7 @@ class Summary(TypedDict):
     communication: Communication
 
 
-def row_of(site: Site) -> Row:
+def row_of(site: Site) -> SummaryRow:
     """Return a site's row, of all rounds, those before a restart too."""
     lines = site.folder.metrics()
     took_part = sum(line["takes_part"] for line in lines)
@@ -112,7 +112,7 @@ def _waited(lines: Sequence[dict[str, Any]], sent: Sequence[dict[str, Any]]) -> 
     return float(sum(line["communication_seconds"] for line in lines) + sum(line["seconds"] for line in sent))
 
 
-def summary_of(party: Party, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def summary_of(party: RunContext, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Return the summary of a run, whose rows give up what is told of all sites together."""
     run = party.run
     seconds = max([seconds, *(row.pop("trained_seconds") or 0.0 for row in rows)])

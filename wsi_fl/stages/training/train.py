@@ -11,7 +11,7 @@ from uuid import uuid4
 from wsi_fl.federation.comm import LocalComm
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.account import spent_words
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training import launch
 from wsi_fl.stages.training.checks import (
     check,
@@ -58,7 +58,7 @@ def train(
             join,  # and with it PyTorch, which launchers need not wait for
         )
 
-        party = Party.of(study, pipeline, method)
+        party = RunContext.of(study, pipeline, method)
         check(party, backend, stores=False)
         everyone = tuple(range(len(party.sites)))
         return join(party, ranks, partial(which_run, party, Asked(name)), everyone)
@@ -76,7 +76,7 @@ def begin(
     series: Series | None = None,
 ) -> dict[str, Any]:
     """Starts the ranks of a new run, or runs it in this process."""
-    party = Party.of(study, pipeline, method)
+    party = RunContext.of(study, pipeline, method)
     check(party, backend)
     warn_of_other_patches(party)
     tell_who_is_left_out(party)
@@ -122,7 +122,7 @@ def resume(
     return _start(party, backend, watcher or Silent())
 
 
-def _start(party: Party, backend: str, watcher: Watcher) -> dict[str, Any]:
+def _start(party: RunContext, backend: str, watcher: Watcher) -> dict[str, Any]:
     """Starts the ranks, and those of the other sites once more whenever one is lost."""
     study, run, names = party.study, party.run, party.names
     if backend == "local":

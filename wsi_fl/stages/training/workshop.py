@@ -24,7 +24,7 @@ from wsi_fl.runs.site import SiteFolder
 from wsi_fl.stages.site.account import affordable_rounds, weights_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.ledgers import open_account
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.learners import bring_released, learners_of, tune
 from wsi_fl.stages.work.devices import device_of_rank
@@ -34,7 +34,7 @@ from wsi_fl.system.files import ordinary
 from wsi_fl.types import Bags, UsageError, WsiFlError
 
 
-def schedule_of(party: Party) -> Schedule:
+def schedule_of(party: RunContext) -> Schedule:
     """Return what the loop needs to know of a pipeline."""
     pipeline, train = party.pipeline, party.pipeline.train
     return Schedule(
@@ -64,7 +64,7 @@ def _not_augmented(views: CipherStream) -> Augment | None:
     return None
 
 
-def build_site(party: Party, index: int) -> Site:
+def build_site(party: RunContext, index: int) -> Site:
     """Return a site with its examples, its account and fresh models; see `start_models` for what comes next.
 
     It opens its own store, and others' test patches only where all allow it.
@@ -104,7 +104,7 @@ def build_site(party: Party, index: int) -> Site:
     )
 
 
-def start_models(party: Party, site: Site) -> None:
+def start_models(party: RunContext, site: Site) -> None:
     """Give a site what its models start from: settings of its own, sums that were released, synthetic samples."""
     tune(party, site)
     if party.releases:
@@ -113,7 +113,7 @@ def start_models(party: Party, site: Site) -> None:
         site.buffer = buffer.stage().agreed_buffer(party, site.index)
 
 
-def brought(site: Site, party: Party) -> Brought:
+def brought(site: Site, party: RunContext) -> Brought:
     """Return what a site brings, for the preflight: nothing but plans and shapes."""
     data, pipeline, travels = party.data(site.name), party.pipeline, party.method.travels
     meta = data.store.meta
@@ -153,7 +153,7 @@ def _settings(pipeline: Pipeline) -> dict[str, Setting]:
     return {key: value for key, value in found.items() if key not in _OWN}
 
 
-def _graph_digest(party: Party) -> str | None:
+def _graph_digest(party: RunContext) -> str | None:
     """The name of the graph, or what its file says."""
     graph = party.pipeline.topology.graph
     if graph is None or not graph.endswith(".json"):
@@ -161,7 +161,7 @@ def _graph_digest(party: Party) -> str | None:
     return hashlib.sha256(ordinary(party.study.resolve(graph)).read_bytes()).hexdigest()
 
 
-def learned_from(party: Party, name: str) -> tuple[Examples, Examples | None]:
+def learned_from(party: RunContext, name: str) -> tuple[Examples, Examples | None]:
     """Return (the examples that a site's models learn from, those it holds out for validation)."""
     pooled, most = party.method.learns_from == "everybody", party.pipeline.train.max_patches
     stores = [party.data(one) for one in (party.names if pooled else [name])]
@@ -225,7 +225,7 @@ def _training(data: Data, most: int | None) -> Examples:
     return train
 
 
-def _validated(party: Party, data: Data, train: Examples) -> tuple[Examples, Examples | None]:
+def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples, Examples | None]:
     """(for training, for validation): the store's own split, else a share of the training patients.
 
     A method without a proxy has nothing to choose, and learns from every row that is for training.

@@ -14,7 +14,7 @@ from wsi_fl.report.words import number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.compare_runs import finished
 from wsi_fl.stages.answers.evaluate import evaluate
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.train import begin
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
 from wsi_fl.study.folder import Study
@@ -42,7 +42,7 @@ def baselines(
     watcher = watcher or Silent()
     name = study.pipeline_name(pipeline_name)
     pipeline = study.pipeline(name, overrides)
-    party = Party.of(study, pipeline, _BOTH)
+    party = RunContext.of(study, pipeline, _BOTH)
     if not party.may_merge or len(party.sites) < 2:
         raise UsageError(
             "--baselines measures every model on all sites' test patches, which needs two sites or more that "
@@ -92,7 +92,7 @@ def _point(pipeline: Pipeline, n: int, evaluation: Mapping[str, Any]) -> dict[st
 
 def _finished(study: Study, pipeline: Pipeline, method: str) -> RunFolder | None:
     """The last finished run that is the same in all that matters."""
-    with Party.of(study, pipeline, method) as party:
+    with RunContext.of(study, pipeline, method) as party:
         inputs = {name: party.data(name).digest() for name in party.names}
     run = finished(study, method, pipeline, inputs)
     return run.folder if run else None
@@ -107,7 +107,7 @@ def _evaluated(study: Study, run: RunFolder, pipeline: Pipeline) -> dict[str, An
 
 
 def _document(
-    party: Party,
+    party: RunContext,
     runs: Mapping[str, RunFolder],
     evaluations: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:

@@ -7,13 +7,13 @@ import numpy as np
 from wsi_fl.federation.buffers import Buffer, BufferShape, packed
 from wsi_fl.learning.examples import Examples, resized
 from wsi_fl.stages.site.data import Patches, learned_from
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.keys import Replay
 from wsi_fl.types import Images, Shape, UsageError, WsiFlError
 
 
-def agreed_buffer(party: Party, index: int) -> Buffer | None:
+def agreed_buffer(party: RunContext, index: int) -> Buffer | None:
     """Return the buffer that the run remembers of a site, or one freshly drawn; None where it has no patches.
 
     Raises:
@@ -31,7 +31,7 @@ def agreed_buffer(party: Party, index: int) -> Buffer | None:
     return _drawn(party, data, shape, index)
 
 
-def _drawn(party: Party, data: Patches, shape: BufferShape, index: int) -> Buffer:
+def _drawn(party: RunContext, data: Patches, shape: BufferShape, index: int) -> Buffer:
     """So many samples of the site's generator, classes balanced, at the size that models see."""
     from wsi_fl.synthesis.sampling import balanced_labels
     from wsi_fl.synthesis.stages.gan import KIND as GAN  # and with it torchvision and matplotlib

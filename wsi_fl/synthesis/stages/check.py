@@ -34,7 +34,7 @@ from wsi_fl.synthesis.stages.kinds import (
     Case,
     Document,
     Evidence,
-    Kind,
+    GeneratorType,
     pictures_of,
     shared_phase,
 )
@@ -48,7 +48,7 @@ _ENCODED = 64
 
 
 def check_generator(
-    study: Study, pipeline: Pipeline, kind: Kind, site: str, *, watcher: Watcher | None = None
+    study: Study, pipeline: Pipeline, kind: GeneratorType, site: str, *, watcher: Watcher | None = None
 ) -> Document:
     """Write `check.json` and `check/` beside a site's generator; return the verdict, the `--json` document."""
     began = time.perf_counter()

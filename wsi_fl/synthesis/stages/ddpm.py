@@ -52,7 +52,7 @@ from wsi_fl.synthesis.stages.kinds import (
     Course,
     Document,
     Evidence,
-    Kind,
+    GeneratorType,
     Losses,
     from_section,
     lpips_of,
@@ -327,7 +327,7 @@ def _cautions(z: Memorization, held: Nearest, lpips: Lpips | None) -> list[str]:
     return notes
 
 
-KIND = Kind(
+KIND = GeneratorType(
     name="ddpm",
     remedy="lower ddpm.lr",
     place=Study.denoiser,

@@ -33,7 +33,7 @@ from wsi_fl.synthesis.stages.kinds import (
     Course,
     Document,
     Evidence,
-    Kind,
+    GeneratorType,
     Losses,
     Pair,
     Pictures,
@@ -242,7 +242,7 @@ def _comparisons(found: _Found, usual: Pair, usual_of_sought: Pair) -> dict[str,
     return {what: compared(a, b) for what, (a, b) in pairs.items() if len(a) and len(b)}
 
 
-KIND = Kind(
+KIND = GeneratorType(
     name="gan",
     remedy="lower gan.lr or raise gan.r1_gamma",
     place=Study.generator,

@@ -169,7 +169,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Kind:
+class GeneratorType:
     """What is particular to a kind of generator.
 
     Attributes:
@@ -226,7 +226,7 @@ class Kind:
         }
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> GeneratorType:
     """Return the kind of that name; its libraries take seconds to import, so only what is asked for is.
 
     Raises:
@@ -234,7 +234,7 @@ def kind_of(name: str) -> Kind:
     """
     if name not in _KINDS:
         raise UsageError(f"--generator {name!r}: use {' or '.join(_KINDS)}")
-    kind: Kind = import_module(f"{__package__}.{name}").KIND
+    kind: GeneratorType = import_module(f"{__package__}.{name}").KIND
     return kind
 
 

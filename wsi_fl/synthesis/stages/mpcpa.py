@@ -22,7 +22,7 @@ from wsi_fl.learning.examples import Examples, joined, subset
 from wsi_fl.learning.units import rows_alone
 from wsi_fl.models import schema
 from wsi_fl.stages.site.data import Patches, examples_of
-from wsi_fl.stages.site.party import Party
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.work.console import Watcher
 from wsi_fl.stages.work.devices import device_of_rank
 from wsi_fl.stores.patches import PatchStore
@@ -63,7 +63,7 @@ class Classifier(TypedDict):
     rounds: Round
 
 
-def bring_generated(party: Party, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
+def bring_generated(party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher) -> None:
     """Give the sites the generated images that they learn from; whatever was done before is not done again.
 
     Raises:
@@ -99,7 +99,7 @@ def _all_there(study: Study, package: Mapping[str, Any] | None) -> bool:
 
 
 def _exchange(
-    party: Party, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, checked: Mapping[str, str]
+    party: RunContext, sites: Sequence[Site], comm: Comm, watcher: Watcher, *, checked: Mapping[str, str]
 ) -> None:
     """Denoisers up, packages down, images drawn; notes in the run what each site learns from."""
     study, names = party.study, party.names
@@ -147,14 +147,14 @@ def _exchange(
         site.folder.keep("package", {"images": {name: drawn[name] for name in names if name in drawn}})
 
 
-def _patches(party: Party, site: str) -> Patches:
+def _patches(party: RunContext, site: str) -> Patches:
     """The patches of a site: the plan refuses other data."""
     data = party.data(site)
     assert isinstance(data, Patches)
     return data
 
 
-def _learn_from(party: Party, site: Site) -> None:
+def _learn_from(party: RunContext, site: Site) -> None:
     """What the site's classifier sees: its own training rows, unless all is generated, and the images."""
     package = site.folder.kept("package")
     assert package is not None
@@ -173,7 +173,7 @@ def _generated(study: Study, key: str, size_px: int, per_class: int | None) -> E
     return subset(every, np.arange(n))
 
 
-def hand_over_models(party: Party, sites: Sequence[Site], comm: Comm) -> None:
+def hand_over_models(party: RunContext, sites: Sequence[Site], comm: Comm) -> None:
     """Send every classifier to the server, which keeps it in `aggregate/`: with it predictions can be aggregated.
 
     What sites are called there, is as the study has it: a peer's word becomes no part of a path.

@@ -15,7 +15,7 @@ from wsi_fl.study.folder import Study
 from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.synthesis.folder import GeneratorFolder, Phase
 from wsi_fl.synthesis.sampling import balanced_labels
-from wsi_fl.synthesis.stages.kinds import Course, Document, Kind, Losses
+from wsi_fl.synthesis.stages.kinds import Course, Document, GeneratorType, Losses
 from wsi_fl.synthesis.stages.sample import as_pixels
 from wsi_fl.system.files import write_bytes
 from wsi_fl.system.locks import locked
@@ -30,7 +30,7 @@ _NOTES: dict[Phase, str] = {"before": "", "after": "with privacy loss", "denoise
 def train_generator(
     study: Study,
     pipeline: Pipeline,
-    kind: Kind,
+    kind: GeneratorType,
     site: str,
     *,
     again: bool = False,
@@ -83,7 +83,7 @@ def train_generator(
 
 
 def _train(
-    kind: Kind, course: Course, folder: GeneratorFolder, document: Document, watcher: Watcher
+    kind: GeneratorType, course: Course, folder: GeneratorFolder, document: Document, watcher: Watcher
 ) -> Document:
     """From wherever the state is; each checkpoint is whole, and what follows from it is written again."""
     state, site, ends = course.state, document["site"], course.phases

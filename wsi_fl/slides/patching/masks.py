@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngImageFile
 
-from wsi_fl.slides.choosing.outlines import outlines_of
+from wsi_fl.slides.patching.outlines import outlines_of
 from wsi_fl.types import WsiFlError, one_line
 
 SUFFIXES = (".geojson", ".json", ".png")

@@ -36,7 +36,7 @@ Models = Mapping[int | None, Vector]
 
 
 @dataclass(frozen=True)
-class Scoring:
+class CrossSiteScoring:
     """Scores what travelled, once the last round is over.
 
     Attributes:

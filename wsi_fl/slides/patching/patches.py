@@ -13,16 +13,15 @@ import shapely
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.choosing.annotations import (
+from wsi_fl.slides.patching.annotations import (
     Annotations,
     Outlined,
     read_annotations,
     tumor_fraction,
     unsure_fraction,
 )
-from wsi_fl.slides.choosing.labels import label_patches
-from wsi_fl.slides.choosing.look import PICTURE_PX, Look, look_at
-from wsi_fl.slides.choosing.quality import (
+from wsi_fl.slides.patching.labels import label_patches
+from wsi_fl.slides.patching.quality import (
     BLUR_MPP,
     QualityParams,
     Segmenter,
@@ -31,7 +30,8 @@ from wsi_fl.slides.choosing.quality import (
     said_of,
     shares,
 )
-from wsi_fl.slides.choosing.tissue import TissueParams
+from wsi_fl.slides.patching.survey import PICTURE_PX, SlideSurvey, survey
+from wsi_fl.slides.patching.tissue import TissueParams
 from wsi_fl.slides.reading.patches import read_patches
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.system import jpeg
@@ -83,6 +83,8 @@ class SlidePlan:
     """How tissue was told from background."""
     tissue_gain: float = 1.0
     """Area of tissue for each of that by saturation."""
+    in_tiles: bool = True
+    """Whether patches are whole native tiles of the slide, but for those over its edge."""
 
     @property
     def thumbnail(self) -> NDArray[np.uint8]:
@@ -130,9 +132,7 @@ def plan_slide(
         AllSetAside: when all patches have faults.
     """
     params = params or PlanParams()
-    seen = look_at(
-        record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader
-    )
+    seen = survey(record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="tile", reader=reader)
     tissue = seen.tissue
     annotations = _annotations_of(record, seen.size_l0, params)
     tumor, unsure = _shares(annotations, seen.xy_l0, seen.side_l0, tissue >= params.min_tissue)
@@ -176,12 +176,13 @@ def plan_slide(
         reason,
         seen.found.method,
         seen.found.gain,
+        seen.in_tiles,
     )
 
 
 def _faults(
     record: SlideRecord,
-    seen: Look,
+    seen: SlideSurvey,
     rows: NDArray[np.int64],
     quality: QualityParams,
     reader: Reader,
@@ -204,7 +205,7 @@ def _faults(
 def _measured(
     measure: Callable[[NDArray[np.uint8]], NDArray[np.float32]],
     record: SlideRecord,
-    seen: Look,
+    seen: SlideSurvey,
     rows: NDArray[np.int64],
     mpp: float,
     reader: Reader,

@@ -13,13 +13,13 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.colours import colours, is_black, is_ink, optical_density
-from wsi_fl.slides.choosing.look import Look
-from wsi_fl.slides.choosing.regions import closed, dilated, without_small
-from wsi_fl.slides.choosing.tissue import Found, ink_beside_any_stain, tissue_fraction
+from wsi_fl.slides.patching.colours import colours, is_black, is_ink, optical_density
+from wsi_fl.slides.patching.regions import closed, dilated, without_small
+from wsi_fl.slides.patching.survey import SlideSurvey
+from wsi_fl.slides.patching.tissue import Found, ink_beside_any_stain, tissue_fraction
 
-Kind = Literal["pen", "black", "fold", "bubble", "blur"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+Artefact = Literal["pen", "black", "fold", "bubble", "blur"]
+KINDS: tuple[Artefact, ...] = get_args(Artefact)
 """In the order in which a patch is blamed: the first that it has too much of is its reason."""
 
 BLUR_MPP = 2.0
@@ -51,7 +51,7 @@ class QualityParams:
         segmenter: SHA-256 of the segmenter's file; "" without one. What another found is not its finding.
     """
 
-    kinds: tuple[Kind, ...] = ()
+    kinds: tuple[Artefact, ...] = ()
     max_pen: float = 0.05
     max_black: float = 0.05
     max_fold: float = 0.25
@@ -81,8 +81,8 @@ class Segmenter(Protocol):
 
 
 def area_masks(
-    kinds: Iterable[Kind], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: Found
-) -> dict[Kind, NDArray[np.bool_]]:
+    kinds: Iterable[Artefact], thumbnail: NDArray[np.uint8], um_per_px: float, tissue: Found
+) -> dict[Artefact, NDArray[np.bool_]]:
     """Return masks bool[h, w] of where a thumbnail uint8[h, w, 3] shows pen, black, a fold or a bubble.
 
     Args:
@@ -93,7 +93,7 @@ def area_masks(
     """
     seen = colours(thumbnail, _SMOOTH_UM / um_per_px) if {"pen", "black"} & set(kinds) else None
     least_px = max(4, _MIN_SPOT_UM2 / um_per_px**2)
-    found: dict[Kind, NDArray[np.bool_]] = {}
+    found: dict[Artefact, NDArray[np.bool_]] = {}
     for kind in kinds:
         if kind == "pen" and seen is not None:  # and the pixel around it, which is mixed of ink and tissue
             ordinary = tissue.method == "saturation"
@@ -136,7 +136,7 @@ def blurred_share(
     return np.asarray(soft.sum((1, 2)) / np.maximum(tissue.sum((1, 2)), 1), np.float32)
 
 
-def shares(look: Look, kinds: tuple[Kind, ...]) -> dict[Kind, NDArray[np.float32]]:
+def shares(look: SlideSurvey, kinds: tuple[Artefact, ...]) -> dict[Artefact, NDArray[np.float32]]:
     """Return the share float32[n] of each patch of the grid that is pen, black, fold or bubble, for those asked for."""
     masks = area_masks(kinds, look.thumbnail, look.downsample * look.mpp, look.found)
     return {
@@ -144,7 +144,7 @@ def shares(look: Look, kinds: tuple[Kind, ...]) -> dict[Kind, NDArray[np.float32
     }
 
 
-def first_reason(found: dict[Kind, NDArray[np.float32]], params: QualityParams) -> NDArray[np.str_]:
+def first_reason(found: dict[Artefact, NDArray[np.float32]], params: QualityParams) -> NDArray[np.str_]:
     """Return for each of n patches the first kind that it has too much of, "" where it is good.
 
     Args:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,10 @@ _INK_CHROMA = 15 / 255
 _BLACK = 25 / 255
 _DARK, _GREY_CHROMA = 100 / 255, 20 / 255
 _VIVID_CHROMA, _VIVID_SATURATION = 0.4, 0.6
+_LOGARITHM = np.log10((np.arange(256, dtype=np.float32) + 1) / 256)
+"""Of the light that comes through, by the value of a channel."""
+
+Planes = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -39,20 +45,32 @@ class Colours:
 
 def colours(picture: NDArray[np.uint8], sigma_px: float) -> Colours:
     """Return the planes of a picture uint8[h, w, 3], smoothed where sigma_px is half a pixel or more."""
-    from scipy.ndimage import gaussian_filter
+    from scipy.ndimage import gaussian_filter1d
 
     planes = np.moveaxis(picture, -1, 0).astype(np.float32)
     planes /= np.float32(255)
     if sigma_px >= 0.5:
-        planes = gaussian_filter(planes, (0, sigma_px, sigma_px), mode="nearest", truncate=TRUNCATE)
+        smoothed = partial(gaussian_filter1d, sigma=sigma_px, mode="nearest", truncate=TRUNCATE)
+        planes = along_both(smoothed, planes)
     red, green, blue = planes
     high = np.maximum(np.maximum(red, green), blue)
     return Colours(red, green, blue, high, high - np.minimum(np.minimum(red, green), blue))
 
 
+def along_both(smoothed: Callable[[Planes], Planes], planes: Planes) -> Planes:
+    """Return planes [..., h, w] after a filter of the last axis was applied to their columns, then to their rows.
+
+    The filter always finds its lines in one piece of memory, where it takes a third of the time.
+    """
+    for _ in range(2):
+        planes = smoothed(np.ascontiguousarray(planes.swapaxes(-1, -2)))
+    return planes
+
+
 def optical_density(picture: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the optical density float32[h, w] of a picture uint8[h, w, 3]: the mean of its channels; white has 0."""
-    return np.asarray(-np.log10((picture.astype(np.float32) + 1) / 256).mean(-1), np.float32)
+    red, green, blue = (_LOGARITHM[picture[..., channel]] for channel in range(3))
+    return np.asarray(-(red + green + blue) / 3, np.float32)
 
 
 def is_black(seen: Colours) -> NDArray[np.bool_]:

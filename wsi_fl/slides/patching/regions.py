@@ -36,8 +36,7 @@ def without_small(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
     objects = label(mask, connectivity=1)
     large = np.bincount(objects.ravel()) >= min_px
     large[0] = False
-    kept: NDArray[np.bool_] = large[objects]
-    return kept
+    return np.asarray(np.take(large, objects), bool)
 
 
 def closed(mask: NDArray[np.bool_], radius_px: float) -> NDArray[np.bool_]:

@@ -14,7 +14,7 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.outlines import Geometry, outlines_of, polygons, shortened
+from wsi_fl.slides.patching.outlines import Geometry, outlines_of, polygons, shortened
 from wsi_fl.types import WsiFlError
 
 Outlined: TypeAlias = Literal["tumor", "hole", "unsure", "ignored"]

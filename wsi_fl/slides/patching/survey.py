@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from wsi_fl.slides.choosing.grid import grid_positions, size_in_l0
-from wsi_fl.slides.choosing.masks import mask_file, read_mask
-from wsi_fl.slides.choosing.tissue import Found, TissueParams, find_tissue, tissue_fraction
+from wsi_fl.slides.patching.grid import grid_positions, size_in_l0
+from wsi_fl.slides.patching.masks import mask_file, read_mask
+from wsi_fl.slides.patching.tissue import Found, TissueParams, find_tissue, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader, Slide
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -21,13 +21,14 @@ _MOST_THUMBNAIL_PX = 2048
 
 
 @dataclass(frozen=True)
-class Look:
+class SlideSurvey:
     """The grid over a slide and the tissue in it.
 
     Attributes:
         mpp: µm per level-0 pixel.
         size_l0: width and height in level-0 pixels.
         quickhash: the slide's, as OpenSlide makes it.
+        in_tiles: whether patches are whole native tiles of the slide, but for those over its edge.
         thumbnail: uint8[h, w, 3].
         downsample: level-0 pixels per thumbnail pixel.
         found: the tissue in the thumbnail, bool[h, w], and how it was told from background.
@@ -39,6 +40,7 @@ class Look:
     mpp: float
     size_l0: tuple[int, int]
     quickhash: str
+    in_tiles: bool
     thumbnail: NDArray[np.uint8]
     downsample: float
     found: Found
@@ -47,9 +49,9 @@ class Look:
     tissue: NDArray[np.float32]
 
 
-def look_at(
+def survey(
     record: SlideRecord, spec: GridSpec, tissue: TissueParams, *, patch_px: int, section: str, reader: Reader
-) -> Look:
+) -> SlideSurvey:
     """Look for tissue in a slide's thumbnail; its pixels are not read.
 
     Args:
@@ -71,7 +73,7 @@ def look_at(
                 f"{record.path.name}: patches at {spec.mpp:g} µm per pixel were asked for but the slide has {mpp:g}; "
                 f"set {section}.mpp = {mpp:g} or more, or mpp_override in the site's file if the slide is wrong"
             )
-        side_l0 = size_in_l0(spec, mpp)
+        side_l0, in_tiles = size_in_l0(spec, mpp), slide.has_tiles_of(spec)
         wanted_px = ceil(max(size_l0) / side_l0 * patch_px)
         thumbnail, downsample = slide.thumbnail(min(max(wanted_px, PICTURE_PX), _MOST_THUMBNAIL_PX))
     try:
@@ -80,7 +82,9 @@ def look_at(
         raise type(error)(f"{record.path.name}: {error}") from None
     xy_l0 = grid_positions(size_l0, spec, mpp)
     shares = tissue_fraction(found.mask, xy_l0, side_l0, downsample)
-    return Look(mpp, size_l0, quickhash, thumbnail, downsample, found, side_l0, xy_l0, shares)
+    return SlideSurvey(
+        mpp, size_l0, quickhash, in_tiles, thumbnail, downsample, found, side_l0, xy_l0, shares
+    )
 
 
 def _tissue_of(

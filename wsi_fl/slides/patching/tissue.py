@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from typing import Literal
 
@@ -10,17 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from wsi_fl.slides.choosing.areas import area_mean
-from wsi_fl.slides.choosing.colours import (
+from wsi_fl.slides.patching.areas import area_mean
+from wsi_fl.slides.patching.colours import (
     TRUNCATE,
     Colours,
+    along_both,
     colours,
     is_black,
     is_ink,
     is_vivid,
     optical_density,
 )
-from wsi_fl.slides.choosing.regions import closed, dilated, without_small
+from wsi_fl.slides.patching.regions import closed, dilated, without_small
 from wsi_fl.types import WsiFlError
 
 _MIN_AREA_PX = 4
@@ -190,17 +192,19 @@ def ink_beside_any_stain(thumbnail: NDArray[np.uint8], seen: Colours, um_per_px:
     Args:
         seen: the colours of the thumbnail, smoothed.
     """
-    brightness = np.asarray(thumbnail.mean(-1, dtype=np.float32) / 255)
     ink = is_ink(seen)
-    return is_vivid(seen) | (ink & ~_without_smooth(ink, _texture(brightness, um_per_px) > _SMOOTH))
+    if ink.any():
+        brightness = np.asarray(thumbnail.mean(-1, dtype=np.float32) / 255)
+        ink &= ~_without_smooth(ink, _texture(brightness, um_per_px) > _SMOOTH)
+    return is_vivid(seen) | ink
 
 
 def _texture(values: NDArray[np.float32], um_per_px: float) -> NDArray[np.float32]:
     """Return the standard deviation of values [h, w] around each place."""
-    from scipy.ndimage import uniform_filter
+    from scipy.ndimage import uniform_filter1d
 
     side = max(3, round(_TEXTURE_UM / um_per_px))
-    mean, of_squares = uniform_filter(values, side), uniform_filter(np.square(values), side)
+    mean, of_squares = along_both(partial(uniform_filter1d, size=side), np.stack([values, np.square(values)]))
     return np.asarray(np.sqrt(np.maximum(of_squares - np.square(mean), 0)), np.float32)
 
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from wsi_fl.slides.choosing.areas import area_mean
-from wsi_fl.slides.choosing.look import look_at
-from wsi_fl.slides.choosing.tissue import TissueParams, tissue_fraction
+from wsi_fl.slides.patching.areas import area_mean
+from wsi_fl.slides.patching.survey import survey
+from wsi_fl.slides.patching.tissue import TissueParams, tissue_fraction
 from wsi_fl.slides.reading.reader import Reader
 from wsi_fl.types import GridSpec, SlideRecord, WsiFlError
 
@@ -99,7 +99,7 @@ def plan_mosaic(
         WsiFlError: when the slide cannot be used: unreadable, without mpp, too coarse, without tissue.
     """
     params = params or MosaicParams()
-    seen = look_at(
+    seen = survey(
         record, spec, params.tissue, patch_px=_PATCH_IN_THUMBNAIL_PX, section="mosaic", reader=reader
     )
     rows, note = candidates(seen.tissue, params.min_tissue, params.clusters)
