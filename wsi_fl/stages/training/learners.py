@@ -30,6 +30,7 @@ from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.plan import PrivacyPlan
 from wsi_fl.stages.site.data import Data
+from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.site.sums import ReleasedSums, directions_of, of_patients, refuse_others, wanted_of
 from wsi_fl.study.pipeline import Pipeline, Train
 from wsi_fl.study.site import SiteFile
