@@ -3,7 +3,8 @@
     wsi-fl init pool && cd pool
     wsi-fl partition IMAGES.npz --sites 1
     wsi-fl features --all --set features.encoder=tf_efficientnet_lite0 --set features.input_px=128
-    python ../benchmarks/worth.py . --seeds 5 --out worth.jsonl
+    wsi-fl directions --from PUBLIC_SLIDES --out directions.safetensors --set features.encoder=…
+    python ../benchmarks/worth.py . --directions directions.safetensors --seeds 5 --out worth.jsonl
     python ../benchmarks/worth.py --show worth.jsonl
 
 Every seed draws other rows, for the hospitals and for a test set that none of them has. All variants of a seed learn
@@ -200,10 +201,12 @@ def patients(label: Rows, unit: str) -> list[str]:
     return names
 
 
-def measured(study: Study, variant: Variant, seed: int) -> dict[str, Any]:
+def measured(study: Study, variant: Variant, seed: int, directions: Path | None) -> dict[str, Any]:
     """One run: scores on the test set, what it cost, and how many sites' models were right about each row."""
     began = time.perf_counter()
     overrides = [*variant.overrides, f"train.seed={seed}"]
+    if variant.method == "oneshot" and directions:
+        overrides.append(f"model.directions={directions.resolve()}")
     summary = train(study, method=variant.method, pipeline_name="worth", overrides=overrides, backend="local")
     seconds = time.perf_counter() - began
     document = evaluate(study, summary["run"])
@@ -237,7 +240,7 @@ def run_grid(pool: Pool, args: argparse.Namespace, done: set[tuple[str, str, int
                 rows = [np.concatenate(parts)] if variant.method == "joint" else parts
                 with tempfile.TemporaryDirectory() as folder:
                     study = study_of(pool, rows, test, Path(folder), variant.unit)
-                    found = measured(study, variant, seed)
+                    found = measured(study, variant, seed, args.directions)
                 names = {"setting": setting.name, "variant": variant.name, "seed": seed}
                 yield {**names, **found, "asked": test.tolist()}
 
@@ -358,6 +361,7 @@ def main() -> None:
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features")
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS], help="default: all")
     parser.add_argument("--variants", nargs="+", choices=[v.name for v in VARIANTS], help="default: all")
+    parser.add_argument("--directions", type=Path, help="of public tissue, for one-shot; default: random ones")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(

@@ -247,21 +247,22 @@ def test_a_shared_head_leaves_without_any_sites_sums(tmp_path):
     evaluate(study, run)
     document = export_model(study, run, called="shared", form="onnx")
     card = json.loads((study.root / document["out"] / "model_card.json").read_text())
-    assert card["metrics"] is None  # what was measured had the site's exact sums in it
+    assert card["metrics"] is None  # what was measured had the site's own rows in it
     folder = RunFolder(study.root / run)
-    head = SharedHead(2, 12, n_directions=4)
+    head = SharedHead(2, 12, directions=4)
     head.load_state_dict(folder.site("S0").load_model("proxy"))
     x = torch.randn(20, 12)
     say = onnx_of(study.root / document["out"])
     public = head.as_released()
     assert isinstance(public, SolvedHead) and {name for name, _ in public.named_buffers()} == {
-        "projection",
+        "mean",
+        "components",
         "weights",
         "bias",
     }
     with torch.no_grad():
         assert np.abs(say(x) - torch.softmax(public(x), 1).numpy()).max() < 1e-5
-        head.exact.copy_(head.exact * 5 + 1)
+        head.own.copy_(head.own * 5 + 1)
         assert torch.equal(head.as_released()(x), public(x)) and not torch.allclose(head(x), public(x))
 
 

@@ -120,8 +120,8 @@ def directions(
         list[Path],
         typer.Option(
             "--from",
-            metavar="FILE",
-            help="A slide, a picture or a feature store of public tissue. Repeatable.",
+            metavar="PATH",
+            help="A slide, a picture or a feature store of public tissue, or a folder of such. Repeatable.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("directions.safetensors"),

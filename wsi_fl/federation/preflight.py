@@ -41,6 +41,7 @@ class Brought(Inputs):
         settings: "section.key" of the pipeline → value, of the settings that must be the same everywhere.
         schema: of the model that travels; empty where none does.
         graph: the name of the graph, or the digest of its file; None for the method's own.
+        directions: beginning of the SHA-256 of those along which features are summed; None where none are.
         buffer: the variant, and number, size, channels and classes of the samples; None where no buffers travel.
         noise: σ of the noise that all sites add together; None where each adds its own.
         releases: site → beginning of the digest of its released sums, where these are used.
@@ -57,6 +58,7 @@ class Brought(Inputs):
     schema: Words
     sites: Annotated[list[Name], Field(max_length=10_000)]
     graph: Words | None
+    directions: Words | None
     buffer: Annotated[list[Words | int], Field(max_length=10)] | None
     noise: Amount | None
     releases: Annotated[dict[Name, Words], Field(max_length=10_000)]
@@ -77,6 +79,7 @@ MUST_AGREE = {
     "sites": "the list of sites",
     "input_px": "the size its models see",
     "graph": "the graph (topology.graph)",
+    "directions": "the directions of its sums (model.directions)",
     "buffer": "the buffer (replay.variant, and number, size, channels and classes of its samples)",
     "noise": "the noise that all add together (σ; sites that have spent before need more of it)",
     "releases": "the released sums in use (releases/*.safetensors)",

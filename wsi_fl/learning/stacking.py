@@ -74,8 +74,9 @@ def stack_by_rows(
     """Return the stack that follows from how many rows both models rest on; nothing is fitted.
 
     A head along few directions is never worth more than `_ENOUGH` rows of each class to a model that sees all features.
-    The own one has the weight of the squared ratio of both numbers, at least a third, and answers alone where that
-    would be four fifths. Both models' logits are brought to the spread of the own one's.
+    The own one counts as much as twice the squared ratio of both numbers, at least half as much as the shared one, and
+    answers alone where it would count four times as much. Both models' logits are brought to the spread of the own
+    one's.
 
     Args:
         own, shared: float64[n, classes], of the same rows.
@@ -91,7 +92,7 @@ def stack_by_rows(
         0.0
     """
     ratio = own_rows * (1 / max(shared_rows, _LEAST) + 1 / _ENOUGH)
-    part = max(_LEAST_OWN, ratio**2)
+    part = max(_LEAST_OWN, 2 * ratio**2)
     if part > _ALONE:
         return own_alone(own.shape[1])
     spread = tuple(_spread(_logits(said), labels) for said in (own, shared))

@@ -44,7 +44,8 @@ def directions(
     """Make public directions; return the `--json` document.
 
     Args:
-        sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features.
+        sources: slides or pictures of public tissue, cut as `[tile]` says, or stores of their features, or folders of
+            such.
         out: the file to write.
         n: number of directions.
         mpp: µm per pixel of sources that do not say.
@@ -57,7 +58,7 @@ def directions(
     encoder = encoder_of(study, pipeline.encoding, len(os.sched_getaffinity(0)), "features")
     told = watcher or Silent()
     rows, known = [], []
-    for path in sources:
+    for path in _files(sources):
         told.update(path.name, 0, 1)
         found = (
             _stored(path, encoder.label)
@@ -78,6 +79,12 @@ def directions(
         "encoder": encoder.label,
         "sources": [one.model_dump() for one in known],
     }
+
+
+def _files(sources: Sequence[Path]) -> list[Path]:
+    """Return all files that are named, and those in folders that are."""
+    inside = (sorted(path.iterdir()) if path.is_dir() else [path] for path in sources)
+    return [file for files in inside for file in files if file.is_file() or file in sources]
 
 
 def _stored(path: Path, encoder: str) -> NDArray[np.float32]:

@@ -25,6 +25,7 @@ from wsi_fl.stages.site.account import affordable_rounds, weights_of
 from wsi_fl.stages.site.data import Data
 from wsi_fl.stages.site.ledgers import open_account
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.sums import directions_of
 from wsi_fl.stages.training.checks import graph_of, versions
 from wsi_fl.stages.training.learners import bring_released, learners_of, tune
 from wsi_fl.stages.work.devices import device_of_rank
@@ -129,6 +130,7 @@ def brought(site: Site, party: RunContext) -> Brought:
         "schema": schema(site.learners[travels].model) if travels else "",
         "sites": party.names,
         "graph": _graph_digest(party),
+        "directions": directions_of(data).digest[:16] if party.method.once else None,
         "buffer": [value_of(pipeline, "replay.variant"), *astuple(site.buffer.shape)]
         if site.buffer
         else None,
