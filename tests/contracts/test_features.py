@@ -14,11 +14,13 @@ from torch.nn import functional
 
 from wsi_fl.demo import phantom
 from wsi_fl.models import BUILDERS, VECTOR_BUILDERS, build
+from wsi_fl.models.directions import read_directions
 from wsi_fl.privacy.gradients import ENGINES
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.answers.predict import predict
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.directions import directions
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tile import tile
@@ -63,6 +65,31 @@ def study(made, tmp_path):
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_public_directions_are_of_slides_and_of_stores_and_the_same_every_time(study, settings, tmp_path):
+    public = tmp_path / "public"
+    public.mkdir()
+    for slide in phantom.plan_slides(1, 2, 1024, seed=9):
+        phantom.write_pyramid(public / f"{slide.name}.tif", phantom.paint_slide(slide), 0.5)
+    shutil.copy(study.features("S1"), tmp_path / "store.h5")
+    shutil.copy(next(public.iterdir()), tmp_path / "one.tif")
+    options = {"overrides": [*settings, "tile.size_px=64", "tile.mpp=1.0"], "n": 8}
+    made = directions(study, [public, tmp_path / "store.h5"], out=study.root / "d.safetensors", **options)
+    assert made["directions"] == 8 and len(made["sources"]) == 5
+    assert "test_efficientnet sha256:" in made["encoder"]
+    again = directions(study, [public, tmp_path / "store.h5"], out=study.root / "e.safetensors", **options)
+    assert again["digest"] == made["digest"]
+    read = read_directions(study.root / "d.safetensors", "d")
+    assert read.digest == made["digest"] and read.components.shape == (256, 8)
+    write_features(study, "S0", np.ones((9, 5)), np.arange(9) % 2, ["p"] * 9, ["train"] * 9)
+    for source, word in ((tmp_path / "none", "none"), (study.features("S0"), "features of tiny sha256:0")):
+        refused(
+            lambda source=source: directions(study, [source], out=tmp_path / "x", **options),
+            word,
+            error=WsiFlError,
+        )
+    assert not (tmp_path / "x").exists()
 
 
 def test_features_are_those_of_timm_in_the_rows_of_the_patch_store(made, tiny_weights):

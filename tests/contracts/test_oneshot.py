@@ -222,10 +222,40 @@ def test_means_of_others_count_as_far_as_their_noise_lets_them():
     for noise in (0.0, 1.0, 30.0, 1000.0):
         heads = [holding(xa, ya), holding(xb, yb, noise)]
         SharedHead.combine(heads)
-        worth.append(heads[0].worth())
+        worth.append(heads[0].worth()[1])
     assert worth[0] == pytest.approx(330, abs=1) and worth == sorted(worth, reverse=True)
     assert worth[-1] == pytest.approx(30, abs=1)  # nothing but its own
     torch.testing.assert_close(heads[0].means()[0], alone.means()[0], atol=0.03, rtol=0.0)
+
+
+def test_rows_of_one_patient_tell_as_little_as_they_differ():
+    """The mean of ten patients of 30 rows each varies as the simulation says, and not as that of 300 patients."""
+    rng = np.random.default_rng(0)
+    patient, labels = np.repeat(np.arange(20), 30), np.repeat([0, 1], 300)
+
+    def drawn(likeness):
+        own, rest = rng.normal(size=(20, D)), rng.normal(size=(600, D))
+        x = likeness**0.5 * own[patient] + (1 - likeness) ** 0.5 * rest + labels[:, None] * np.eye(D)[0]
+        return x.astype(np.float32)
+
+    def known(x, whose):
+        head = SharedHead(2, D)
+        who = None if whose is None else torch.from_numpy(whose)
+        head.know(head.embedded(torch.from_numpy(x)), torch.from_numpy(labels), who)
+        return head
+
+    for likeness in (0.0, 0.2, 0.6):
+        heads = [known(drawn(likeness), patient) for _ in range(40)]
+        means = torch.stack([head.means()[0] for head in heads]).detach()
+        v = torch.stack([head.scatter.trace() for head in heads]).mean() / 598
+        measured = float(300 * means.var(0).sum(1).mean() / v)
+        assert float(torch.stack([head.alike for head in heads]).mean()) == pytest.approx(measured, rel=0.25)
+        assert float(heads[0].size) == 30
+    x = drawn(0.5)
+    apart = known(x, np.arange(600))  # a row each
+    assert float(apart.alike) == pytest.approx(1) and float(apart.size) == 1
+    assert apart.worth()[0] == pytest.approx(known(x, None).worth()[0]) == pytest.approx(300)
+    assert float(known(x, labels).alike) == 300  # a patient of each class says nothing of others
 
 
 def test_rare_classes_count_as_much():

@@ -15,6 +15,7 @@ from test_oneshot import make_hospitals, rows_of
 
 from wsi_fl.federation.preflight import compare
 from wsi_fl.models import build
+from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy import sums
 from wsi_fl.privacy.accounting import Mechanism, epsilon, gaussian_epsilon
@@ -324,6 +325,49 @@ def test_released_sums_are_not_passed_off_as_those_of_other_features(study):
     x, labels = rows_of(60, 0)
     write_features(study, "S0", x[:, :12], labels, [f"p{i}" for i in range(60)], ["train"] * 60)
     refused(lambda: released(study), "S0 has released", "n_features = 24, but here it is 12", "--again")
+
+
+# ---- directions of public tissue
+
+
+def write_public(study, name, seed, encoder="tiny sha256:0"):
+    origin = Origin(encoder=encoder, sources=[Source(name="cmu.svs", rows=200, sha256="0" * 64)])
+    x = np.random.default_rng(seed).normal(size=(200, D)).astype(np.float32)
+    found = public_directions(x, origin, 8)
+    write_directions(study.root / name, found)
+    return found
+
+
+def test_public_directions_make_a_shorter_letter_and_all_must_have_the_same(study):
+    found = write_public(study, "d.safetensors", 0)
+    along = "model.directions=d.safetensors"
+    for name in ("S0", "S1", "S2"):
+        row = released(study, name, along)
+        assert (row["directions"], row["projection"]) == (8, found.digest)
+        assert len(sums_at(study.release(name)).vector) == 2 * 9 + 1
+    head = model(study.root / joined(study, along)["run"], "S0", "proxy")
+    assert np.array_equal(head["components"], found.components) and int(head["n_sites"]) == 3
+    write_public(study, "d.safetensors", 1)  # another file under the same name
+    refused(lambda: joined(study, along), "releases/S0.safetensors", f"projection = {found.digest}"[:40])
+    refused(lambda: released(study, "S0", along), "S0 has released", "projection", "--again")
+
+
+def test_directions_that_are_missing_damaged_or_of_another_encoder_are_refused_in_one_line(study):
+    along = "model.directions=d.safetensors"
+    refused(lambda: released(study, "S0", along), "no such file", "wsi-fl directions", error=WsiFlError)
+    (study.root / "d.safetensors").write_bytes(b"nothing")
+    refused(lambda: released(study, "S0", along), "d.safetensors", "damaged", error=WsiFlError)
+    write_public(study, "d.safetensors", 0, encoder="large sha256:1")
+    refused(lambda: released(study, "S0", along), "directions of large sha256:1", "are of tiny sha256:0")
+    assert not study.ledger("S0").exists()
+
+
+def test_sites_with_other_directions_do_not_begin():
+    here = {"site": "S0", "directions": "a"}
+    refused(
+        lambda: compare([here, here | {"site": "S1"}, here | {"site": "S2", "directions": "b"}]),
+        "S2 brings b as the directions of its sums (model.directions)",
+    )
 
 
 # ---- real hospitals

@@ -103,19 +103,13 @@ def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | Non
     if isinstance(head, SharedHead) and len(set(site.train.label.tolist())) > 1:
         said = _predict(site, "private", rows, alive) if own is None else own
         theirs = _predict(site, "proxy", rows, alive)
-        stack = stack_by_rows(said, theirs, rows.label, _rows_of_a_class(site), head.worth())
+        stack = stack_by_rows(said, theirs, rows.label, *head.worth())
     elif own is None:
         return _unmixed(site, alive), None, None
     else:
         theirs = _predict(site, "proxy", rows, alive)
         stack = fitted_stack(own, theirs, rows.label)
     return (stack, None, None) if own is None else (stack, rows, stack(own, theirs))
-
-
-def _rows_of_a_class(site: Site) -> float:
-    """Return the harmonic mean, over classes, of the number of a site's training rows; 0 where a class lacks."""
-    counts = np.bincount(site.train.label, minlength=site.n_classes)
-    return float(len(counts) / (1 / counts).sum()) if counts.all() else 0.0
 
 
 def _unmixed(site: Site, alive: Callable[[], None]) -> Stack:

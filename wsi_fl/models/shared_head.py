@@ -51,6 +51,9 @@ class SharedHead(nn.Module):
         released, exact: float64[k + 1], the site's own letter with noise and without.
         own: float64[classes, d + 1], sums and numbers of the site's own rows, and `scatter` float64[d, d], how these
             vary about the means of their classes.
+        alike: how many times wider the means of own rows vary than those of as many unlike rows; 1 where units are
+            rows.
+        size: how many rows a unit is the mean of: 1, or of own patients the mean number.
         length: what a unit's z was divided by before it was summed: 1, or `PATIENT` where units are patients.
         n_sites: how many sites `sums` is the mean of; 0 before the exchange.
     """
@@ -60,6 +63,8 @@ class SharedHead(nn.Module):
     exact: Tensor
     own: Tensor
     scatter: Tensor
+    alike: Tensor
+    size: Tensor
     length: Tensor
     n_sites: Tensor
     mean: Tensor
@@ -84,6 +89,8 @@ class SharedHead(nn.Module):
             "exact": torch.zeros(size, dtype=torch.float64),
             "own": torch.zeros(self.shape, dtype=torch.float64),
             "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
+            "alike": torch.ones((), dtype=torch.float64),
+            "size": torch.ones((), dtype=torch.float64),
             "length": torch.ones((), dtype=torch.float64),
             "n_sites": torch.zeros((), dtype=torch.int64),
         }.items():
@@ -129,12 +136,34 @@ class SharedHead(nn.Module):
         return both[:, :-1] * self.length, both[:, -1] / COUNT
 
     @torch.no_grad()
-    def know(self, z: Tensor, y: Tensor) -> None:
-        """Keep what the site alone may know of its rows z[n, d] with labels int64[n]: exact sums and their scatter."""
-        self.own.copy_(_by_class(z, y, self.shape[0]))
+    def know(self, z: Tensor, y: Tensor, patient: Tensor | None = None) -> None:
+        """Keep what the site alone may know of its rows z[n, d] with labels int64[n]: exact sums and their scatter.
+
+        Args:
+            patient: int64[n], whose each row is, where units are patients. Rows of one patient are alike, and tell less
+                than as many of different patients.
+
+        Reference:
+            Liang and Zeger, "Longitudinal data analysis using generalized linear models", Biometrika 1986, for the
+            variance of means of clusters.
+        """
+        n_classes = self.shape[0]
+        self.own.copy_(_by_class(z, y, n_classes))
         means = self.own[:, :-1] / self.own[:, -1:].clamp(min=1)
         apart = z - means[y]
         self.scatter.copy_(apart.mT @ apart)
+        if patient is None or not len(z):
+            return
+        _, of = torch.unique(patient * n_classes + y, return_inverse=True)
+        n, units, seen = len(z), int(of.max()) + 1, int((self.own[:, -1] > 0).sum())
+        self.size.fill_(n / units)
+        self.alike.copy_(self.size)  # as where nobody knows how patients differ
+        if units > seen:
+            together = z.new_zeros(units, z.shape[1]).index_add_(0, of, apart).square().sum() / (
+                1 - seen / units
+            )
+            alone = apart.square().sum() / (1 - seen / n)
+            self.alike.copy_((together / alone.clamp(min=_TINY)).clamp(min=1.0))
 
     @torch.no_grad()
     def hold(self, exact: Tensor, noisy: Tensor, variance: float) -> None:
@@ -167,24 +196,25 @@ class SharedHead(nn.Module):
     def means(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the means float64[classes, d] of all classes, what each is worth in rows, and the covariance within.
 
-        A class's mean over n own rows has the variance v / n in each direction, where v is the mean variance within
-        classes; that over N rows of others whose sum has noise of variance s² has v / N + s² / N².
+        A class's mean over n own rows has the variance a v / n in each direction, where v is the mean variance within
+        classes, and a says how alike the rows of a patient are (`alike`). That over N units of others, of m rows each
+        (`size`), whose sum has noise of variance s², has a v / (m N) + s² / N².
         """
         d = self.shape[1] - 1
         # 1. The covariance within classes: that of public rows counts as much as d own rows.
-        rows = self.own[:, -1]
-        n = float((rows - 1).clamp(min=0).sum())
+        n = float((self.own[:, -1] - 1).clamp(min=0).sum())
         within = (self.scatter + d * self.covariance) / (n + d)
         v = within.trace() / d
         # 2. The means of others, and how precisely they are known.
         letters = self.others()
         sums, counts = self.unpacked(letters)
         noise = letters[-1].clamp(min=0) / _SCALE**2 * self.length**2
-        counts = counts.clamp(min=0)
-        theirs = counts**2 / (v * counts + noise).clamp(min=_TINY)
+        counts, mean = counts.clamp(min=0), v * self.alike / self.size
+        trust = counts / (mean * counts + noise).clamp(min=_TINY)
         # 3. Own and others' means, each as far as it is known.
-        precision = theirs + rows / v
-        weighed = sums * (counts / (v * counts + noise).clamp(min=_TINY))[:, None] + self.own[:, :-1] / v
+        own = v * self.alike
+        precision = counts * trust + self.own[:, -1] / own
+        weighed = sums * trust[:, None] + self.own[:, :-1] / own
         means = weighed / precision.clamp(min=_TINY)[:, None]
         return means, precision * v, within
 
@@ -202,10 +232,11 @@ class SharedHead(nn.Module):
         return weights, -(means.mT * weights).sum(0) / 2
 
     @torch.no_grad()
-    def worth(self) -> float:
-        """Return how many rows of each class the head's means are worth: the harmonic mean over classes."""
-        rows = self.means()[1]
-        return float(len(rows) / (1 / rows.clamp(min=_TINY)).sum())
+    def worth(self) -> tuple[float, float]:
+        """Return how many unlike rows of each class own rows and the head's means are worth, as harmonic means."""
+        both = self.own[:, -1] / self.alike, self.means()[1]
+        own, shared = (float(len(rows) / (1 / rows.clamp(min=_TINY)).sum()) for rows in both)
+        return own, shared
 
     @torch.no_grad()
     def linear(self) -> tuple[Tensor, Tensor]:
@@ -238,6 +269,8 @@ class SharedHead(nn.Module):
         """Forget all that the site alone knows, so that its own letter is one of the others'."""
         for mine in (self.released, self.exact, self.own, self.scatter):
             mine.zero_()
+        for mine in (self.alike, self.size):
+            mine.fill_(1)
         self.n_sites.clamp_(min=1)
 
 

@@ -58,7 +58,7 @@ class NoisySums:
             patient: int64[n], whose each row is, where the unit is a patient.
         """
         z = head.embedded(x)
-        head.know(z, y)
+        head.know(z, y, patient)
         exact = self.clipped(head, z, y, patient)
         noisy = self.noisy(exact, stream) if self.sigma else exact
         head.hold(exact, noisy.float().double(), (self.sigma * self.clip) ** 2)

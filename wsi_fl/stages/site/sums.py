@@ -61,7 +61,7 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class ReleasedSums:
-    """ReleasedSums as their site released them.
+    """A letter as its site released it.
 
     Attributes:
         vector: float32[k + 1], what left: see `SharedHead.sums`.
@@ -97,7 +97,8 @@ def read_sums(path: Path, label: str) -> ReleasedSums:
         vector = tensors["sums"].numpy()
         size = n_sums(len(facts.classes), facts.directions)
         whole = (
-            vector.dtype == np.float32
+            facts.directions <= facts.n_features
+            and vector.dtype == np.float32
             and vector.shape == (size,)
             and digest(vector) == facts.digest
             and bool(np.isfinite(vector).all())

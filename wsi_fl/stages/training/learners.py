@@ -250,7 +250,8 @@ def _hold_own(site: Site, own: ReleasedSums | None) -> None:
     assert isinstance(head, SharedHead)
     rows = iter([np.arange(len(site.train))])
     for x, y, *_ in batches(site.train, rows, augment=None, device=site.device) if len(site.train) else ():
-        head.know(head.embedded(x), y)
+        alike = site.units.kind == "patient"
+        head.know(head.embedded(x), y, torch.from_numpy(site.units.of_row).to(y) if alike else None)
     if own is not None:
         letter = torch.from_numpy(own.vector).double()
         head.hold(letter[:-1], letter[:-1], float(letter[-1]))
