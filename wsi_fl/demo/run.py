@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from wsi_fl.demo.encoder import write_untrained
-from wsi_fl.demo.phantom import paint_archive
+from wsi_fl.demo.phantom import paint_archive, paint_slide, plan_slides, write_pyramid
 from wsi_fl.stages.answers.compare import compare, compare_lines
 from wsi_fl.stages.answers.evaluate import evaluate, evaluation_lines
 from wsi_fl.stages.answers.report import report
+from wsi_fl.stages.prepare.directions import directions, directions_lines
 from wsi_fl.stages.prepare.features import features
 from wsi_fl.stages.prepare.init import init
 from wsi_fl.stages.prepare.tables import tile_lines
@@ -27,7 +28,9 @@ _PATIENTS_PER_SITE = 20
 _SLIDE_PX = 1536
 _ILL = (1.0, 0.5, 0.15, 0.0)
 """Share of each hospital's patients who have metastases: one hospital sees few, one none."""
-_WEIGHTS = "weights/untrained.safetensors"
+_WEIGHTS, _DIRECTIONS, _PUBLIC = "weights/untrained.safetensors", "weights/directions.safetensors", "public"
+_PUBLIC_SEED, _N_DIRECTIONS, _PUBLIC_MPP = 99, 16, 0.5
+"""There are 9 to 15 patients in a hospital, for whom 32 directions are many."""
 
 
 def demo(folder: Path) -> dict[str, Any]:
@@ -46,10 +49,13 @@ def demo(folder: Path) -> dict[str, Any]:
         write_untrained(weights)
     with Bars("features") as bars:
         features(study, site=None, pipeline_name=_PIPELINE, watcher=bars)
+    if not (study.root / _DIRECTIONS).exists():
+        _find_directions(study)
     runs = {name: _trained(study, step) for name, step in _STEPS.items()}
     say("What joining brings each hospital", style="bold")
+    compare_with = [runs[name]["run"] for name in ("together", "proxyfl", "pooled")]
     with Bars("compare") as bars:
-        compared = compare(study, [runs["together"]["run"], runs["pooled"]["run"]], watcher=bars)
+        compared = compare(study, compare_with, watcher=bars)
     render(compare_lines(compared))
     page = report(study, runs["together"]["run"])
     return {
@@ -75,8 +81,14 @@ _ALONE = ("privacy.enabled=false", "train.tune=true", "train.rounds=1")
 _STEPS = {
     "alone": _Step("What each hospital reaches alone, at its best", "regular", "local", _ALONE),
     "pooled": _Step("What all data in one place would reach, which nobody may do", "joint", "local", _ALONE),
+    "proxyfl": _Step(
+        "ProxyFL, the paper's method: four hospitals, one MPI rank each; only noisy proxies travel, in ten rounds",
+        "proxyfl",
+        "mpi",
+        ("train.rounds=10", "train.eval_every=10"),
+    ),
     "together": _Step(
-        "One-shot: four hospitals, one MPI rank each; each releases noisy sums of its features, once",
+        "One letter: each hospital releases noisy sums of its classes, once, instead of proxies in rounds",
         "oneshot",
         "mpi",
     ),
@@ -100,6 +112,28 @@ def _trained(study: Study, step: _Step) -> dict[str, Any]:
         evaluation = evaluate(study, summary["run"], watcher=bars)
     render(evaluation_lines(evaluation))
     return {"run": summary["run"], "merged": evaluation["merged"]}
+
+
+def _find_directions(study: Study) -> None:
+    """Paint slides of no hospital, and find in them along which directions features are summed."""
+    public = study.root / _PUBLIC
+    public.mkdir(exist_ok=True)
+    slides = plan_slides(_N_SITES, 1, _SLIDE_PX, _PUBLIC_SEED)
+    for slide in slides:
+        write_pyramid(public / f"{slide.name}.tif", paint_slide(slide), _PUBLIC_MPP)
+    with Bars("directions") as bars:
+        render(
+            directions_lines(
+                directions(
+                    study,
+                    [public],
+                    out=study.root / _DIRECTIONS,
+                    pipeline_name=_PIPELINE,
+                    n=_N_DIRECTIONS,
+                    watcher=bars,
+                )
+            )
+        )
 
 
 _UNFINISHED = {"archive", "archive.unfinished", "pipelines", "sites.unfinished"}

@@ -200,8 +200,14 @@ def _check_leave(party: RunContext) -> None:
         raise UsageError(f"{name} needs two sites or more: one alone has nobody to get a buffer from")
 
 
-def tell_who_is_left_out(party: RunContext) -> None:
-    """Say which sites have released no sums, where heads are made of those that are there."""
+def tell_what_is_lost(party: RunContext) -> None:
+    """Say where `oneshot` has random directions, and which sites have written no letter where those there are used."""
+    if party.method.once and isinstance(party.pipeline.model.directions, int):
+        say(
+            "  features are summed along random directions, which costs a good part of the gain; "
+            "wsi-fl directions finds better ones in public tissue",
+            style="yellow",
+        )
     if party.by_files and (left := [name for name in party.names if name not in party.releases]):
         say(f"  not in the sum, for there is no file in releases/: {', '.join(left)}", style="yellow")
 

@@ -21,7 +21,7 @@ from wsi_fl.stages.training.checks import (
     check,
     check_budgets,
     sites_here,
-    tell_who_is_left_out,
+    tell_what_is_lost,
     warn_of_other_patches,
 )
 from wsi_fl.stages.training.workshop import brought, build_site, schedule_of, start_models
@@ -44,7 +44,7 @@ def dry_run(
     with RunContext.of(study, study.pipeline(name, overrides), method) as party:
         check(party, backend)
         warn_of_other_patches(party)
-        tell_who_is_left_out(party)
+        tell_what_is_lost(party)
         assembled = [build_site(party, index) for index in sites_here(party)]
         for site in assembled:
             start_models(party, site)

@@ -17,7 +17,7 @@ from wsi_fl.stages.training.checks import (
     check,
     running_sites,
     sites_here,
-    tell_who_is_left_out,
+    tell_what_is_lost,
     warn_of_other_patches,
 )
 from wsi_fl.stages.training.going_on import (
@@ -79,7 +79,7 @@ def begin(
     party = RunContext.of(study, pipeline, method)
     check(party, backend)
     warn_of_other_patches(party)
-    tell_who_is_left_out(party)
+    tell_what_is_lost(party)
     if backend == "mpi":
         launch.find_mpiexec()
     run = RunFolder.create(study.runs, method, name)
