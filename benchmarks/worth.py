@@ -361,7 +361,9 @@ def main() -> None:
     parser.add_argument("pool", type=Path, nargs="?", help="a study of one site with features")
     parser.add_argument("--settings", nargs="+", choices=[s.name for s in SETTINGS], help="default: all")
     parser.add_argument("--variants", nargs="+", choices=[v.name for v in VARIANTS], help="default: all")
-    parser.add_argument("--directions", type=Path, help="of public tissue, for one-shot; default: random ones")
+    parser.add_argument(
+        "--directions", type=Path, help="of public tissue, for one-shot; default: random ones"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument(

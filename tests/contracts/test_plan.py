@@ -6,6 +6,7 @@ import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import REAL, make_study, refused, write_features
 from wires import Wire
@@ -23,6 +24,7 @@ from wsi_fl.hospitals.trust.certificates import approved, fingerprint, new_key, 
 from wsi_fl.hospitals.trust.kit import Kit
 from wsi_fl.hospitals.work.taking_part import take_part
 from wsi_fl.models import build
+from wsi_fl.models.directions import Origin, Source, public_directions, write_directions
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.groups import group_epsilon
 from wsi_fl.privacy.plan import plan_of_round
@@ -31,7 +33,7 @@ from wsi_fl.stages.site.party import RunContext
 from wsi_fl.stages.training.going_on import Asked, describe_run
 from wsi_fl.stages.training.plan import dry_run, plan_lines
 from wsi_fl.stages.work.console import render
-from wsi_fl.types import Images
+from wsi_fl.types import Images, WsiFlError
 
 SITES = ("S0", "S1", "S2")
 
@@ -383,26 +385,43 @@ def test_another_version_of_what_the_guarantee_rests_on_is_another_digest(
     assert code_digest() == before
 
 
+def with_features(study, d):
+    """The study, with features of 40 patches at S0."""
+    x, patients = np.random.default_rng(0).normal(size=(40, d)), [f"p{k}" for k in range(40)]
+    write_features(study, "S0", x, np.arange(40) % 2, patients, ["train"] * 30 + ["test"] * 10)
+    return study
+
+
+def test_a_letter_s_directions_stand_in_the_plan_and_a_hospital_needs_the_same_file(tmp_path):
+    def write(study, seed):
+        origin = Origin(encoder="tiny sha256:0", sources=[Source(name="a.svs", rows=50, sha256="0" * 64)])
+        found = public_directions(np.random.default_rng(seed).normal(size=(50, 5)).astype("f4"), origin, 3)
+        write_directions(study.root / "d.safetensors", found)
+        return found.digest
+
+    coordinator = with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5)
+    digest = write(coordinator, 0)
+    plan = made(coordinator, tmp_path, "oneshot", "train.data='features'", "model.directions='d.safetensors'")
+    said = document_of(plan)
+    assert said["learns"]["directions"] == digest
+    assert said["leaves"][0]["bytes"] == 4 * (2 * (3 + 1) + 1)
+    own = with_features(hospital(tmp_path, "S0"), 5)
+    refused(lambda: look(own, plan, "S0"), "d.safetensors", "copy it here", error=WsiFlError)
+    write(own, 1)
+    refused(lambda: look(own, plan, "S0"), "directions with the SHA-256", digest)
+    write(own, 0)
+    assert look(own, plan, "S0").cost
+
+
 def test_another_encoder_or_other_classes_in_the_own_store_are_refused(tmp_path, monkeypatch):
-    import numpy as np
-
     heads = ("train.data='features'", "model.proxy='linear_head'", "model.private='linear_head'")
-
-    def with_features(study, d):
-        rng = np.random.default_rng(0)
-        splits = ["train"] * 30 + ["test"] * 10
-        write_features(
-            study, "S0", rng.normal(size=(40, d)), np.arange(40) % 2, [f"p{k}" for k in range(40)], splits
-        )
-        return study
-
     plan = made(
         with_features(make_study(tmp_path / "c", n_sites=3, site_extra=REAL), 5), tmp_path, "proxyfl", *heads
     )
     assert document_of(plan)["learns"]["encoder"] == "tiny sha256:0"
     assert look(with_features(hospital(tmp_path / "same", "S0"), 5), plan, "S0").cost
     other = with_features(hospital(tmp_path / "other", "S0"), 6)
-    refused(lambda: look(other, plan, "S0"), "features per patch 5, but the store of S0 has 6")
+    refused(lambda: look(other, plan, "S0"), "features per patch 5, but S0 has 6")
     same, real = hospital(tmp_path / "changed", "S0"), approving.of_store
     with_features(same, 5)
     for key, value in (("encoder", "huge sha256:1"), ("classes", ["a", "b"])):

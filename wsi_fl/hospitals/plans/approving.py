@@ -54,6 +54,7 @@ from wsi_fl.types import UsageError
 _OF_STORE = {
     "encoder": "features of the encoder",
     "n_features": "features per patch",
+    "directions": "directions with the SHA-256",
     "classes": "classes",
     "channels": "channels",
     "size_px": "patches of a size of",
@@ -185,7 +186,7 @@ def _refuse_other_words(party: RunContext, plan: Plan, document: PlanDocument) -
 
 
 def _refuse_other_store(party: RunContext, document: PlanDocument, site: str) -> None:
-    """Refuse a plan for another encoder, other classes or another shape than the hospital's store has."""
+    """Refuse a plan for another encoder, other directions, classes or shape than the hospital's store has."""
     own: dict[str, Any] = dict(of_store(party, site))
     said: dict[str, Any] = dict(document["learns"])
     for key, what in _OF_STORE.items():
@@ -195,8 +196,8 @@ def _refuse_other_store(party: RunContext, document: PlanDocument, site: str) ->
         if key == "encoder" and str(found).split()[0] == planned_key:
             continue  # without a store a plan knows the name alone
         raise UsageError(
-            f"the plan is for {what} {shown(planned_key)}, but the store of {site} has {shown(found)}; make the "
-            "store as the plan says, or ask for another plan"
+            f"the plan is for {what} {shown(planned_key)}, but {site} has {shown(found)}; make the store as the "
+            "plan says, or ask for another plan"
         )
 
 

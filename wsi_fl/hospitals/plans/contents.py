@@ -13,8 +13,8 @@ from wsi_fl.federation.methods import HUB, Share
 from wsi_fl.privacy.guarantee import MOST_ATTEMPTS
 from wsi_fl.stages.site.account import guarantee_of, spends
 from wsi_fl.stages.site.party import RunContext
+from wsi_fl.stages.site.sums import open_directions
 from wsi_fl.stages.site.targets import outputs_of, question
-from wsi_fl.study.pipeline import Pipeline
 from wsi_fl.study.toml import value_of
 from wsi_fl.types import CLASSES, Bags, Images, Shape, Vectors
 
@@ -247,6 +247,7 @@ class Learned(TypedDict):
         classes: the classes; of numbers and survival what each output is called.
         channels, size_px: of patches as models see them.
         n_features, encoder: of features and mosaics.
+        directions: along which features are summed, by the SHA-256 of their file or by how many random ones there are.
         says: where this is from, and what it rests on.
     """
 
@@ -258,6 +259,7 @@ class Learned(TypedDict):
     size_px: int | None
     n_features: int | None
     encoder: str | None
+    directions: str | None
     says: str
 
 
@@ -269,28 +271,29 @@ def learned_by(party: RunContext) -> Learned:
     for name in party.names:
         if party.has_store(name):
             return of_store(party, name)
-    return _of_settings(party.pipeline)
+    return _of_settings(party)
 
 
 def of_store(party: RunContext, site: str) -> Learned:
     """Return what the models of a party see, from the store of one site."""
     data = party.data(site)
     shape, inputs = data.shape, data.inputs()
-    found = _learned(party.pipeline, list(data.classes), shape)
+    found = _learned(party, list(data.classes), shape)
     found["encoder"] = inputs.get("encoder")
     found["says"] = "As a store has it where this plan was made; the stores of all sites must agree."
     return found
 
 
-def _of_settings(pipeline: Pipeline) -> Learned:
+def _of_settings(party: RunContext) -> Learned:
+    pipeline = party.pipeline
     if pipeline.train.data == "patches":
         size_px = pipeline.train.input_px or pipeline.tile.size_px
-        found = _learned(pipeline, list(CLASSES), Images(3, size_px))
+        found = _learned(party, list(CLASSES), Images(3, size_px))
         found["says"] = "As `wsi-fl tile` makes stores with these settings; the hospitals' stores must agree."
         return found
     diagnoses = sorted({one for names in pipeline.subtypes.values() for one in names})
     asked = list(outputs_of(pipeline.target)) if pipeline.target.asked else diagnoses
-    found = _learned(pipeline, asked or None, None)
+    found = _learned(party, asked or None, None)
     found["encoder"] = pipeline.encoding.encoder
     found["says"] = (
         "No store was there when this plan was made. The hospitals' stores must agree on the encoder, its weights, "
@@ -299,7 +302,8 @@ def _of_settings(pipeline: Pipeline) -> Learned:
     return found
 
 
-def _learned(pipeline: Pipeline, classes: list[str] | None, shape: Shape | None) -> Learned:
+def _learned(party: RunContext, classes: list[str] | None, shape: Shape | None) -> Learned:
+    pipeline = party.pipeline
     return {
         "data": pipeline.train.data,
         "example": pipeline.example,
@@ -309,8 +313,14 @@ def _learned(pipeline: Pipeline, classes: list[str] | None, shape: Shape | None)
         "size_px": shape.size_px if isinstance(shape, Images) else None,
         "n_features": shape.n_features if isinstance(shape, Bags | Vectors) else None,
         "encoder": None,
+        "directions": _directions(party) if party.method.once else None,
         "says": "",
     }
+
+
+def _directions(party: RunContext) -> str:
+    wanted = party.pipeline.model.directions
+    return f"{wanted} random ones" if isinstance(wanted, int) else open_directions(party.study, wanted).digest
 
 
 def shape_of(learned: Learned) -> Shape | None:
