@@ -43,6 +43,7 @@ _HOME = {
     "DPTrainer": "privacy.dpsgd",
     "NoisySums": "privacy.sums",
     "SharedHead": "models.shared_head",
+    "public_directions": "models.directions",
     "METHODS": "federation.methods",
     "federate": "federation.in_memory",
     "scored": "learning.tasks",

@@ -51,7 +51,8 @@ def given(section):
             "y": {name: y for name, (_, y) in both.items()},
         }
     if section == "One release":
-        return {"sites": [tuple(map(torch.from_numpy, rows(seed, d=32))) for seed in range(3)]}
+        sites = [tuple(map(torch.from_numpy, rows(seed, d=32))) for seed in range(3)]
+        return {"sites": sites, "public": rows(9, d=32)[0]}
     x, y = rows(0)
     return {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
 

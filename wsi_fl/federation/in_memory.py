@@ -20,6 +20,7 @@ from wsi_fl.federation.site import Schedule, Site
 from wsi_fl.learning.examples import Examples, joined, tensor_of
 from wsi_fl.learning.local import DPSettings, Learner
 from wsi_fl.learning.units import Units, rows_alone, whole_patients
+from wsi_fl.models.directions import N_RANDOM, Directions
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.dpsgd import check_per_example_gradients
 from wsi_fl.privacy.guarantee import Terms
@@ -69,6 +70,7 @@ def federate(
     unit: Unit = "row",
     alpha: float = 0.3,
     beta: float = 0.0,
+    directions: Directions | int = N_RANDOM,
     seed: int = 0,
     folder: str | Path | None = None,
 ) -> dict[str, Learned]:
@@ -82,6 +84,7 @@ def federate(
         sigma, clip, delta, unit: of each site's privacy plan; with sigma None models leave without privacy.
         alpha, beta: how much the private model learns from the proxy, and the proxy from it (eqs. 4 and 5). With β > 0
             the teacher knows no privacy, and the proxy's ε is nominal.
+        directions: along which `oneshot` sums features: those of public tissue, or how many random ones.
         seed: of the models' starts. Noise and batches are drawn anew whenever there is privacy.
         folder: where ledgers and checkpoints stay; without it they are gone afterwards.
 
@@ -99,7 +102,7 @@ def federate(
     if row.without_dp or row.learns_from not in ("own", "everybody"):
         raise UsageError(f"{row.name} needs more than the sites' own examples; train it in a study")
     if row.once:
-        rounds, batch_size, proxy = 1, maxsize, _head_for(sites)
+        rounds, batch_size, proxy = 1, maxsize, _head_for(sites, directions, unit)
     plans = _Plans(sigma, clip, delta, unit, batch_size, "paper" if row.taught and beta else "strict")
     schedule = Schedule(
         rounds=rounds,
@@ -205,12 +208,12 @@ def _n_outputs(model: nn.Module, shape: tuple[int, ...]) -> int:
         return int(model(torch.zeros(1, *shape)).shape[1])
 
 
-def _head_for(sites: Mapping[str, Examples]) -> MakeModel:
+def _head_for(sites: Mapping[str, Examples], directions: Directions | int, unit: Unit) -> MakeModel:
     """Return a function that makes a shared head for features like the sites'."""
     x = next(iter(sites.values())).read(np.zeros(1, np.int64))
     bags = x.ndim == _DIMENSIONS_OF_BAGS + 1
     d, n_classes = x.shape[-1] - bags, _n_classes(sites)
-    return lambda: SharedHead(n_classes, d, bags=bags)
+    return lambda: SharedHead(n_classes, d, bags=bags, directions=directions, patients=unit == "patient")
 
 
 def _n_classes(sites: Mapping[str, Examples]) -> int:

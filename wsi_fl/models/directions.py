@@ -59,7 +59,7 @@ class Directions:
         mean: float32[n_features], taken off first.
         components: float32[n_features, d], such that most rows of public tissue come to be at most 1 long.
         covariance: float64[d, d], of public rows along the directions.
-        origin: None for random directions.
+        origin: where public ones are from; None where nobody said, and for random ones.
     """
 
     mean: NDArray[np.float32]
@@ -96,11 +96,12 @@ def random_directions(n_features: int, n: int = N_RANDOM) -> Directions:
     return Directions(np.zeros(n_features, np.float32), drawn.astype(np.float32), np.eye(d) * (_WITHIN / d))
 
 
-def public_directions(x: NDArray[np.float32], origin: Origin, n: int = N_PUBLIC) -> Directions:
+def public_directions(x: NDArray[np.float32], origin: Origin | None = None, n: int = N_PUBLIC) -> Directions:
     """Return the directions of public tissue.
 
     Args:
         x: float32[m, n_features], features of patches.
+        origin: where they are from, for a file.
         n: how many at most; there are no more than rows less one.
 
     Raises:

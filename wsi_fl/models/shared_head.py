@@ -40,6 +40,7 @@ class SharedHead(nn.Module):
         n_classes, n_features: of the task and of the encoder.
         bags: whether rows are bags of features, float32[b, m, d + 1], of which the mean counts.
         directions: along which rows are summed, or how many random ones.
+        patients: whether units are patients with many rows each.
 
     Example:
         >>> SharedHead(2, 1280)(torch.zeros(3, 1280)).shape
@@ -72,7 +73,13 @@ class SharedHead(nn.Module):
     covariance: Tensor
 
     def __init__(
-        self, n_classes: int, n_features: int, *, bags: bool = False, directions: Directions | int = N_RANDOM
+        self,
+        n_classes: int,
+        n_features: int,
+        *,
+        bags: bool = False,
+        directions: Directions | int = N_RANDOM,
+        patients: bool = False,
     ) -> None:
         super().__init__()
         self.pooled: nn.Module = MeanOfBag() if bags else nn.Identity()
@@ -91,7 +98,7 @@ class SharedHead(nn.Module):
             "scatter": torch.zeros(directions.n, directions.n, dtype=torch.float64),
             "alike": torch.ones((), dtype=torch.float64),
             "size": torch.ones((), dtype=torch.float64),
-            "length": torch.ones((), dtype=torch.float64),
+            "length": torch.tensor(PATIENT if patients else 1.0, dtype=torch.float64),
             "n_sites": torch.zeros((), dtype=torch.int64),
         }.items():
             self.register_buffer(name, value)

@@ -230,8 +230,8 @@ def bring_released(party: RunContext, site: Site) -> None:
     learner = learners[party.method.travels]
     assert isinstance(data.shape, Bags | Vectors)
     along = directions_of(data)
-    head = SharedHead(len(data.classes), data.shape.n_features, directions=along)
-    head.look_along(along, patients=of_patients(party.pipeline))
+    patients = of_patients(party.pipeline)
+    head = SharedHead(len(data.classes), data.shape.n_features, directions=along, patients=patients)
     with torch.no_grad():
         head.sums.copy_(torch.from_numpy(mean))
     head.n_sites.fill_(n)
