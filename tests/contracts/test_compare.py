@@ -24,6 +24,7 @@ from wsi_fl.report.comparison_figures import Series, palette, png
 from wsi_fl.stages.answers import compare_baseline
 from wsi_fl.stages.answers.compare import compare
 from wsi_fl.stages.answers.compare_runs import settings
+from wsi_fl.stages.answers.compare_worth import verdict
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.train import train
 from wsi_fl.system.files import write_sealed
@@ -199,6 +200,10 @@ def test_page_figure_and_table_are_written(series):
     assert len(seen.table("Method", "against")) >= 2
     for finding in document["findings"]:
         assert finding["text"] in seen.text
+        assert "federation" not in finding["text"]  # the verdict is that of the figure, by the same words
+    joined = next(one["text"] for one in document["findings"] if one["text"].startswith("ProxyFL with DP"))
+    for words in (worth.gain_words, lambda row: worth.verdict_words(row, worth.ALL)):
+        assert words(document["worth"]["all"]) in joined
     assert sum(tag == "svg" for tag, _ in seen.tags) == 4
     assert page.index("What joining brings each hospital") < page.index(document["findings"][0]["text"][:40])
     with Image.open(study.root / document["worth"]["figure"]) as image:
@@ -479,6 +484,25 @@ def test_sentences_say_what_the_numbers_say(difference, p, unit, tone, said):
     assert first.text == "A hospital alone without DP reaches 0.73 (4 sites, 3 seeds)."
     assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
     assert f"reaches {0.73 + difference:.2f} (ε nominal 12.3), " in second.text
+
+
+@pytest.mark.parametrize(
+    ("gain", "room", "tone", "said"),
+    [
+        ((0.05, 0.03, 0.07), None, "good", "+0.050 (+0.030 to +0.070) over {}: on average joining pays."),
+        ((-0.05, -0.07, -0.03), None, "bad", "on average joining does not pay."),
+        ((0.05, -0.01, 0.12), None, "unclear", "these runs do not show whether joining pays on average."),
+        ((0.0, -0.01, 0.01), (0.0, -0.01, 0.01), "unclear", "there is nothing to gain"),
+    ],
+)
+def test_where_the_gain_is_known_it_alone_is_the_verdict(gain, room, tone, said):
+    alone, ours = made_up("regular", 0.73, dp=False), made_up("proxyfl", 0.78)
+    known, space = (one and dict(zip(("mean", "low", "high"), one, strict=True)) for one in (gain, room))
+    of_all = {"gain": known, "headroom": None, "verdict": verdict(known, space)}
+    test = against_alone(ours, 0.05, 1e-9)
+    _, second = comparison.findings([ours, alone], [test], alone["label"], gains={ours["label"]: of_all})
+    assert second.tone == tone and said.format(comparison.ALONE) in second.text, second.text
+    assert "p <" not in second.text
 
 
 def test_references_are_never_called_federation():

@@ -41,6 +41,7 @@ def findings(
     baseline: str,
     examples: str = "patches",
     metric: str = "accuracy",
+    gains: Mapping[str, Json] | None = None,
 ) -> list[Finding]:
     """What the numbers say about federation: the baseline first, then a sentence per method.
 
@@ -49,6 +50,8 @@ def findings(
         tests: paired differences, of which those against the row ``baseline`` are looked at.
         examples: what the models are asked about, patches or slides.
         metric: the score that is compared, "macro_accuracy" where tests are skewed.
+        gains: what joining brings over all sites, by the label of a row. Where it is known it alone says whether
+            joining pays, so that a page has one verdict.
     """
     alone = next(row for row in rows if row["label"] == baseline)
     if not known(alone[metric]["mean"]):
@@ -65,10 +68,19 @@ def findings(
     own_metric = next((name for name in alone if name.startswith("own_")), "")
     against = {(test["a"], test["metric"]): test for test in tests if test["b"] == baseline}
     return [Finding("unclear", reached)] + [
-        _against(row, test, against.get((row["label"], own_metric)))
+        _by_gain(row, gain, metric)
+        if (gain := (gains or {}).get(row["label"]))
+        else _against(row, test, against.get((row["label"], own_metric)))
         for row in rows
         if (test := against.get((row["label"], metric)))
     ]
+
+
+def _by_gain(row: Json, gain: Json, metric: str) -> Finding:
+    """One method against the hospital alone, by the rule that every hospital is told its verdict by."""
+    reached = f"{_spoken(row)} reaches {number(row[metric]['mean'], 2)}{_price(row)}"
+    text = f"{reached}, {worth.gain_words(gain)} over {ALONE}: {worth.verdict_words(gain, worth.ALL)}."
+    return Finding({"join": "good", "stay": "bad"}.get(gain["verdict"], "unclear"), text)
 
 
 def _against(row: Json, test: Json, own: Json | None) -> Finding:

@@ -17,6 +17,7 @@ from wsi_fl.report.words import known, number
 
 Json = Mapping[str, Any]
 
+ALL = "all sites"
 _KINDS = {"alone": ("ink", "o", -0.24), "joined": ("s0", "o", 0.0), "pooled": ("muted", "D", 0.24)}
 """Colour, marker and place in the row of each model."""
 _SAYS = {"alone": "alone, without DP", "joined": "joined", "pooled": "all data pooled, which nobody may do"}
@@ -30,7 +31,7 @@ def rows_of(document: Json) -> list[tuple[str, Json]]:
         document: `worth` of ``compare --json``.
     """
     rows = [(str(site["site"]), site) for site in document["sites"]]
-    return rows if len(rows) == 1 else [*rows, ("all sites", document["all"])]
+    return rows if len(rows) == 1 else [*rows, (ALL, document["all"])]
 
 
 def chart(document: Json) -> Chart:
@@ -87,7 +88,7 @@ def _draw(axes: Axes, rows: Sequence[tuple[str, Json]], colors: Mapping[str, str
                 fill = _fill(kind, colors)
                 figures.mark(axes, mean, y + offset, around, colors[color], fill=fill, marker=marker)
     names = [figures.shortened(name, 14) for name, _ in rows]
-    bold = [name == "all sites" for name, _ in rows]
+    bold = [name == ALL for name, _ in rows]
     figures.name_rows(axes, names, [colors["ink"]] * len(rows), bold)
     if len(rows) > 1:
         axes.axhline(len(rows) - 1.5, color=colors["muted"], lw=0.7)
@@ -144,7 +145,7 @@ def verdict_words(row: Json, name: str = "") -> str:
     >>> verdict_words({"verdict": "join", "headroom": {"mean": 0.62, "low": 0.5, "high": 0.71}})
     'this hospital should join (62 % of what pooling would bring, 50 to 71 %)'
     """
-    said = (_MEANS_OF_ALL if name == "all sites" else _MEANS).get(row.get("verdict", ""), "")
+    said = (_MEANS_OF_ALL if name == ALL else _MEANS).get(row.get("verdict", ""), "")
     room = row.get("headroom")
     if not room:
         return said

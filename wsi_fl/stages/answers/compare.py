@@ -27,7 +27,7 @@ from wsi_fl.stages.answers.compare_rows import (
     spread_of,
 )
 from wsi_fl.stages.answers.compare_runs import Run, named
-from wsi_fl.stages.answers.compare_worth import worth
+from wsi_fl.stages.answers.compare_worth import verdicts, worth
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.site.kinds import kind_of
 from wsi_fl.stages.work.console import Line, Lines, Silent, Table, Watcher
@@ -69,9 +69,11 @@ def compare(
     _require_one_store(evaluations)
     scores = words.scores_of(evaluations[0])
     of_classes = scores == SCORES
-    gains = worth(rows, given[0], on) if of_classes else None
+    of_all = verdicts(rows, given[0], on) if of_classes else {}
+    gains = worth(rows, given[0], on, of_all) if of_classes else None
     skewed = gains is not None and gains["measure"] != "accuracy"
-    document = _document(rows, given[0], on, notes, scores, "macro_accuracy" if skewed else scores[0])
+    metric = "macro_accuracy" if skewed else scores[0]
+    document = _document(rows, given[0], on, notes, scores, metric=metric, gains=of_all)
     document["worth"] = gains
     document["runs"] = [study.relative(run.folder.path) for run in everything]
     folder = study.root / "comparisons" / _slug(given)
@@ -90,7 +92,14 @@ def compare(
 
 
 def _document(
-    rows: list[ComparedRow], first: Run, on: str, notes: list[str], scores: Sequence[str], metric: str
+    rows: list[ComparedRow],
+    first: Run,
+    on: str,
+    notes: list[str],
+    scores: Sequence[str],
+    *,
+    metric: str,
+    gains: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """What is known of all rows, which it puts in order: best first by the metric, rows without a number last."""
     reference = next(row.label for row in rows if first in row.runs)
@@ -100,6 +109,7 @@ def _document(
     table = [described(row, scores) for row in rows]
     tests = comparisons(rows, reference, alone, measured(scores) if on == "merged" else scores, on)
     word = kind_of(first.pipeline).word
+    found = comparison.findings(table, tests, alone, word, metric, gains)
     return {
         "runs": [],
         "worth": None,
@@ -110,7 +120,7 @@ def _document(
         "paired": tests,
         "baseline": alone,
         "reference": reference,
-        "findings": [asdict(found) for found in comparison.findings(table, tests, alone, word, metric)],
+        "findings": [asdict(one) for one in found],
         "notes": [*notes, *comparison.cautions(table, tests, classes="accuracy" in scores)],
     }
 

@@ -15,7 +15,9 @@ from wsi_fl.stages.answers.compare_runs import Run
 from wsi_fl.stages.answers.predictions import Right, ScoredExamples, measure_of, read_answers, weighed
 
 
-def worth(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, Any] | None:
+def worth(
+    rows: Sequence[ComparedRow], first: Run, on: str, of_all: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any] | None:
     """Every site's own accuracy with each of three models; None where no federated method is compared, or a whole site
     is left out.
 
@@ -23,6 +25,9 @@ def worth(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, Any] | 
     where there is one. Values are means over the seeds of each; the gain is over the seeds that both have, its interval
     that of drawing seeds and patients anew. The headroom is the part of what pooling would bring that joining brings;
     `verdict` says in a word what follows for the hospital.
+
+    Args:
+        of_all: what `verdicts` returns.
     """
     chosen = _chosen(rows, first)
     if chosen is None or on == "left_out":
@@ -43,8 +48,23 @@ def worth(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, Any] | 
         "on": on,
         "measure": measure_of(next(iter(answers["joined"][names[0]].values()), {})),
         "sites": sites,
-        "all": _compared({kind: _over_sites(found.values()) for kind, found in answers.items()}),
+        "all": of_all[chosen["joined"].label],
     }
+
+
+def verdicts(rows: Sequence[ComparedRow], first: Run, on: str) -> dict[str, dict[str, Any]]:
+    """What joining by each federated row brings over all sites, by its label; {} where `worth` is None."""
+    chosen = _chosen(rows, first)
+    if chosen is None or on == "left_out":
+        return {}
+    names = [site["site"] for site in chosen["joined"].runs[0].summary["sites"]]
+
+    def of_all(row: ComparedRow) -> dict[int, Right]:
+        return _over_sites(_by_site(row, names, on).values())
+
+    known = {kind: of_all(row) for kind, row in chosen.items() if kind != "joined"}
+    federated = [row for row in rows if row.runs and words.is_federated(row.method)]
+    return {row.label: _compared(known | {"joined": of_all(row)}) for row in federated}
 
 
 def _chosen(rows: Sequence[ComparedRow], first: Run) -> dict[str, ComparedRow] | None:
