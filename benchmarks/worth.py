@@ -85,6 +85,9 @@ SETTINGS = (
     Setting("50 × 50, alike", 50, 50),
     Setting("16 × 50, alike", 16, 50),
     Setting("4 × 500, alike", 4, 500),
+    Setting("4 × 50, each one class", 4, 50, (0.0, 1.0)),
+    Setting("4 × 50, 90 %", 4, 50, (0.1, 0.9)),
+    Setting("4 × 50, alike", 4, 50),
 )
 
 
