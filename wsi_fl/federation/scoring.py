@@ -80,7 +80,9 @@ def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> 
         name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
         found[name] = reached(said, examples.label, task)
     if schedule.answer == STACK or (lone and task.kind == "classes"):
-        return _mixture(site, said, alive) | found
+        mixture = _mixture(site, said, alive) | found
+        stays = lone and schedule.answer != STACK and not mixture["stack"]["weight"]
+        return mixture | {"with": LONE} if stays else mixture
     if examples is None:
         return {"with": LONE, "by": "validation", "n": 0} if lone else None
     return {"with": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
@@ -104,9 +106,13 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
             candidates = {role: said for role, said in validated.items() if role != LONE}
             joined = best_answer(candidates, site.validation.label)
         seen = _unseen(site, lone, joined, validated, alive)
-        head = site.learners[joined].model if joined in site.learners else None
+        head = site.learners["proxy"].model if joined == "proxy" else None
         if isinstance(head, SharedHead):
-            rows, own, theirs = seen or _learned(site, alive)
+            rows = site.train
+            rows, own, theirs = seen or (
+                rows,
+                *_predictions(site, ("private", "proxy"), rows, alive).values(),
+            )
             stack = stack_by_rows(own, theirs, rows.label, _rows_of_a_class(site), head.worth())
         elif seen is None:
             stack = own_alone(site.n_classes)
@@ -150,12 +156,6 @@ def _unseen(
 
 _NOT_BY_HEART = 10.0
 """The largest ε with which a model counts as not knowing its training rows by heart."""
-
-
-def _learned(site: Site, alive: Callable[[], None]) -> _Told:
-    """Return the site's training rows with what its own model and its shared head say of them."""
-    said = _predictions(site, ("private", "proxy"), site.train, alive)
-    return site.train, said["private"], said["proxy"]
 
 
 def _rows_of_a_class(site: Site) -> float:

@@ -119,7 +119,7 @@ def gated_stack(
 
     The joined model's logits are brought to the spread of the own one's, and midway between the classes. Of three
     weights that one is taken whose balanced log-loss is most surely less than the own model's: by more than a standard
-    error over patients.
+    error over patients, which is raised where a class has few.
 
     Args:
         own: float64[n, classes], of rows whose patients the model had not seen.
@@ -129,7 +129,7 @@ def gated_stack(
 
     Example:
         >>> right = np.array([[0.7, 0.3], [0.8, 0.2], [0.3, 0.7], [0.2, 0.8]])
-        >>> labels, patient = np.array([0, 0, 1, 1]), np.array(["a", "b", "c", "d"])
+        >>> labels, patient = np.array([0, 0, 1, 1]), np.array(["", "", "", ""])
         >>> gated_stack(right, np.full((4, 2), 0.5), labels, patient).weight
         0.0
         >>> gated_stack(np.full((4, 2), 0.5), right, labels, patient).weight > 0
@@ -159,15 +159,19 @@ def _losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
 
 
 def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:
-    """Return the mean of gains float64[n], all classes counting alike, less its standard error over patients."""
+    """Return the mean of gains float64[n], all classes counting alike, less what patients by chance could make of it."""
     names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
     present, of_class, counts = np.unique(labels, return_inverse=True, return_counts=True)
     means = np.bincount(of_class, gains) / counts
     apart = (gains - means[of_class]) / counts[of_class] / len(present)
     whose = np.unique(names, return_inverse=True)[1]
-    n = whose.max() + 1
-    error = np.sqrt((np.bincount(whose, apart) ** 2).sum() * n / max(n - 1, 1))
-    return float(means.mean() - error)
+    error = np.sqrt((np.bincount(whose, apart) ** 2).sum())
+    fewest = min(len(np.unique(whose[labels == one])) for one in present)
+    return float(means.mean() - error * (1 + _FEW / fewest))
+
+
+_FEW = 5.0
+"""Patients of a class with which the standard error counts twice."""
 
 
 def _logits(said: Probabilities) -> NDArray[np.float64]:

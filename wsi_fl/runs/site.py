@@ -52,8 +52,8 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
 planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean",
-"alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets go, and what
-all hospitals told of theirs."""
+"alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
+go, and what all hospitals told of theirs."""
 
 
 class SiteFolder:

@@ -140,7 +140,9 @@ def _evaluate_site(
     write_predictions(folder, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
     choice = folder.kept("choice") or {}
-    point = choice.get("slide_threshold") if meta.spec.mpp > 0 and choice["with"] == table.answer else None
+    point = (
+        choice.get("slide_threshold") if meta.spec.mpp > 0 and choice.get("with") == table.answer else None
+    )
     level = Level(pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
     mine, others = table.own, table.others
     own, merged = level.of(mine), len(seen) > 1
