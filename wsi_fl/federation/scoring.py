@@ -103,16 +103,13 @@ def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable
         stack, seen = shared_alone(site.n_classes), None
     else:
         if site.validation is not None and lone == LONE:
-            candidates = {role: said for role, said in validated.items() if role != LONE}
+            candidates = {role: one for role, one in validated.items() if role != LONE}
             joined = best_answer(candidates, site.validation.label)
         seen = _unseen(site, lone, joined, validated, alive)
         head = site.learners["proxy"].model if joined == "proxy" else None
         if isinstance(head, SharedHead):
-            rows = site.train
-            rows, own, theirs = seen or (
-                rows,
-                *_predictions(site, ("private", "proxy"), rows, alive).values(),
-            )
+            said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
+            rows, own, theirs = seen or (site.train, said[lone], said[joined])
             stack = stack_by_rows(own, theirs, rows.label, _rows_of_a_class(site), head.worth())
         elif seen is None:
             stack = own_alone(site.n_classes)

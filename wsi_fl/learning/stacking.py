@@ -159,7 +159,7 @@ def _losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
 
 
 def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:
-    """Return the mean of gains float64[n], all classes counting alike, less what patients by chance could make of it."""
+    """Return the mean of gains float64[n], all classes counting alike, less what chance could make of it."""
     names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
     present, of_class, counts = np.unique(labels, return_inverse=True, return_counts=True)
     means = np.bincount(of_class, gains) / counts
