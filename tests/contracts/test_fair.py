@@ -1,7 +1,7 @@
 """The hospital alone, given its due: balance, and settings chosen on its own patients; and stacks of two models."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -11,8 +11,9 @@ from sklearn.linear_model import LogisticRegression
 from test_oneshot import HEADS, rows_of
 
 from wsi_fl.learning.metrics import operating_point, recentred_at_half
-from wsi_fl.learning.stacking import Stack, fitted_stack, shared_alone
+from wsi_fl.learning.stacking import Stack, gated_stack, shared_alone
 from wsi_fl.learning.tuning import HyperParameters, balanced_loss, fitted_head, held_out_folds, tuned
+from wsi_fl.learning.validation import roles
 from wsi_fl.stages.answers.evaluate import evaluate
 from wsi_fl.stages.training.learners import class_weights
 from wsi_fl.stages.training.train import train
@@ -162,38 +163,76 @@ def said(labels, skill, seed):
     return np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], axis=1)
 
 
-def test_a_stack_believes_whom_the_rows_believe():
-    labels = np.tile([0, 1], 200)
-    good, bad = said(labels, 1.0, 0), said(labels, 0.0, 1)
-    assert fitted_stack(good, bad, labels).weight < 0.2
-    assert fitted_stack(bad, good, labels).weight > 0.8
-    other = said(labels, 1.0, 2)
-    both = fitted_stack(good, other, labels)
-    assert 0.2 < both.weight < 0.8
-    alone = max((one.argmax(1) == labels).mean() for one in (good, other))
-    assert (both(good, other).argmax(1) == labels).mean() > alone + 0.03
+ROWS = np.tile([0, 1], 200)
+EACH = np.array([f"p{k}" for k in range(400)])
 
 
-def test_a_stack_lets_all_classes_count_alike():
+def right(answers, labels):
+    return np.mean([(answers.argmax(1) == labels)[labels == one].mean() for one in (0, 1)])
+
+
+def test_nothing_is_mixed_in_that_helps_nobody():
+    own = said(ROWS, 1.0, 0)
+    for other in (said(ROWS, 0.0, 1), said(ROWS, -1.0, 1), np.full((400, 2), 0.5), own):
+        stack = gated_stack(own, other, ROWS, EACH)
+        assert stack.weight == 0
+        np.testing.assert_allclose(stack(own, other), own, atol=1e-9)
+
+
+def test_what_helps_is_mixed_in_and_the_lone_model_stays():
+    own, other = said(ROWS, 1.0, 0), said(ROWS, 1.0, 2)
+    both = gated_stack(own, other, ROWS, EACH)
+    assert 1 / 3 <= both.weight <= 2 / 3
+    assert right(both(own, other), ROWS) > right(own, ROWS) + 0.03
+    fools = said(ROWS, 0.0, 1)
+    assert gated_stack(fools, other, ROWS, EACH).weight == 2 / 3  # never the joined one alone
+
+
+def test_few_rows_or_patients_show_nothing():
+    rare = np.repeat([0, 1], [60, 3])
+    kept, lost = [], []
+    for seed in range(40):
+        stack = gated_stack(said(rare, 1.0, seed), said(rare, 0.3, 100 + seed), rare, EACH[:63])
+        kept.append(stack.weight == 0)
+        own, other = said(ROWS, 1.0, 200 + seed), said(ROWS, 0.3, 300 + seed)
+        lost.append(right(own, ROWS) - right(stack(own, other), ROWS))
+    assert np.mean(kept) > 0.8 and np.mean(lost) < 0.01
+
+
+def test_rows_of_one_patient_are_no_more_than_one():
+    eight = np.tile([0, 1], 4)
+    pairs = [[np.tile(said(eight, 0.5, seed + k), (50, 1)) for k in (0, 100)] for seed in range(20)]
+    alike = np.tile(np.arange(8).astype(str), 50)
+    mixed = [
+        np.mean([gated_stack(*pair, ROWS, whose).weight > 0 for pair in pairs]) for whose in (EACH, alike)
+    ]
+    assert mixed[0] > mixed[1] + 0.3
+
+
+def test_a_joined_model_that_prefers_a_class_is_centred():
     rng = np.random.default_rng(0)
     labels = np.repeat([0, 1], [380, 20])
-    margin = np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400) - 3  # an answer shifted by the prior
-    own = np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], 1)
-    assert (own.argmax(1)[labels == 1] == 1).mean() < 0.2
-    stack = fitted_stack(own, np.full((400, 2), 0.5), labels)
-    answers = stack(own, np.full((400, 2), 0.5)).argmax(1)
-    assert (answers[labels == 1] == 1).mean() > 0.6 and (answers[labels == 0] == 0).mean() > 0.6
+    margin = (np.where(labels == 1, 1.0, -1.0) + rng.normal(size=400)) * 2 - 6  # an answer shifted by a prior
+    other = np.stack([1 / (1 + np.exp(margin)), 1 / (1 + np.exp(-margin))], 1)
+    own = said(labels, 1.0, 4)
+    stack = gated_stack(own, other, labels, EACH)
+    assert right(other, labels) < 0.6 and stack.weight > 0
+    assert right(stack(own, other), labels) > right(own, labels) + 0.02
 
 
 def test_a_stack_comes_back_from_its_document_and_keeps_what_is_impossible():
-    labels = np.tile([0, 1], 20)
-    stack = fitted_stack(said(labels, 1.0, 0), said(labels, 1.0, 1), labels)
-    assert Stack.of(json.loads(json.dumps(asdict(stack)))) == stack
+    stack = replace(
+        gated_stack(said(ROWS, 1.0, 0), said(ROWS, 1.0, 2), ROWS, EACH), own="alone", shared="mean"
+    )
+    document = json.loads(json.dumps(asdict(stack)))
+    assert Stack.of(document) == stack
+    assert roles("stack", stack) == ("alone", "private", "proxy")
+    earlier = {key: value for key, value in document.items() if key not in ("own", "shared")}
+    assert roles("stack", Stack.of(earlier)) == ("private", "proxy")
     never = np.array([[0.0, 1.0]])
     assert stack(never, never)[0, 0] == 0
-    np.testing.assert_allclose(
-        shared_alone(2)(said(labels, 0.0, 3), own := said(labels, 1.0, 4)), own, atol=1e-9
-    )
+    other = said(ROWS, 0.0, 3)
+    np.testing.assert_allclose(shared_alone(2)(other, own := said(ROWS, 1.0, 4)), own, atol=1e-9)
 
 
 def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
@@ -203,8 +242,13 @@ def test_proxies_may_be_stacked_with_a_tuned_head(skewed):
     assert {row["with"] for row in document["sites"]} == {"stack"}
     assert document["models"]["stack"]["merged"]["accuracy"]["mean"] > 0.5
     refused(
-        lambda: train(skewed, method="proxyfl", overrides=[*settings, "train.tune=false"], backend="local"),
-        "train.tune=true",
+        lambda: train(
+            skewed,
+            method="proxyfl",
+            overrides=[*settings, "train.tune=false", "train.alone=false"],
+            backend="local",
+        ),
+        "train.alone=true",
     )
 
 

@@ -114,23 +114,26 @@ def test_what_was_chosen_is_remembered_logged_and_evaluated(validated):
     pipeline = settings_of(study, RunFolder(path), ())
     for row in document["sites"]:
         choice = json.loads((path / "sites" / row["site"] / "choice.json").read_text())
-        reached = choice["macro_accuracy"]
+        reached, stack = choice["macro_accuracy"], choice["stack"]
+        assert set(reached) == {"alone", "private", "proxy", "mean"}
         assert choice["n"] == 12
-        assert reached[choice["with"]] == max(reached.values())
+        joined = {one: reached[one] for one in ("private", "proxy", "mean")}
+        assert stack["own"] == "alone" and reached[stack["shared"]] == max(joined.values())
+        assert choice["with"] == ("stack" if stack["weight"] else "alone")
         assert row["with"] == choice["with"] == answers_with(RunFolder(path), pipeline, row["site"])
         last = metrics(path, row["site"])[-1]
         assert last["with"] == row["with"]
         assert last["merged"]["accuracy"] == row["accuracy"] == row["models"][row["with"]]["accuracy"]
         assert last["proxy"]["accuracy"] == row["models"]["proxy"]["accuracy"]
         assert row["own"]["auroc"] == row["models"][row["with"]]["own"]["auroc"]
-        assert set(row["models"]) == {"private", "proxy", "mean"}
+        assert set(row["models"]) == {"private", "proxy", "mean", "alone", "stack"}
     spread = document["models"]["mean"]
     assert set(spread) == {"merged", "internal"}
     every = [row["models"]["mean"]["accuracy"] for row in document["sites"]]
     assert spread["merged"]["accuracy"]["mean"] == pytest.approx(np.mean(every))
 
 
-@pytest.mark.parametrize("answer", ["private", "proxy", "mean"])
+@pytest.mark.parametrize("answer", ["private", "proxy", "mean", "alone", "stack"])
 def test_evaluate_answers_as_asked(validated, answer):
     study, path, chosen = validated
     document = evaluate(study, str(path), overrides=[f"predict.with={answer}"])
@@ -147,16 +150,18 @@ def test_every_round_answers_as_the_run_is_told(validated, tmp_path):
     row = evaluate(study, str(path))["sites"][0]
     assert (line["with"], row["with"]) == ("mean", "mean")
     assert line["merged"] == {key: row["models"]["mean"][key] for key in line["merged"]}
-    assert not (path / "sites" / "S0" / "choice.json").exists()
     alone = run(study, "predict.with=proxy", "train.rounds=1", method="regular")
     assert evaluate(study, str(alone))["sites"][0]["with"] == "private"
     assert set(evaluate(study, str(alone))["sites"][0]["models"]) == {"private"}
 
 
-def test_without_a_validation_split_the_private_model_answers(tmp_path):
+def test_without_rows_that_nobody_knows_by_heart_the_site_answers_as_it_would_alone(tmp_path):
     study = make_study(tmp_path / "study", n_sites=2)
     path = run(study, SEEDED, "train.rounds=1")
+    assert [row["with"] for row in evaluate(study, str(path))["sites"]] == ["alone"] * 2
+    path = run(study, SEEDED, "train.rounds=1", "train.alone=false")
     assert [row["with"] for row in evaluate(study, str(path))["sites"]] == ["private"] * 2
+    refused(lambda: evaluate(study, str(path), overrides=["predict.with=alone"]), "train.alone = false")
     row = dry_run(study, method="proxyfl", overrides=HELD)["sites"][0]
     assert (row["n_train"], row["n_validation"]) == (24, 12)
     row = dry_run(study, method="regular", overrides=HELD)["sites"][0]
@@ -177,13 +182,14 @@ def test_a_run_answers_by_a_stack_in_every_round_and_remembers_it(tmp_path):
         )
         assert row["accuracy"] == row["models"]["stack"]["accuracy"]
         assert 0 <= choice["stack"]["weight"] <= 1
-    without = run(study, SEEDED, *HELD, "train.rounds=1")
+    without = run(study, SEEDED, *HELD, "train.rounds=1", "train.alone=false")
     refused(lambda: evaluate(study, str(without), overrides=["predict.with=stack"]), "trained without")
 
 
 def test_a_stack_needs_rows_that_nobody_knows_by_heart(study):
-    refused(lambda: run(study, "predict.with=stack"), "predict.with = 'stack'", "val_fraction=0.15")
-    open_hearts = ("predict.with=stack", "privacy.enabled=false", "train.tune=true")
+    stack = ("predict.with=stack", "train.alone=false")
+    refused(lambda: run(study, *stack), "predict.with = 'stack'", "val_fraction=0.15")
+    open_hearts = (*stack, "privacy.enabled=false", "train.tune=true")
     refused(lambda: run(study, *open_hearts), "predict.with = 'stack'")
 
 

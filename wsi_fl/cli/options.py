@@ -32,7 +32,7 @@ PredictionOverrides = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="predict.with (auto, private, proxy, mean or stack). Repeatable.",
+        help="predict.with (auto, private, proxy, mean, alone or stack). Repeatable.",
     ),
 ]
 Run = Annotated[str, typer.Argument(help="A run: its folder, name or number.")]

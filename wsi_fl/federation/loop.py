@@ -36,8 +36,10 @@ from wsi_fl.federation.site import (
 )
 from wsi_fl.federation.topology import Matrix, over, receivers
 from wsi_fl.learning.examples import batches
-from wsi_fl.learning.lessons import LESSONS
-from wsi_fl.learning.local import Batch, mean_losses
+from wsi_fl.learning.lessons import LESSONS, TrainingSet
+from wsi_fl.learning.local import Batch, mean_losses, supervised_step
+from wsi_fl.learning.units import rows_alone
+from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import Release
 from wsi_fl.privacy.plan import Mode, PrivacyPlan, require_planned
@@ -168,7 +170,7 @@ def _freeze_diverged(site: Site, before: Mapping[str, NDArray[np.float32]], roun
 
     Whether it diverged depends on records that no ε covers, so the round goes on as if nothing had happened.
     """
-    if "proxy" not in site.learners:  # nothing else would go on
+    if len(site.learners) == 1:  # nothing else would go on
         return
     for role, vector in before.items():
         learner = site.learners[role]
@@ -192,23 +194,49 @@ def _train_round(
 ) -> dict[str, float | None]:
     """Train on every batch of a round (Algorithm 1, lines 2–5), and return the mean loss of each role.
 
+    The model that the site would have alone learns from the site's rows as it would there: in batches of its own.
+    """
+    learn = partial(_learn, site, schedule=schedule, round_=round_, report=report)
+    losses: dict[str, float | None] = {}
+    lesson = LESSONS[method.learns_from](site.material())
+    if lesson is not None and not all(k.frozen for role, k in site.learners.items() if role != LONE):
+        losses |= learn(
+            lesson, site.plan, lambda batch, noise: method.step(site.learners, batch, schedule.weights, noise)
+        )
+    lone = site.learners.get(LONE)
+    if lone is not None and not (lone.fitted or lone.frozen):
+        own = TrainingSet(site.train, rows_alone(len(site.train)))
+        losses |= learn(own, None, lambda batch, noise: {LONE: supervised_step(lone, batch, noise)})
+    return losses
+
+
+def _learn(
+    site: Site,
+    lesson: TrainingSet,
+    plan: PrivacyPlan | None,
+    step: Callable[[Batch, CipherStream], dict[str, float]],
+    *,
+    schedule: Schedule,
+    round_: int,
+    report: Report,
+) -> dict[str, float | None]:
+    """Take a step on every batch of a lesson, and return the mean losses.
+
     Batches are Poisson samples wherever a learner is under differential privacy. There the
     augmentation is secret too: a sequence that others know would tie every record to the number of records before it
-    in the batch, and ε holds only where one record changes one gradient.
+    in the batch, and ε holds only where one record changes one gradient. Streams of their own keep what each lesson
+    draws from the others.
     """
-    lesson = LESSONS[method.learns_from](site.material())
-    if lesson is None or all(learner.frozen for learner in site.learners.values()):
-        return {}
-    seed = schedule.seed if site.plan is None else schedule.insecure_seed
+    seed = schedule.seed if plan is None else schedule.insecure_seed
     noise, sampler, views = (
         CipherStream.fresh() if seed is None else CipherStream.seeded(seed, site.index, round_, purpose)
         for purpose in ("noise", "batches", "views")
     )
-    if site.plan is None:
+    if plan is None:
         rows = lesson.rows(schedule.batch_size, schedule.epochs_per_round, sampler=sampler)
     else:
-        rows = lesson.rows_of(site.plan, sampler)
-        _require_planned(site, site.plan, schedule, lesson.units.n, len(rows))
+        rows = lesson.rows_of(plan, sampler)
+        _require_planned(site, plan, schedule, lesson.units.n, len(rows))
     dropout = views.below(2**63)  # of a model that stays at home: none under privacy has any
     augment = schedule.make_augment(views)
     images = batches(lesson.examples(), iter(rows), augment=augment, device=site.device, draws=views)
@@ -216,11 +244,11 @@ def _train_round(
     with torch.random.fork_rng(devices=[site.device] if site.device.type == "cuda" else []):
         torch.manual_seed(dropout)
 
-        def step(number: int, batch: Batch) -> dict[str, float]:
+        def taken(number: int, batch: Batch) -> dict[str, float]:
             report({"site": site.name, "round": round_, "step": number, "steps": len(rows)})
-            return method.step(site.learners, batch, schedule.weights, noise)
+            return step(batch, noise)
 
-        return mean_losses(step(number, batch) for number, batch in enumerate(drawn))
+        return mean_losses(taken(number, batch) for number, batch in enumerate(drawn))
 
 
 def _require_planned(site: Site, plan: PrivacyPlan, schedule: Schedule, n: int, steps: int) -> None:

@@ -173,6 +173,14 @@ class Method:
         return any(share.in_rounds for share in self.shares)
 
     @property
+    def keeps_lone(self) -> bool:
+        """Return whether a site learns the model that it would have alone beside those of the method.
+
+        Where sums are released the private model is that one already.
+        """
+        return self.talks and not self.once
+
+    @property
     def taught(self) -> bool:
         """Return whether a model under privacy has a teacher without it, so that its ε is nominal unless β = 0."""
         return any(role.dp and role.taught for role in self.learners.values())
@@ -190,6 +198,10 @@ class Method:
         found += _OF_ROUNDS if self.once else ("train.releases",)
         if not self.starts:
             found += ("train.start",)
+        if not self.keeps_lone:
+            found += ("train.alone",)
+        if not self.talks:
+            found += _OF_ANSWERS
         return found if self.taught else found + _OF_PROXIES
 
     def graph(self, seed: int) -> Topology:
@@ -197,7 +209,8 @@ class Method:
         return (self.mixed or Share("model", "none")).graph(seed)
 
 
-_OF_PROXIES = ("train.alpha", "train.beta", "train.val_fraction", "model.proxy", "predict.with")
+_OF_PROXIES = ("train.alpha", "train.beta", "model.proxy")
+_OF_ANSWERS = ("train.val_fraction", "predict.with")
 _OF_ROUNDS = (
     *("train.rounds", "train.epochs_per_round", "train.batch_size", "train.lr", "train.weight_decay"),
     *("train.tune", "train.balance", "model.", "privacy.clip", "topology."),

@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,34 +26,36 @@ from wsi_fl.learning.counts import N_BINS, Counts, count, n_bytes
 from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import Probabilities, operating_point, slide_level
-from wsi_fl.learning.stacking import Stack, fitted_stack, own_alone, shared_alone, stack_by_rows
-from wsi_fl.learning.tasks import quality, scored
-from wsi_fl.learning.tuning import balanced_loss
-from wsi_fl.learning.validation import ANSWERS, STACK, answered, best_answer, roles
+from wsi_fl.learning.stacking import Stack, gated_stack, own_alone, shared_alone, stack_by_rows
+from wsi_fl.learning.tasks import scored
+from wsi_fl.learning.validation import LONE, STACK, answered, best_answer, reached, roles
 from wsi_fl.models.shared_head import SharedHead
 from wsi_fl.privacy.ledger_file import SCORES, digest
 
 
 def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any]:
-    """Return the scores of a site's answer on every test set, by name; with a proxy also "with" and "proxy".
+    """Return the scores of a site's answer on every test set, by name; where it has several, which of them is "with".
+
+    Those of a proxy are told too, on the last set.
 
     Args:
         alive: called with every batch.
     """
     line: dict[str, Any] = {}
-    answer, stack = "private", None
-    if "proxy" in site.learners:
-        answer = schedule.answer
-        if answer in ("auto", STACK):
-            chosen = choose_answer(site, schedule, alive) or {"with": "private"}
-            answer, stack = chosen["with"], Stack.of(chosen["stack"]) if "stack" in chosen else None
+    answer, stack = schedule.answer, None
+    if answer in ("auto", STACK):
+        chosen = choose_answer(site, schedule, alive) or {"with": "private"}
+        answer, stack = chosen["with"], Stack.of(chosen["stack"]) if "stack" in chosen else None
+    if not site.learners.keys() >= set(roles(answer, stack)):
+        answer = "private"
+    if len(site.learners) > 1:
         line["with"] = answer
     sets = list(site.tests.items())
     for name, examples in sets:
-        wanted = dict.fromkeys(roles(answer))
+        wanted = dict.fromkeys(roles(answer, stack))
         if "proxy" in site.learners and name == sets[-1][0]:
             wanted["proxy"] = None
-        said = {role: _predict(site, role, examples, alive) for role in wanted}
+        said = _predictions(site, wanted, examples, alive)
         line[name] = scored(answered(said, answer, stack), examples.label, examples.task)
         if "proxy" in said and name == sets[-1][0]:
             line["proxy"] = {"on": name, **scored(said["proxy"], examples.label, examples.task)}
@@ -63,68 +65,94 @@ def evaluate(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[
 def choose_answer(site: Site, schedule: Schedule, alive: Callable[[], None]) -> dict[str, Any] | None:
     """Return which model or mixture should answer at a site, as its run keeps it; None where there is no choice.
 
-    It is what does best on the site's validation split, or the mixture of both models where that is asked for.
+    Of classes it is the mixture of what the site would answer alone with what it has by joining, where it knows both.
+    Else it is what does best on the site's validation split; without one nothing speaks against staying alone.
     """
-    examples = site.validation
-    if "proxy" not in site.learners:
+    task, examples, lone = site.train.task, site.validation, LONE in site.learners
+    if len(site.learners) == 1:
         if site.held_out is None:
             return None
         point = _slide_threshold(site.held_out, site.train)
         return {"with": "private", "by": "cross-validation", "n": len(site.train), "slide_threshold": point}
-    if schedule.answer == STACK:
-        stack, rows, said_of_rows = _stack(site, alive)
-        point = None if rows is None or said_of_rows is None else _slide_threshold(said_of_rows, rows)
-        n = 0 if rows is None else len(rows)
-        return {"with": STACK, "by": STACK, "n": n, "stack": asdict(stack), "slide_threshold": point}
+    said = _predictions(site, site.learners, examples, alive) if examples is not None else {}
+    found = {}
+    if examples is not None:
+        name = "macro_accuracy" if task.kind == "classes" else task.scores[0]
+        found[name] = reached(said, examples.label, task)
+    if schedule.answer == STACK or (lone and task.kind == "classes"):
+        mixture = _mixture(site, said, alive) | found
+        stays = lone and schedule.answer != STACK and not mixture["stack"]["weight"]
+        return mixture | {"with": LONE} if stays else mixture
     if examples is None:
-        return None
-    said = {role: _predict(site, role, examples, alive) for role in ("private", "proxy")}
-    task = examples.task
-    reached = {answer: quality(answered(said, answer), examples.label, task) for answer in ANSWERS}
+        return {"with": LONE, "by": "validation", "n": 0} if lone else None
+    return {"with": best_answer(said, examples.label, task), "by": "validation", "n": len(examples)} | found
+
+
+def _mixture(site: Site, validated: Mapping[str, Probabilities], alive: Callable[[], None]) -> dict[str, Any]:
+    """Return a site's mixture, as its run keeps it.
+
+    A site of one class asks what it has by joining. Any other keeps to its lone model, unless rows that neither has
+    learned by heart speak for more.
+
+    Args:
+        validated: what its models say of its validation split, by role; empty where it has none.
+    """
+    lone = LONE if LONE in site.learners else "private"
+    joined = "proxy" if "proxy" in site.learners else "private"
+    if len(np.unique(site.train.label)) < 2:
+        stack, seen = shared_alone(site.n_classes), None
+    else:
+        if site.validation is not None and lone == LONE:
+            candidates = {role: one for role, one in validated.items() if role != LONE}
+            joined = best_answer(candidates, site.validation.label)
+        seen = _unseen(site, lone, joined, validated, alive)
+        head = site.learners["proxy"].model if joined == "proxy" else None
+        if isinstance(head, SharedHead):
+            said = {} if seen else _predictions(site, (lone, joined), site.train, alive)
+            rows, own, theirs = seen or (site.train, said[lone], said[joined])
+            stack = stack_by_rows(own, theirs, rows.label, *head.worth())
+        elif seen is None:
+            stack = own_alone(site.n_classes)
+        else:
+            rows, own, theirs = seen
+            stack = gated_stack(own, theirs, rows.label, rows.patient)
     return {
-        "with": best_answer(said, examples.label, task),
-        "by": "validation",
-        "n": len(examples),
-        "macro_accuracy" if task.kind == "classes" else task.scores[0]: reached,
+        "with": STACK,
+        "by": STACK,
+        "n": 0 if seen is None else len(seen[0]),
+        "stack": asdict(replace(stack, own=lone, shared=joined)),
+        "slide_threshold": None if seen is None else _slide_threshold(stack(*seen[1:]), seen[0]),
     }
 
 
-def _stack(site: Site, alive: Callable[[], None]) -> tuple[Stack, Examples | None, Probabilities | None]:
-    """Return a site's mixture of its models, the rows it was fitted on, and its answers for these.
+_Told = tuple[Examples, Probabilities, Probabilities]
+"""Rows, and what the lone and the joined model say of them."""
 
-    For these rows the private answers come from models that have not seen the patient. A proxy under noise has not
-    memorised them, and a head made of sums answers without the site's own.
+
+def _unseen(
+    site: Site, lone: str, joined: str, validated: Mapping[str, Probabilities], alive: Callable[[], None]
+) -> _Told | None:
+    """Return rows that neither model has learned by heart, with their answers; None where there are none.
+
+    A proxy under noise has memorised no training rows, and a head made of sums answers without the site's own. What the
+    lone model would say of them is known by cross-validation.
     """
-    head, rows, own = site.learners["proxy"].model, site.train, site.held_out
-    if own is None and site.validation is not None:
-        rows, own = site.validation, _predict(site, "private", site.validation, alive)
-    if own is not None and len(set(rows.label.tolist())) < 2:
-        return shared_alone(site.n_classes), None, None
-    if isinstance(head, SharedHead) and len(set(site.train.label.tolist())) > 1:
-        said = _predict(site, "private", rows, alive) if own is None else own
-        theirs = _predict(site, "proxy", rows, alive)
-        stack = stack_by_rows(said, theirs, rows.label, *head.worth())
-    elif own is None:
-        return _unmixed(site, alive), None, None
-    else:
-        theirs = _predict(site, "proxy", rows, alive)
-        stack = fitted_stack(own, theirs, rows.label)
-    return (stack, None, None) if own is None else (stack, rows, stack(own, theirs))
+    epsilon = site.ledger.epsilon()
+    noisy = epsilon is not None and epsilon <= _NOT_BY_HEART
+    models = [site.learners[role] for role in roles(joined)]
+    if site.held_out is not None and all(
+        isinstance(one.model, SharedHead) or (noisy and one.with_dp) for one in models
+    ):
+        theirs = answered(_predictions(site, roles(joined), site.train, alive), joined)
+        return site.train, site.held_out, theirs
+    rows = site.validation
+    if rows is None or len(np.unique(rows.label)) < 2:
+        return None
+    return rows, validated[lone], answered(validated, joined)
 
 
-def _unmixed(site: Site, alive: Callable[[], None]) -> Stack:
-    """Return one of the two models alone, for a site that cannot hold out rows to fit a mixture.
-
-    A site of one class uses the shared model. Any other uses it where it is better than a guess on the site's rows,
-    which it has not seen or not memorised.
-    """
-    own_rows = site.train
-    if len(set(own_rows.label.tolist())) > 1:
-        shared = _predict(site, "proxy", own_rows, alive)
-        guess = np.full(shared.shape, 1 / site.n_classes)
-        if balanced_loss(shared, own_rows.label) >= balanced_loss(guess, own_rows.label):
-            return own_alone(site.n_classes)
-    return shared_alone(site.n_classes)
+_NOT_BY_HEART = 10.0
+"""The largest ε with which a model counts as not knowing its training rows by heart."""
 
 
 def _slide_threshold(said: Probabilities, rows: Examples) -> float | None:
@@ -142,10 +170,14 @@ def _without_gradients(model: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
     return asked
 
 
-def _predict(site: Site, role: str, examples: Examples, alive: Callable[[], None]) -> Probabilities:
-    """Return float64[n, classes] of one of a site's models."""
-    said = probabilities(site.learners[role].logits, examples, site.device, alive=alive)
-    return undecided_where_broken(said, examples)
+def _predictions(
+    site: Site, asked: Iterable[str], examples: Examples, alive: Callable[[], None]
+) -> dict[str, Probabilities]:
+    """Return float64[n, classes] of some of a site's models, by role."""
+    said = {
+        role: probabilities(site.learners[role].logits, examples, site.device, alive=alive) for role in asked
+    }
+    return {role: undecided_where_broken(one, examples) for role, one in said.items()}
 
 
 def as_released(model: nn.Module, vector: Vector, *, alone: bool) -> nn.Module:

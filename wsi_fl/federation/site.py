@@ -40,8 +40,8 @@ class Schedule:
         self_weight: P[i, i] where the graph leaves it open.
         graph: instead of the method's own.
         batch_size: units (rows or patients) of a batch, where a site has no privacy plan.
-        answer: what a site with a proxy predicts with: "private", "proxy", "mean", "auto" by its validation split, or
-            "stack" for the mixture of both that suits its own rows.
+        answer: what a site predicts with: "private", "proxy", "mean", "alone", "stack" for the mixture that suits its
+            own rows, or "auto" for what the site finds best.
         reset_optimizer: whether the optimizer of what travels starts afresh after every exchange.
         insecure_seed: fixed noise, for tests alone.
         colluding: how many sites may put together what they know, where noise is added once in all; None where each
@@ -73,9 +73,9 @@ class Site:
         units: what privacy counts, and how it is drawn: rows or patients, canaries among them.
         canaries: those that are planted among what it learns from, for an audit; None for none.
         n_classes: how many classes there are.
-        held_out: float64[n, classes], what models like its private one say of its training rows without having seen
-            their patients; None where that is not known.
-        tuned: the settings that it chose for its private model, as its run keeps them; None where it chose none.
+        held_out: float64[n, classes], what models like the one it would have alone say of its training rows without
+            having seen their patients; None where that is not known.
+        tuned: the settings that it chose for models of its own, as its run keeps them; None where it chose none.
         validation: what it holds out to choose what predicts, and learns nothing from; None for nothing.
         returning: whether it was lost and comes back; it waits to be given a share of the others' mass.
         active: whether it takes part in the graph and its models under differential privacy still learn.

@@ -1,7 +1,7 @@
-"""Mix the answers of a site's own and of the shared model, with weights fitted on the site's own rows.
+"""Mix the answers of the model that a site would have alone and of what it has by joining.
 
-The own model's answers come from models that have not seen the row's patient, the shared model's are computed without
-the site's own part. So neither is believed for what it has memorised (stacked generalisation; Wolpert, 1992).
+The lone model's answers come from models that have not seen the row's patient, the joined ones from models that have
+not learned it by heart. So neither is believed for what it has memorised (stacked generalisation; Wolpert, 1992).
 """
 
 from __future__ import annotations
@@ -14,12 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wsi_fl.learning.metrics import Labels, Probabilities
-from wsi_fl.learning.tuning import balanced_loss
 
-_WEIGHTS = np.linspace(0, 1, 26)
 _LEAST = 1e-12
-_PULL = 0.05
-"""Strength, for one row, of the pull of slope and biases towards 0."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +26,15 @@ class Stack:
         weight: of the shared model, from 0 to 1.
         scales: what the logits of the own and of the shared model are divided by.
         slope, bias: of the mixture, one number and one for each class.
+        own, shared: the answers that are mixed, as `validation.answered` knows them.
     """
 
     weight: float
     scales: tuple[float, float]
     slope: float
     bias: tuple[float, ...]
+    own: str = "private"
+    shared: str = "proxy"
 
     def __call__(self, own: Probabilities, shared: Probabilities) -> Probabilities:
         """Return probabilities float64[n, classes] of both models' probabilities float64[n, classes]."""
@@ -55,7 +54,8 @@ class Stack:
         """Return the stack of a document that `asdict` made."""
         scales = (float(document["scales"][0]), float(document["scales"][1]))
         bias = tuple(map(float, document["bias"]))
-        return Stack(float(document["weight"]), scales, float(document["slope"]), bias)
+        whose = {key: str(document[key]) for key in ("own", "shared") if key in document}
+        return Stack(float(document["weight"]), scales, float(document["slope"]), bias, **whose)
 
 
 def shared_alone(n_classes: int) -> Stack:
@@ -113,59 +113,66 @@ def _spread(logits: NDArray[np.float64], labels: Labels) -> float:
     return float(np.sqrt((weights @ centred**2).mean())) or 1.0
 
 
-def fitted_stack(own: Probabilities, shared: Probabilities, labels: Labels) -> Stack:
-    """Return the stack whose balanced log-loss on these rows is least.
+def gated_stack(
+    own: Probabilities, joined: Probabilities, labels: Labels, patient: NDArray[np.str_]
+) -> Stack:
+    """Return the stack that keeps the own model alone unless these rows show that a mixture is better.
+
+    The joined model's logits are brought to the spread of the own one's, and midway between the classes. Of three
+    weights that one is taken whose balanced log-loss is most surely less than the own model's: by more than a standard
+    error over patients, which is raised where a class has few.
 
     Args:
         own: float64[n, classes], of rows whose patients the model had not seen.
-        shared: float64[n, classes], of the same rows.
+        joined: float64[n, classes], of the same rows, not known by heart either.
         labels: int64[n], of at least two classes.
+        patient: str[n]; "" where it is not known, and then the row is one of its own.
 
     Example:
-        >>> right = np.array([[0.9, 0.1], [0.8, 0.2], [0.1, 0.9], [0.2, 0.8]])
-        >>> fitted_stack(right, np.full((4, 2), 0.5), np.array([0, 0, 1, 1])).weight
+        >>> right = np.array([[0.7, 0.3], [0.8, 0.2], [0.3, 0.7], [0.2, 0.8]])
+        >>> labels, patient = np.array([0, 0, 1, 1]), np.array(["", "", "", ""])
+        >>> gated_stack(right, np.full((4, 2), 0.5), labels, patient).weight
         0.0
+        >>> gated_stack(np.full((4, 2), 0.5), right, labels, patient).weight > 0
+        True
     """
-    logits = _logits(own), _logits(shared)
-    spread = [float(one.std()) or 1.0 for one in logits]
-    best: tuple[float, Stack] | None = None
+    logits = _logits(own), _logits(joined)
+    scales = _spread(logits[0], labels), _spread(logits[1], labels)
+    present = np.unique(labels)
+    middle = np.mean([logits[1][labels == one].mean(0) for one in present], axis=0) * scales[0] / scales[1]
+    best, most = own_alone(own.shape[1]), 0.0
+    before = _losses(own, labels)
     for weight in _WEIGHTS:
-        plain = Stack(float(weight), (spread[0], spread[1]), 1.0, (0.0,) * own.shape[1])
-        slope, bias = _calibrated(plain.mixed(*logits), labels)
-        stack = Stack(plain.weight, plain.scales, slope, bias)
-        loss = balanced_loss(stack(own, shared), labels)
-        if best is None or loss < best[0] - _LEAST:
-            best = loss, stack
-    assert best is not None
-    return best[1]
+        stack = Stack(weight, scales, scales[0], tuple((-weight * middle).tolist()))
+        sure = _surely(before - _losses(stack(own, joined), labels), labels, patient)
+        if sure > most:
+            best, most = stack, sure
+    return best
 
 
-def _calibrated(mixed: NDArray[np.float64], labels: Labels) -> tuple[float, tuple[float, ...]]:
-    """Return the slope and biases of the mixture's logits float64[n, classes] with the least balanced log-loss.
+_WEIGHTS = (1 / 3, 1 / 2, 2 / 3)
 
-    They are pulled a little towards 0: with few rows in a class, many would separate it equally well.
-    """
-    from scipy.optimize import minimize
-    from scipy.special import log_softmax
 
-    # 1. balanced weights: every class has the same total
-    n, n_classes = mixed.shape
-    counts = np.bincount(labels, minlength=n_classes)
-    weights = 1 / counts[labels] / (counts > 0).sum()
-    truth = np.eye(n_classes)[labels]
+def _losses(said: Probabilities, labels: Labels) -> NDArray[np.float64]:
+    """Return float64[n], the log-loss of every row."""
+    found: NDArray[np.float64] = -np.log(np.clip(said[np.arange(len(labels)), labels], _LEAST, None))
+    return found
 
-    # 2. log-loss of softmax(slope · logits + bias) plus an L2 penalty, and its gradient
-    def loss(at: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        said = log_softmax(mixed * at[0] + at[1:], axis=1)
-        wrong = (np.exp(said) - truth) * weights[:, None]
-        value = -float(weights @ said[np.arange(n), labels]) + _PULL / n * float(at @ at)
-        return value, np.array([(wrong * mixed).sum(), *wrong.sum(0)]) + 2 * _PULL / n * at
 
-    # 3. minimised from the uncalibrated logits on, with a slope of at least 0
-    start = np.array([1.0, *np.zeros(n_classes)])
-    bounds = [(0.0, None), *[(None, None)] * n_classes]
-    found = minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds).x
-    return float(found[0]), tuple(found[1:].tolist())
+def _surely(gains: NDArray[np.float64], labels: Labels, patient: NDArray[np.str_]) -> float:
+    """Return the mean of gains float64[n], all classes counting alike, less what chance could make of it."""
+    names = np.array([name or f"row {row}" for row, name in enumerate(patient.tolist())])
+    present, of_class, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    means = np.bincount(of_class, gains) / counts
+    apart = (gains - means[of_class]) / counts[of_class] / len(present)
+    whose = np.unique(names, return_inverse=True)[1]
+    error = np.sqrt((np.bincount(whose, apart) ** 2).sum())
+    fewest = min(len(np.unique(whose[labels == one])) for one in present)
+    return float(means.mean() - error * (1 + _FEW / fewest))
+
+
+_FEW = 5.0
+"""Patients of a class with which the standard error counts twice."""
 
 
 def _logits(said: Probabilities) -> NDArray[np.float64]:

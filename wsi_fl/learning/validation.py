@@ -18,8 +18,10 @@ from wsi_fl.types import UsageError
 PredictionSource = Literal["private", "mean", "proxy"]
 """Whose probabilities are a site's answer; of equally good ones the first."""
 ANSWERS: tuple[PredictionSource, ...] = get_args(PredictionSource)
+LONE = "alone"
+"""The role of the model that a site would have alone: it learns from the site's rows beside those of the method."""
 STACK = "stack"
-"""The answer that mixes both models by a `Stack`."""
+"""The answer that mixes what a site would answer alone with what it has by joining, by a `Stack`."""
 
 
 def with_validation(examples: Examples, fraction: float, seed: int) -> tuple[Examples, Examples]:
@@ -56,15 +58,17 @@ def _lot(seed: int, name: str) -> float:
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:6], "big") / 2**48
 
 
-def roles(answer: str) -> tuple[str, ...]:
+def roles(answer: str, stack: Stack | None = None) -> tuple[str, ...]:
     """Return the roles of the models that an answer needs."""
-    return ("private", "proxy") if answer in ("mean", STACK) else (answer,)
+    if answer == STACK and stack is not None:
+        return tuple(dict.fromkeys((*roles(stack.own), *roles(stack.shared))))
+    return ("private", "proxy") if answer == "mean" else (answer,)
 
 
 def answered(
     predicted: Mapping[str, Probabilities], answer: str, stack: Stack | None = None
 ) -> Probabilities:
-    """Return float64[n, classes], the predictions of one model, or the mean or mixture of both.
+    """Return float64[n, classes], the predictions of one model, the mean of two, or a mixture.
 
     Args:
         predicted: probabilities by role.
@@ -72,16 +76,22 @@ def answered(
     """
     if answer == STACK:
         assert stack is not None
-        return stack(predicted["private"], predicted["proxy"])
+        return stack(answered(predicted, stack.own), answered(predicted, stack.shared))
     said = [predicted[role] for role in roles(answer)]
     return said[0] if len(said) == 1 else np.mean(said, axis=0)
 
 
-def best_answer(
+def reached(
     predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES
-) -> PredictionSource:
+) -> dict[str, float | None]:
+    """Return the `tasks.quality` of every answer that these models can give, the model alone first."""
+    known = [one for one in (LONE, *ANSWERS) if set(roles(one)) <= predicted.keys()]
+    return {one: quality(answered(predicted, one), labels, task) for one in known}
+
+
+def best_answer(predicted: Mapping[str, Probabilities], labels: Labels, task: Task = CLASSES) -> str:
     """Return the answer with the best `tasks.quality`; "private" where it cannot be computed, as with one class."""
-    if "proxy" not in predicted or len(np.unique(labels, axis=0)) < 2:
+    if len(np.unique(labels, axis=0)) < 2:
         return "private"
-    reached = {answer: quality(answered(predicted, answer), labels, task) for answer in ANSWERS}
-    return max(ANSWERS, key=lambda answer: -np.inf if (value := reached[answer]) is None else value)
+    found = reached(predicted, labels, task)
+    return max(found, key=lambda one: -np.inf if (value := found[one]) is None else value)

@@ -51,9 +51,9 @@ _TRANSFER = {"what": str, "from": str, "to": str, "bytes": int, "seconds": int |
 
 Kept = Literal["plan", "canaries", "package", "choice", "tuned", "counts", "scores"]
 """What a site writes once, for itself, and reads again after a restart: the privacy plan of its rounds, the canaries
-planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean" or
-"stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets go, and what
-all hospitals told of theirs."""
+planted among its rows, the images that it learns from, what answers best: {"with": "private", "proxy", "mean",
+"alone" or "stack", "by": …}, the settings that it chose for its own model, the counts of its test part that it lets
+go, and what all hospitals told of theirs."""
 
 
 class SiteFolder:
@@ -184,6 +184,10 @@ class SiteFolder:
         path = self.path / f"{role}.safetensors"
         save_tensors(path, tensors, {})
         return path
+
+    def has_model(self, role: str) -> bool:
+        """Return whether the site has a model of this role, when the run has finished."""
+        return (self.path / f"{role}.safetensors").exists()
 
     def load_model(self, role: str) -> dict[str, Tensor]:
         """The tensors of `<role>.safetensors`."""

@@ -56,11 +56,14 @@ class Train(Section):
     """Weight decay of Adam."""
     balance: bool = False
     """Whether rows are weighed in training so that all classes count alike. Models under differential privacy are left
-    alone, since weights that follow private counts would void ε; `predict.with = "stack"` balances what they answer."""
+    alone, since weights that follow private counts would void ε; `predict.with = "stack"` centres what they answer."""
     tune: bool = False
     """Whether models without differential privacy choose their own settings by cross-validation over the site's own
     patients. Linear heads are fitted at once; others choose `balance`, `weight_decay` and `lr`. `compare` always
     tunes the hospital alone."""
+    alone: bool = True
+    """Whether each site also learns the model that it would have alone, which never leaves, so that joining costs
+    nothing: see `predict.with`. A linear head is fitted at once; other models take one more step for every batch."""
     alpha: float = Field(0.3, ge=0, le=1)
     """How far the private model learns from its proxy (α) instead of from the labels: 0 not at all, 1 from the proxy
     alone."""
@@ -69,7 +72,7 @@ class Train(Section):
     it counts as 0."""
     val_fraction: float = Field(0.0, ge=0, lt=1)
     """Probability with which each training patient is held out for validation where the store has no validation split.
-    Only methods with a proxy hold patients out, to choose which model answers."""
+    They say what answers best; only methods by which sites send each other something hold patients out."""
     augment: str = "flips"
     """How training patches are varied: not at all (`none`), by the eight symmetries of the square (`flips`), or by
     these and random colour changes (`stain`)."""
@@ -286,10 +289,11 @@ class Evaluate(Section):
 class Predict(Section):
     """Which model answers."""
 
-    with_: Literal["auto", "private", "proxy", "mean", "stack"] = Field("auto", alias="with")
-    """Which model answers: the private one, the proxy, or the mean of both. `auto` takes what does best on the site's
-    validation split, or the private model without one. `stack` mixes both with the weight that suits the site's own
-    rows, and lets all classes count alike; it needs `train.tune`, or a validation split."""
+    with_: Literal["auto", "private", "proxy", "mean", "alone", "stack"] = Field("auto", alias="with")
+    """Which model answers: the private one, the proxy, the mean of both, or the one the site would have `alone`.
+    `stack` mixes that one with what the site has by joining: by so much as rows show that no model knows by heart, and
+    not at all where they do not. `auto` is `stack` with `train.alone`; else what does best on the validation split, or
+    the private model without one. Numbers and survival are not mixed: of them `auto` takes the best."""
 
 
 class Pipeline(Section):

@@ -107,6 +107,7 @@ def staying(party: RunContext) -> list[str]:
     """Return what never leaves a hospital under a plan."""
     lets_go = any("private_model" in site.allow for site in party.sites)
     kept = "" if party.method.travels == "private" or lets_go else ", the private model"
+    kept += ", the lone model" if party.method.keeps_lone and party.pipeline.train.alone else ""
     return [
         "slides, patches, features, masks and outlines",
         "labels, and the names of slides and patients",

@@ -19,7 +19,7 @@ from wsi_fl.learning.local import probabilities, undecided_where_broken
 from wsi_fl.learning.metrics import mean_and_sd
 from wsi_fl.learning.predictions import Level, Predictions, of_tumor_types
 from wsi_fl.learning.tasks import Task
-from wsi_fl.learning.validation import ANSWERS, STACK, answered, roles
+from wsi_fl.learning.validation import ANSWERS, LONE, STACK, answered, roles
 from wsi_fl.report.words import SCORES, SHORT, number
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.answers.between import between_lines, between_of
@@ -113,7 +113,7 @@ def _over_sites(parts: Sequence[Mapping[str, Any]], task: Task) -> dict[str, Any
 def _over_models(rows: Sequence[Mapping[str, Any]], task: Task, *, merged: bool) -> dict[str, Any]:
     """Mean ± sd of every score by what could answer; of methods without a proxy, the private models alone."""
     found: dict[str, Any] = {}
-    for answer in (*ANSWERS, STACK):
+    for answer in (*ANSWERS, LONE, STACK):
         said = [row["models"][answer] for row in rows if answer in row["models"]]
         if said:
             whole = _over_sites(said, task) if merged else None
@@ -139,7 +139,10 @@ def _evaluate_site(
     table = _predicted(party, site, seen)
     write_predictions(folder, table)
     # images of a partitioned data set are no slides, and other questions are asked of slides or patients anyway
-    point = (folder.kept("choice") or {}).get("slide_threshold") if meta.spec.mpp > 0 else None
+    choice = folder.kept("choice") or {}
+    point = (
+        choice.get("slide_threshold") if meta.spec.mpp > 0 and choice.get("with") == table.answer else None
+    )
     level = Level(pipeline.evaluate.bootstrap, slides=meta.spec.mpp > 0, point=point)
     mine, others = table.own, table.others
     own, merged = level.of(mine), len(seen) > 1
@@ -166,7 +169,7 @@ def _aggregated(pipeline: Pipeline, weights: Sequence[float], said: Sequence[Pre
 
 
 def _predicted(party: RunContext, site: SiteFile, seen: Mapping[str, TestPart]) -> Predictions:
-    """What each of a site's models says of every part; the proxy and the mean too where there is a proxy."""
+    """What each of a site's models says of every part, and every mixture of them."""
     data, device = party.data(site.name), device_of_rank()
     classes = data.classes
     found = answering(party.run, party.pipeline, site, classes, data.shape, device, every=True)
@@ -183,8 +186,8 @@ def _predicted(party: RunContext, site: SiteFile, seen: Mapping[str, TestPart]) 
             for role, model in found.models.items()
         }
     first = next(iter(seen.values()))[1]
-    known = (*ANSWERS, *[STACK] * (found.stack is not None))
-    possible = [answer for answer in known if set(roles(answer)) <= found.models.keys()]
+    known = (*ANSWERS, LONE, *[STACK] * (found.stack is not None))
+    possible = [answer for answer in known if found.models.keys() >= set(roles(answer, found.stack))]
     return Predictions.of(
         {name: one for name, (one, _) in seen.items()},
         site=site.name,

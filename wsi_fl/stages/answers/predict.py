@@ -99,12 +99,15 @@ def predictions_lines(document: dict[str, Any]) -> Lines:
         headings = (
             ("patches", "answer", "value") if of_bags else ("patches", "max", "top k", "over threshold")
         )
-        whose = "mean of both models" if document["with"] == "mean" else f"{document['with']} model"
+        whose = _WHOSE.get(document["with"], f"{document['with']} model")
         cells = _of_slide if of_bags else _of_patches
         rows = [[row["slide"], str(row["patches"]), *cells(row)] for row in document["slides"]]
         yield Table(f"{whose} of {document['site']}", ["slide", *headings], rows)
     for row in document["slides"]:
         yield row["heatmap"] or row["csv"]
+
+
+_WHOSE = {"mean": "mean of both models", "alone": "lone model", "stack": "mixture"}
 
 
 def _of_patches(row: dict[str, Any]) -> tuple[str, ...]:

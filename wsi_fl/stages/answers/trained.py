@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from wsi_fl.learning.examples import Examples
 from wsi_fl.learning.local import probabilities
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.stacking import Stack
-from wsi_fl.learning.validation import STACK, answered, roles
+from wsi_fl.learning.validation import LONE, STACK, answered, roles
 from wsi_fl.models import build
 from wsi_fl.runs.run import RunFolder
 from wsi_fl.stages.site.kept import as_begun
@@ -66,8 +66,8 @@ class TrainedModels:
 
     Attributes:
         models: by role, those that are needed.
-        answer: "private", "proxy", or "mean" or "stack" of both.
-        stack: how both are mixed, where the run found that out.
+        answer: "alone", "private", "proxy", "mean" of these two, or "stack".
+        stack: what is mixed and how, where the run found that out.
     """
 
     models: Mapping[str, torch.nn.Module]
@@ -78,20 +78,21 @@ class TrainedModels:
     @property
     def asked(self) -> list[torch.nn.Module]:
         """The models that the answer rests on."""
-        return [self.models[role] for role in roles(self.answer)]
+        return [self.models[role] for role in roles(self.answer, self.stack)]
 
     def probabilities(self, examples: Examples, batch_size: int = 256) -> Probabilities:
         """float64[n, classes]: the answer for every example, in order."""
         said = {
             role: probabilities(self.models[role], examples, self.device, batch_size)
-            for role in roles(self.answer)
+            for role in roles(self.answer, self.stack)
         }
         return answered(said, self.answer, self.stack)
 
 
-def has_proxy(run: RunFolder) -> bool:
-    """Whether the sites of a run have a proxy beside their private model."""
-    return METHODS[method_of(run)].travels == "proxy"
+def roles_of(run: RunFolder, site: str) -> Set[str]:
+    """The roles of the models that a site has of a run: those of the method, and the one that it would have alone."""
+    there = METHODS[method_of(run)].learners.keys()
+    return there | {LONE} if run.site(site).has_model(LONE) else there
 
 
 def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
@@ -100,20 +101,19 @@ def answers_with(run: RunFolder, pipeline: Pipeline, site: str) -> str:
     Raises:
         UsageError: when it did not look for what is asked.
     """
-    if not has_proxy(run):
+    wanted, there = pipeline.predict.with_, roles_of(run, site)
+    if len(there) == 1:
         return "private"
-    wanted = pipeline.predict.with_
     if wanted == "auto":
         return run.site(site).choice() or "private"
-    if wanted != STACK:
-        return wanted
-    noted = run.site(site).kept("choice")
-    if noted is None or noted["by"] != STACK:
+    if wanted == LONE not in there and not METHODS[method_of(run)].once:
+        raise UsageError(f"{run.name}: trained with train.alone = false, so it has no model of {site} alone")
+    if wanted == STACK and stack_of(run, site) is None:
         raise UsageError(
-            f"{run.name}: trained without predict.with = 'stack', so it has no weights for mixing the models; train "
-            "with it, or ask for private, proxy or mean"
+            f"{run.name}: trained without predict.with = 'stack' and train.alone = true, so it has no weights for "
+            "mixing the models; train with one of them, or ask for private, proxy or mean"
         )
-    return str(noted["with"])
+    return wanted if wanted == STACK or set(roles(wanted)) <= there else "private"
 
 
 def stack_of(run: RunFolder, site: str) -> Stack | None:
@@ -140,18 +140,18 @@ def answering(
     Raises:
         WsiFlError: when the run has no such model, or it does not fit what the site's file says.
     """
-    answer = answers_with(run, pipeline, site.name)
-    wanted = ("private", "proxy") if every and has_proxy(run) else roles(answer)
+    answer, stack = answers_with(run, pipeline, site.name), stack_of(run, site.name)
+    wanted = roles_of(run, site.name) if every else roles(answer, stack)
     models = {role: _model(run, pipeline, site, role, classes, shape) for role in wanted}
     ready = {role: model.to(device).eval() for role, model in models.items()}
-    return TrainedModels(ready, answer, device, stack_of(run, site.name))
+    return TrainedModels(ready, answer, device, stack)
 
 
 def _model(
     run: RunFolder, pipeline: Pipeline, site: SiteFile, role: str, classes: Sequence[str], shape: Shape
 ) -> torch.nn.Module:
     """A site's model with its trained weights."""
-    common = method_for(method_of(run), pipeline).travels == "private"
+    common = role == "private" == method_for(method_of(run), pipeline).travels
     name = architecture(site, pipeline, role, common=common)
     # its initial weights are all overwritten
     model = build(name, n_classes=len(classes), shape=shape, seed=0)

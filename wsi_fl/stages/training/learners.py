@@ -23,6 +23,7 @@ from wsi_fl.learning.local import (
 )
 from wsi_fl.learning.metrics import Probabilities
 from wsi_fl.learning.tuning import FittedHead, HyperParameters, fitted_head, tuned
+from wsi_fl.learning.validation import LONE
 from wsi_fl.models import build
 from wsi_fl.models.heads import MeanOfBag
 from wsi_fl.models.shared_head import SharedHead
@@ -43,8 +44,8 @@ _PRIVATE_SEED_STEP = 1000
 def build_model(
     site: SiteFile, pipeline: Pipeline, data: Data, role: str, index: int, *, common: bool = False
 ) -> torch.nn.Module:
-    """Return a fresh model: the site's own kind and seed for "private", everybody's for "proxy" or if `common`."""
-    private = role == "private" and not common
+    """Return a fresh model: everybody's kind and seed for "proxy" or if `common`, else the site's own."""
+    private = role != "proxy" and not common
     model = build(
         architecture(site, pipeline, role, common=common),
         n_classes=len(data.classes),
@@ -58,7 +59,7 @@ def build_model(
 
 def architecture(site: SiteFile, pipeline: Pipeline, role: str, *, common: bool = False) -> str:
     """The name of the model that a role has at a site."""
-    if role != "private":
+    if role == "proxy":
         return pipeline.model.proxy
     return pipeline.model.private if common else (site.private_model or pipeline.model.private)
 
@@ -129,25 +130,36 @@ def class_weights(labels: np.ndarray[Any, np.dtype[np.int64]], n_classes: int) -
 
 
 def tune(party: RunContext, site: Site) -> None:
-    """Let a site choose by cross-validation how its private model learns, where `train.tune` asks for it.
+    """Let a site choose by cross-validation how its own models learn, where `train.tune` asks for it.
 
-    A model that travels, or is under differential privacy, is not tuned.
+    A model that travels, or is under differential privacy, is not tuned. A linear head that it would have alone is
+    fitted in any case. Both models of its own are fresh and alike, so what suits one suits the other.
     """
-    keys, learner = party.pipeline.train, site.learners.get("private")
-    if not keys.tune or learner is None or learner.with_dp or party.method.travels == "private":
+    keys, train = party.pipeline.train, site.train
+    own = {
+        role: learner
+        for role in (LONE, "private")
+        if (learner := site.learners.get(role)) and not (learner.with_dp or role == party.method.travels)
+    }
+    if not keys.tune:
+        own = {role: one for role, one in own.items() if role == LONE and is_linear(one.model)}
+    if not own:
         return
-    train, model = site.train, learner.model
+    model = next(iter(own.values())).model
     if is_linear(model) and train.task.kind == "classes":
         head = _fitted(model, train, site.n_classes, site.device)
-        set_layer(model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
-        learner.fitted = True
+        for learner in own.values():
+            set_layer(learner.model, torch.from_numpy(head.weight), torch.from_numpy(head.bias))
+            learner.fitted = True
         site.held_out, site.tuned = head.held_out, head.facts
-        return
-    folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
-    way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds)
-    learner = learner_of(model, way, train, site.n_classes, site.device)
-    site.learners = {**site.learners, "private": learner}
-    site.tuned = {"by": "cross-validation", **way.facts}
+    elif keys.tune:
+        folds = 1 if isinstance(party.data(site.name).shape, Images) else 5
+        way, site.held_out = _tuned(keys, model, train, site.n_classes, site.device, folds)
+        anew = {
+            role: learner_of(one.model, way, train, site.n_classes, site.device) for role, one in own.items()
+        }
+        site.learners = {**site.learners, **anew}
+        site.tuned = {"by": "cross-validation", **way.facts}
 
 
 def is_linear(model: nn.Module) -> bool:

@@ -13,6 +13,8 @@ import torch
 from wsi_fl.federation import preflight
 from wsi_fl.federation.site import Site
 from wsi_fl.learning.examples import batches
+from wsi_fl.learning.local import supervised_step
+from wsi_fl.learning.validation import LONE
 from wsi_fl.privacy.accounting import epsilon
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.stages.site.account import above_budget, group_of, group_words, planned, spent_words
@@ -93,6 +95,8 @@ def _cost(site: Site, party: RunContext) -> dict[str, Any]:
         if number == 1:  # the first step warms up
             began = time.perf_counter()
         party.method.step(site.learners, batch, schedule.weights, stream)
+        if lone := site.learners.get(LONE):
+            supervised_step(lone, batch, stream)
     per_step = (time.perf_counter() - began) / _TIMED_STEPS
     steps = site.plan.steps if site.plan else -(-site.units.n // batch_size) * pipeline.train.epochs_per_round
     terms = site.ledger.terms

@@ -16,7 +16,7 @@ from wsi_fl.learning.bags import with_drawn_patches
 from wsi_fl.learning.canaries import Canaries, canaries, tossed
 from wsi_fl.learning.examples import Augment, Examples, joined
 from wsi_fl.learning.transforms import augmentation
-from wsi_fl.learning.validation import require_names, with_validation
+from wsi_fl.learning.validation import LONE, require_names, with_validation
 from wsi_fl.models import schema
 from wsi_fl.privacy.cipher import CipherStream
 from wsi_fl.privacy.ledger_file import run_id
@@ -85,12 +85,13 @@ def build_site(party: RunContext, index: int) -> Site:
     canaries = agreed_canaries(folder, pipeline, data)
     account = open_account(party, index, data, train, canaries.included if canaries else None)
     make = learners_of(party, index, data, device, account.plan, train)
+    learners = {role: make(role, dp=one.dp, common=one.common) for role, one in party.method.learners.items()}
+    if party.method.keeps_lone and pipeline.train.alone:
+        learners[LONE] = make(LONE, dp=False)
     return Site(
         index=index,
         name=name,
-        learners={
-            role: make(role, dp=one.dp, common=one.common) for role, one in party.method.learners.items()
-        },
+        learners=learners,
         train=train,
         tests={part: examples for part, examples in tests.items() if len(examples)},
         ledger=account.ledger,
@@ -230,14 +231,14 @@ def _training(data: Data, most: int | None) -> Examples:
 def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples, Examples | None]:
     """(for training, for validation): the store's own split, else a share of the training patients.
 
-    A method without a proxy has nothing to choose, and learns from every row that is for training.
+    Where nothing is sent there is nothing to choose, and every row that is for training is learned from.
 
     Raises:
         UsageError: for a share that would leave nothing to learn from, for rows without a patient where a share is
             drawn and noise is added, and for rows that are missing where they are asked for.
     """
     pipeline = party.pipeline
-    if "proxy" not in party.method.learners:
+    if "proxy" not in party.method.learners and not party.method.keeps_lone:
         return train, None
     validation = data.examples("val")
     if not len(validation) and pipeline.train.val_fraction:
@@ -250,10 +251,10 @@ def _validated(party: RunContext, data: Data, train: Examples) -> tuple[Examples
                 f"train.val_fraction = {fraction:g} holds out all of a site's training patients; lower it"
             )
         train = learned
-    known = pipeline.train.tune and (pipeline.privacy.noisy or party.method.once)
+    known = pipeline.train.alone or (pipeline.train.tune and pipeline.privacy.noisy) or party.method.once
     if pipeline.predict.with_ == "stack" and not known and not len(validation):
         raise UsageError(
-            "predict.with = 'stack' needs rows that no model was trained on; set train.tune=true where proxies are "
-            "under privacy, or train.val_fraction=0.15, or tile with a validation split"
+            "predict.with = 'stack' needs a model that is the site's alone, or rows that no model was trained on; set "
+            "train.alone=true, or train.val_fraction=0.15, or tile with a validation split"
         )
     return train, validation if len(validation) else None
